@@ -458,7 +458,8 @@ class Answer:
     def __init__(self, asked, chat, server):
         self.chat, self.asked, self.jobs, self.choices = chat, asked, [], []
         stops, keeps = [Stop(text) for text in asked["stops"]], asked["logprobs"] is not None
-        for prompt in asked["prompts"]:
+        asked.pop("prompt", None)
+        for prompt in asked.pop("prompts"):  # which may be large: kept by the lines alone
             begin = prompt if asked.get("echo") else ""
             first = len(self.choices)
             self.choices += [Choice(first + i, stops, begin, keeps) for i in range(asked["n"])]
@@ -582,7 +583,7 @@ class Server:
         self.fresh = {}  # connections without a request -> what hangs them up
 
     def application(self):
-        app = web.Application(middlewares=[self.guard], client_max_size=self.args.max_body)
+        app = web.Application(middlewares=[self.guard])
         get = {"/": self.index, "/v1/models": self.models, "/v1/models/{name}": self.models}
         app.add_routes([web.get(path, handler) for path, handler in get.items()])
         app.add_routes([web.post(f"/v1/{kind}", self.complete) for kind in ("completions", "chat/completions")])
@@ -670,9 +671,6 @@ class Server:
             return await handler(request)
         except Refusal as e:
             refusal = e
-        except web.HTTPRequestEntityTooLarge:
-            hint = "send less, or start the server with a larger --max-body"
-            refusal = Refusal(413, f"the body has more than {self.args.max_body} bytes", hint)
         except web.HTTPException as e:
             hint = "there are /v1/models, /v1/completions and /v1/chat/completions"
             refusal = Refusal(e.status, f"{request.method} {request.path[:60]}: {e.reason}", hint)
@@ -699,21 +697,30 @@ class Server:
         if request.content_type != "application/json":
             hint = "send the header Content-Type: application/json"
             raise Refusal(415, f"the body's type is {request.content_type[:60]}", hint)
-        if (request.content_length or 0) > self.args.max_body:  # do not wait for it
-            raise web.HTTPRequestEntityTooLarge(self.args.max_body)
         try:
-            return json.loads(await asyncio.wait_for(request.read(), CLIENT_SECONDS))
+            return json.loads(await asyncio.wait_for(self.body(request), CLIENT_SECONDS))
         except asyncio.TimeoutError:
-            request.protocol.force_close()
             raise Refusal(408, f"the body did not come within {CLIENT_SECONDS} seconds", "send it again") from None
         except ValueError as e:
             raise Refusal(400, f"the body is not JSON: {e}", 'send {"...": ...} in UTF-8')
+
+    async def body(self, request):
+        """Not request.read(), which keeps it as long as the request lasts."""
+        data = bytearray()
+        while max(len(data), request.content_length or 0) <= self.args.max_body:
+            if not (part := await request.content.readany()):
+                return data
+            data += part
+        hint = "send less, or start the server with a larger --max-body"
+        raise Refusal(413, f"the body has more than {self.args.max_body} bytes", hint)
 
     async def complete(self, request):
         chat = request.path == "/v1/chat/completions"
         asked = understand(await self.read(request), chat, self)
         if chat:
             asked["prompts"] = [await self.template.render(asked.pop("messages"))]
+        if request.transport is None:  # before Python 3.12 wait_for() can lose that this task was cancelled
+            raise ConnectionResetError
         answer = Answer(asked, chat, self)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:

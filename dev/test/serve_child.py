@@ -2,7 +2,8 @@
 determines.
 
 A token is a byte, 256 the end of the text. What the prompt asks for: "say TEXT", "slow" (a token every 20 ms), "die",
-or anything else, which gets letters drawn by the seed. Each line that comes in is kept in the file $SERVE_CHILD_LOG."""
+"nan", or anything else, which gets letters drawn by the seed. Each line that comes in is kept in the file
+$SERVE_CHILD_LOG; $SERVE_CHILD_STOPS is a stop string of the model."""
 
 import codecs
 import json
@@ -76,6 +77,8 @@ def accept(request, running, waiting):
         message = f"the prompt has {len(prompt)} tokens and the context {CONTEXT}"
         return tell("error", id=request["id"], message=message, hint="shorten it")
     tell("start", id=request["id"], prompt_tokens=len(prompt))
+    if prompt == b"\nnan":
+        return tell("error", id=request["id"], message="the weights hold NaN", hint="take another", status=500)
     waiting += [Sequence(request, i, prompt) for i in range(request["n"])]
 
 
@@ -87,7 +90,9 @@ def main():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print("loading", file=sys.stderr, flush=True)
     model = sys.argv[sys.argv.index("-e") + 1]
-    tell("ready", model=model, context=CONTEXT, vocab=257, slots=slots, waiting=1024, eot=EOT, ends=[EOT])
+    stops = list(filter(None, [os.environ.get("SERVE_CHILD_STOPS")]))
+    facts = dict(context=CONTEXT, vocab=257, slots=slots, waiting=1024, eot=EOT, ends=[EOT], stop_strings=stops)
+    tell("ready", model=model, **facts)
     lines, running, waiting = queue.Queue(), [], []
 
     def read():

@@ -41,7 +41,9 @@ SAY = "héllo wörld, 漢字 and 🙂🙃 or so"
 class Server:
     """dev/serve.py as a user starts it, with serve_child.py in place of the program."""
 
-    def __init__(self, folder, *options, chat=True, child=None, environment={}, model=None):
+    def __init__(
+        self, folder, *options, chat=True, child=None, environment={}, model=None, script=ROOT / "dev/serve.py"
+    ):
         self.folder, self.text = folder, ""
         if model is None:
             model = folder / "model"
@@ -49,13 +51,13 @@ class Server:
             config = {"eos_token": {"content": "<|end|>"}, "added_tokens_decoder": {"7": {"content": "<|end|>"}}}
             config |= {"chat_template": TEMPLATE} if chat else {}
             (model / "tokenizer_config.json").write_text(json.dumps(config))
-        script = folder / "child"
-        script.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/dev/test/serve_child.py "$@"\n')
-        script.chmod(0o755)
+        program = folder / "child"
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/dev/test/serve_child.py "$@"\n')
+        program.chmod(0o755)
         self.requests_file = folder / "requests"
         (folder / "cwd").mkdir(exist_ok=True)
         self.process = subprocess.Popen(
-            [sys.executable, ROOT / "dev/serve.py", model, "--port", "0", "--program", child or script, *options],
+            [sys.executable, script, model, "--port", "0", "--program", child or program, *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -303,6 +305,36 @@ def test_a_stop_string_does_not_depend_on_tokens():
     assert 500 < stopped < 2900
 
 
+def test_stop_strings_take_no_time(server, client):
+    for stop in (["x" * 1000000], "x" * 1001, ["x"] * 17):
+        assert server.post("completions", {"prompt": "The", "stop": stop})[0] == 400
+    stops = ["a" * i + "b" for i in range(999, 983, -1)]
+    text = "a" * 100000
+    begin = time.process_time()
+    choice = serve.Choice(0, [serve.Stop(s) for s in stops])
+    for at in range(0, len(text), 10):
+        choice.add({"event": "token", "text": text[at : at + 10]})
+    choice.add({"event": "end", "reason": "length", "text": ""})
+    assert choice.take()[0] == text and time.process_time() - begin < 10
+    answer = complete(client, "say " + "a" * 200, stop=stops, max_tokens=450)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("a" * 200, "stop")
+
+
+def test_what_ends_texts_of_this_model(tmp_path):
+    """The program's stop_strings, and in a conversation also the folder's."""
+    with Server(tmp_path, environment={"SERVE_CHILD_STOPS": "<stop>"}) as s:
+        (s.folder / "model/generation_config.json").write_text('{"stop_strings": ["<stop>"]}')
+        how = {"model": "model", "max_tokens": 100}
+        one = s.client().completions.create(prompt="say a<stop>b", **how).choices[0]
+        assert (one.text, one.finish_reason) == ("a", "stop")
+        one = talk_to(s.client(), "say a<stop>b", **how)
+        assert (one.message.content, one.finish_reason) == ("a", "stop")
+
+
+def talk_to(client, content, **how):
+    return client.chat.completions.create(messages=[{"role": "user", "content": content}], **how).choices[0]
+
+
 # ---- log-probabilities
 
 
@@ -522,6 +554,31 @@ def test_chat_templates(tmp_path):
             rendered()
 
 
+NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{{ '' }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("when", ["", "{% if messages[0].content == 'bomb' %}"])
+def test_a_template_that_never_ends(tmp_path, when):
+    """Others are answered meanwhile, and the server ends when it is told to."""
+    (tmp_path / "model").mkdir()
+    end = "{% endif %}" if when else ""
+    (tmp_path / "model/chat_template.jinja").write_text(when + NESTED + end + "{{ messages[0].content }}<|end|>")
+    with Server(tmp_path) as s:
+        bomb = json.dumps({"messages": [{"role": "user", "content": "bomb"}]}).encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with s.raw(f"{head}Content-Length: {len(bomb)}\r\n\r\n".encode() + bomb) as first:
+            begin = time.time()
+            assert s.post("completions", {"prompt": "say hi"})[0] == 200 and time.time() - begin < 3
+            first.recv(4096).startswith(b"HTTP/1.1 400 ")
+        if when:
+            assert talk_to(s.client(), "say hi", model="model").message.content == "hi"
+        with s.raw(f"{head}Content-Length: {len(bomb)}\r\n\r\n".encode() + bomb):
+            time.sleep(0.5)
+            begin = time.time()
+            s.process.send_signal(signal.SIGTERM)
+            assert s.process.wait(30) == 0 and time.time() - begin < 4
+
+
 # ---- many clients, and clients that go
 
 
@@ -587,6 +644,70 @@ def test_a_client_that_goes_away(tmp_path, stream):
         assert s.client().completions.create(model="model", prompt="say hi").choices[0].text == "hi"
         assert time.time() - begin < 5 and len(s.requests()) == 5
         assert "Traceback" not in s.text
+
+
+# ---- a program that is slow
+
+
+def test_a_refusal_reaches_its_client_alone(tmp_path):
+    """A client leaves while the program is stopped. Its line is refused, without an id; the next request is not."""
+    with Server(tmp_path, "--max-body", str(8 << 20)) as s:
+        (child,) = children_of_server(s)
+        os.kill(child, signal.SIGSTOP)
+        body = json.dumps({"prompt": "garble" + "é" * 3000000}, ensure_ascii=False).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with s.raw(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body):
+            time.sleep(1)
+        results = []
+        good = threading.Thread(target=lambda: results.append(s.post("completions", {"prompt": "say hi"})))
+        good.start()
+        time.sleep(0.5)
+        os.kill(child, signal.SIGCONT)
+        good.join()
+        assert results[0][0] == 200 and '"hi"' in results[0][2]
+        assert len(s.requests_file.read_bytes().split(b"\n")[0]) < len(body) + 200  # no escapes of six bytes
+
+
+def test_a_line_that_the_program_does_not_take(tmp_path):
+    with Server(tmp_path, "--max-body", str(64 << 20)) as s:
+        status, _, text = s.post("completions", {"prompt": "x" * (17 << 20)})
+        assert status == 413 and "hint: " in text and not s.requests()
+        assert s.post("completions", {"prompt": "say hi"})[0] == 200
+
+
+def test_a_program_that_says_nothing(tmp_path):
+    """Its clients are told, later ones at once, and the memory of the server stays; then it goes on."""
+    with Server(tmp_path, "--patience", "5", "--queue", "100", "--slots", "4") as s:
+        (child,) = children_of_server(s)
+        os.kill(child, signal.SIGSTOP)
+        size = lambda: int(Path(f"/proc/{s.process.pid}/statm").read_text().split()[1]) * 4096
+        begin = time.time()
+        body = json.dumps({"prompt": "x" * 1000000}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        sizes = []
+        for _ in range(90):
+            sizes.append(size())
+            with s.raw(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body):
+                pass
+        status, headers, text = s.post("completions", {"prompt": "say hi"})
+        assert status == 503 and "does not answer" in text and int(headers["retry-after"]) > 0
+        assert 3 < time.time() - begin < 30
+        begin = time.time()
+        assert s.post("completions", {"prompt": "say hi"})[0] == 503 and time.time() - begin < 2
+        assert size() - sizes[30] < 30 << 20, sizes
+        os.kill(child, signal.SIGCONT)
+        s.wait(lambda: s.post("completions", {"prompt": "say hi"})[0] == 200)
+
+
+def children_of_server(s):
+    """The programs of a server without a conversation."""
+    task = Path(f"/proc/{s.process.pid}/task/{s.process.pid}/children")
+    return list(map(int, task.read_text().split()))
+
+
+def test_weights_that_are_not_finite(client):
+    with pytest.raises(openai.InternalServerError, match="hold NaN.*\n.*hint: "):
+        complete(client, "nan")
 
 
 # ---- a program that dies
@@ -715,6 +836,46 @@ def test_the_key(tmp_path, how):
             assert answer_of(c)[0] == 200
         (child,) = children_of(s.process.pid)
         assert b"SERVE_API_KEY" not in Path(f"/proc/{child}/environ").read_bytes() and key not in s.text
+
+
+def test_a_page_of_another_site(server, tmp_path):
+    """whose name is made to mean this machine."""
+    ask = lambda s, host: s.post("completions", {"prompt": "say hi"}, Host=host)
+    for host in ("localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:1", "[::1]", "[::1]:99"):
+        assert ask(server, host)[0] == 200
+    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.nip.io", "", "::1", "[::1"):
+        status, _, text = ask(server, host)
+        assert status == 403 and "hint: open http://127.0.0.1:" in text
+    for path in ("/", "/v1/models", "/nothing"):
+        with server.raw(f"GET {path} HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n".encode()) as c:
+            assert answer_of(c)[0] == 403
+    with Server(tmp_path, "--api-key", "secret") as s:  # who has it may come from anywhere
+        assert ask(s, "evil.example")[0] == 401
+        assert s.post("completions", {"prompt": "say hi"}, Host="x.example", Authorization="Bearer secret")[0] == 200
+
+
+def test_who_does_not_send_or_read(tmp_path):
+    """600 half requests are hung up, and so is who does not read an answer; a slow body is refused."""
+    script = tmp_path / "impatient.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT / 'dev')!r})\nimport serve\n"
+                      "serve.CLIENT_SECONDS = 2\nserve.main()\n")  # fmt: skip
+    with Server(tmp_path, script=script) as s:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        half = [s.raw(head) for _ in range(600)]
+        slow = s.raw(head + b"Content-Length: 100\r\n\r\n{")
+        assert s.post("completions", {"prompt": "say hi"})[0] == 200
+        assert all(c.recv(100) == b"" for c in half)
+        assert slow.recv(100).startswith(b"HTTP/1.1 408 ")
+        [c.close() for c in (slow, *half)]
+        files = lambda: len(os.listdir(f"/proc/{s.process.pid}/fd"))
+        s.wait(lambda: files() < 40)
+        before = files()
+        body = json.dumps({"prompt": "x", "n": 128, "max_tokens": 150, "logprobs": 20}).encode()
+        with s.raw(head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body):
+            s.wait(lambda: files() > before)
+            s.wait(lambda: files() == before)
+        assert s.post("completions", {"prompt": "say hi"})[0] == 200
+        assert "Traceback" not in s.text
 
 
 def test_bytes_that_are_no_request(server):
