@@ -31,7 +31,8 @@ class Page:
         self.loop, self.numbers, self.events = asyncio.new_event_loop(), itertools.count(1), []
         self.browser = subprocess.Popen(
             [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-             "--disable-background-networking", "--remote-debugging-port=0", f"--user-data-dir={folder}"],
+             "--disable-background-networking", "--disable-quic", "--remote-debugging-port=0",
+             f"--user-data-dir={folder}"],
             stderr=subprocess.PIPE, text=True, env=os.environ | {"HOME": str(folder)},
         )  # fmt: skip
         said = ""
@@ -162,6 +163,33 @@ def test_a_conversation(page, server):
     page.ask("say anew")
     page.wait(IDLE)
     assert server.requests()[-1]["prompt"] == "<|user|>say anew<|end|><|assistant|>"
+
+
+def test_a_conversation_that_fills_the_context(page, server, tmp_path):
+    """The oldest turns are forgotten, and the page says so; the system prompt stays."""
+    page.open(server)
+    page.click("systemed")
+    page.wait("at('systemed').open")
+    page.click("system")
+    page.type("Be brief.")
+    page.js("at('tokens').value = 100")
+    for i in range(9):
+        page.ask(f"say {i} " + "word " * 14)
+        page.wait(f"document.querySelectorAll('#talk > .assistant').length == {i + 1} && " + IDLE)
+        assert page.js("at('state').className") != "bad"
+        asked = server.requests()[-1]["prompt"]
+        assert asked.startswith("<|system|>Be brief.<|end|><|user|>") and f"<|user|>say {i} " in asked
+    assert "<|user|>say 0 " not in asked and "<|user|>say 7 " in asked
+    notes = [text for kind, text in page.bubbles() if kind == "note"]
+    assert len(notes) == 1 and "context of 512 tokens is full" in notes[0]
+    (tmp_path / "full.png").write_bytes(page.picture())
+    page.ask("say " + "long " * 40)  # only after several refusals
+    page.wait("document.querySelectorAll('#talk > .assistant').length == 10 && " + IDLE)
+    assert page.js("at('state').className") != "bad" and page.js("messages.length") == 2
+    page.click("clear")
+    page.ask("say anew")
+    page.wait(IDLE)
+    assert server.requests()[-1]["prompt"] == "<|system|>Be brief.<|end|><|user|>say anew<|end|><|assistant|>"
 
 
 def test_markup_is_text(page, server):
