@@ -345,7 +345,19 @@ def end_of_turn(renderer):
             "name what ends a turn of this model, as in --end-of-turn '<|im_end|>'",
             True,
         )
-    return after.strip()
+    return after.strip().splitlines()[0]
+
+
+def asked_otherwise(renderer):
+    """None where an answer follows the generation prompt. With tags a template may write something else there, and a
+    model is asked in another way than it was trained: (what it writes, the prompt), from where they differ."""
+    question = [{"role": "user", "content": "This is a question."}]
+    answered = renderer.render([*question, {"role": "assistant", "content": PROBE}], prompt=False)
+    prompt = renderer.render(question)
+    if answered.startswith(prompt):
+        return None
+    same = len(os.path.commonprefix([answered, prompt]))
+    return answered[same:].partition(PROBE)[0], prompt[same:]
 
 
 def first_token(text, added):
