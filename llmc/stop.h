@@ -9,33 +9,46 @@
 // steps. 1: an error. 128 + the signal's number, in a shell: the signal killed the process before it could save.
 enum { STATUS_STOPPED = 75 };
 
-// These signals save and end a run: SIGTERM and SIGUSR1 (preemption), SIGHUP (the terminal was closed; ignored under
-// nohup), SIGPIPE (the reader of the output has ended, as in `| head`). The same signal again, at least a second later,
-// ends the process at once. Within a second it may be the same one: timeout(1) and launchers signal a process and its
-// group. Runs that only go forward have nothing to save and keep the default.
-enum { NUM_STOP_SIGNALS = 4 };
-static const int STOP_SIGNALS[NUM_STOP_SIGNALS] = {SIGTERM, SIGUSR1, SIGHUP, SIGPIPE};
+// These signals save and end a run: SIGTERM and SIGUSR1 (preemption), SIGHUP (the terminal was closed), SIGPIPE (the
+// reader of the output has ended, as in `| head`), SIGINT (Ctrl-C). SIGHUP and SIGINT stay ignored where the program is
+// started so (nohup, a script's background). Runs that only go forward have nothing to save and keep the default.
+enum { NUM_STOP_SIGNALS = 5 };
+static const int STOP_SIGNALS[NUM_STOP_SIGNALS] = {SIGTERM, SIGUSR1, SIGHUP, SIGPIPE, SIGINT};
+static inline const char *stop_signal_name(int number) {
+    return number == SIGTERM   ? "SIGTERM"
+           : number == SIGUSR1 ? "SIGUSR1"
+           : number == SIGHUP  ? "SIGHUP: the terminal was closed"
+           : number == SIGPIPE ? "SIGPIPE: nothing reads the output"
+                               : "Ctrl-C";
+}
+static const char *stop_notice = "";  // printed at the first Ctrl-C
 static volatile sig_atomic_t stop_signal;
+// Ctrl-C in a run that is already stopping ends the process at once. So does another signal that comes again at least a
+// second later. What comes sooner may be the same one: timeout(1) and launchers signal a process and its group.
 static void on_stop_signal(int number) {
-    static volatile double first[NSIG];
+    static volatile double begin, first[NSIG];
     double now = now_seconds();
+    if (begin == 0 && number == SIGINT) (void)!write(STDERR_FILENO, stop_notice, strlen(stop_notice));
+    if (begin == 0) begin = now;
     if (first[number] == 0) first[number] = now;
     stop_signal = number;
     signal(SIGPIPE, SIG_IGN);  // every further line would raise it; Ctrl-C ends a `tee` that reads the output, too
-    if (now - first[number] < 1) return;
+    if (number == SIGINT ? now - begin < 0.1 : now - first[number] < 1) return;
     signal(number, SIG_DFL);
     raise(number);
 }
-static inline void catch_signals(int forward_only) {
-    struct sigaction a;
+static inline void catch_signal(int number) {
+    struct sigaction a, before;
     memset(&a, 0, sizeof a);
     a.sa_handler = on_stop_signal;
     a.sa_flags = SA_RESTART;
-    for (int i = 0; i < NUM_STOP_SIGNALS && !forward_only; i++) {
-        struct sigaction before;
-        sigaction(STOP_SIGNALS[i], NULL, &before);
-        if (STOP_SIGNALS[i] != SIGHUP || before.sa_handler != SIG_IGN) sigaction(STOP_SIGNALS[i], &a, NULL);
-    }
+    sigaction(number, NULL, &before);
+    if ((number != SIGHUP && number != SIGINT) || before.sa_handler != SIG_IGN) sigaction(number, &a, NULL);
+}
+static inline void catch_signals(int forward_only) {
+    // Ctrl-C ends the program at once until there is something to save: train() catches it
+    for (int i = 0; i < NUM_STOP_SIGNALS && !forward_only; i++)
+        if (STOP_SIGNALS[i] != SIGINT) catch_signal(STOP_SIGNALS[i]);
     signal(SIGXFSZ, SIG_IGN);  // at a file size limit write fails, with a message
 }
 

@@ -376,8 +376,7 @@ static int end_training(Trainer *t, int64_t first, int stopped) {
     if (stopped) {
         console_overwrite("");
         if (*t->step_line) puts(t->step_line);
-        printf("stopped by %s after step %lld%s\n", strsignal(stopped), step,
-               t->o.save_every ? "; --resume 1 goes on" : "; nothing was saved (--save-every)");
+        report_stop(t, stop_signal_name(stopped));
     }
     if (is_out_of_patience(t))
         printf("ended after step %lld: %ld evaluations without a lower validation loss (--patience)\n", step,
@@ -392,7 +391,7 @@ static int end_training(Trainer *t, int64_t first, int stopped) {
                 "--resume 1\n",
                 t->o.output);
     if (status == EXIT_SUCCESS && *t->o.output && t->comm.rank == 0) write_done_file(t);
-    const char *reason = stopped ? strsignal(stopped) : is_out_of_patience(t) ? "patience" : "all steps done";
+    const char *reason = stopped ? stop_signal_name(stopped) : is_out_of_patience(t) ? "patience" : "all steps done";
     logger_event(&t->log, "end", step, "reason %s status %d", reason, status);
     return status;
 }
@@ -402,6 +401,9 @@ static int train(Trainer *t) {
     background.busy = save_is_busy;
     background.end = save_finish;
     background.of = t;
+    stop_notice = t->o.save_every ? "\nCtrl-C: the run saves and ends; once more ends it at once\n"
+                                  : "\nCtrl-C: the run ends without a checkpoint; once more ends it at once\n";
+    catch_signal(SIGINT);
     int stopped = score_if_due(t);
     link_if_best(t, first);  // a resumed checkpoint, whose evaluation a signal cut off, or that --patience is new for
     double clock = now_seconds();

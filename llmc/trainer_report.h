@@ -97,6 +97,23 @@ static inline void report_failed_save(Trainer *t, const char *path, int64_t step
                  t->state.step, t->ending ? NAN : (double)t->retry_step);
 }
 
+// What the run that a signal stopped needs to go on.
+static inline void report_stop(const Trainer *t, const char *by) {
+    const char *output = t->o.output, *quote = output[strcspn(output, " '\"$&()*;<>?[\\]`{|}~")] ? "'" : "";
+    char launcher[32] = "";
+    if (t->comm.world > 1 && getenv("OMPI_COMM_WORLD_SIZE"))
+        snprintf(launcher, sizeof launcher, "mpirun -np %d ", t->comm.world);
+    printf("stopped by %s after step %ld; ", by, t->state.step);
+    if (!t->o.save_every)
+        printf("nothing was saved (--save-every)\n");
+    else if (!t->state.step)
+        printf("there is nothing to save yet: start the same command again\n");
+    else if (!t->retry_step)
+        printf("--resume 1 goes on: %s%s -o %s%s%s -y 1\n", launcher, program_invocation_name, quote, output, quote);
+    else
+        printf("its checkpoint was not written\n");
+}
+
 typedef struct {
     StepResult result;
     double lr, loss_z, norm_z, seconds;

@@ -4,7 +4,8 @@
 #   DRY_RUN=1 scripts/run_x.sh    prints the command and what it will take
 #   PROGRAM=./x scripts/run_x.sh  another build of the trainer (default: ./train_gpt2cu, which is made where it is missing)
 # Stopped, killed or crashed, start the same script again: it goes on from the newest checkpoint, on another number of GPUs too.
-# Ctrl-C, SIGTERM or a closed terminal saves a checkpoint first. A crash is tried again at once, until two in a row have brought no new checkpoint.
+# Ctrl-C, SIGTERM or a closed terminal saves a checkpoint first; a second Ctrl-C does not wait for it.
+# A crash is tried again at once, until two in a row have brought no new checkpoint. An error before the run has begun would come again: it ends the script.
 # Exit status: 0 when all steps are done; 128 + the signal that stopped this script, or 75 if it stopped the trainer
 # alone: start it again; else 1.
 set -euo pipefail
@@ -73,9 +74,19 @@ print_plan() {
 newest_checkpoint() { ls "$out" 2> /dev/null | grep -E '^step_[0-9]+$' | sort | tail -1 || true; }
 
 child= stopped=
-stop() {  # the trainer saves and ends on SIGUSR1, which mpirun passes on; a second one ends it at once
+# stop STATUS: the trainer saves and ends on SIGUSR1, which mpirun passes on. The second time it ends at once: mpirun ends its ranks on SIGINT,
+# and the trainer, as a background process of this script, ignores that.
+stop() {
+    local signal=USR1
+    [ -z "$stopped" ] || { signal=INT; [[ $launched == *mpirun ]] || signal=KILL; }
     stopped=$1
-    [ -z "$child" ] || kill -USR1 "$child" 2> /dev/null || true
+    [ -z "$child" ] || kill -"$signal" "$child" 2> /dev/null || true
+}
+say_stopped() {
+    local newest
+    newest=$(newest_checkpoint)
+    if [ -n "$newest" ]; then echo "stopped after step $((10#${newest#step_})); run the same command again"
+    else echo "stopped before there was a checkpoint; the same command begins again"; fi
 }
 wait_for_child() {
     local status
@@ -96,8 +107,10 @@ lock() {
 
 # keep_going COMMAND...: runs it until it ends well, or fails twice without a new checkpoint in $out
 keep_going() {
-    local before status=0 failures=0
+    local before begun status=0 failures=0
+    launched=$1
     lock
+    begun=$(wc -c 2> /dev/null < "$out/main.jsonl" || true)
     trap 'stop 129' HUP
     trap 'stop 130' INT
     trap 'stop 143' TERM USR1
@@ -107,16 +120,18 @@ keep_going() {
         status=0
         wait_for_child || status=$?
         child=
-        [ -z "$stopped" ] || exit "$stopped"
+        [ -z "$stopped" ] || { say_stopped; exit "$stopped"; }
         [ "$status" -ne 0 ] || break
-        [ "$status" -ne 75 ] || exit 75  # a signal to the trainer stopped it; it has saved
+        [ "$status" -ne 75 ] || { say_stopped; exit 75; }  # a signal to the trainer stopped it; it has saved
+        # no signal has killed it, and nothing came into its log: an error of the options, the data or the machine
+        [ "$status" -ge 128 ] || [ "$(wc -c 2> /dev/null < "$out/main.jsonl" || true)" != "$begun" ] || exit 1
         failures=$((failures + 1))
         [ "$(newest_checkpoint)" = "$before" ] || failures=0
         before=$(newest_checkpoint)
         [ "$failures" -lt 2 ] || fail "the trainer failed twice without a new checkpoint (status $status)" "its last message is above; start this script again to go on from ${before:-the beginning}"
         echo "the trainer ended with status $status; going on from ${before:-the beginning}" >&2
         sleep "${RETRY_SECONDS:-5}" & wait $! || true
-        [ -z "$stopped" ] || exit "$stopped"
+        [ -z "$stopped" ] || { say_stopped; exit "$stopped"; }
     done
     trap - HUP INT TERM USR1
 }

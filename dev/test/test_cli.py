@@ -715,7 +715,7 @@ def test_a_stopped_run_leaves_its_last_line(trainer, tmp_path):
         pass
     os.close(ours)
     rows = rows_of(got.decode(), 200)
-    stopped = next(row for row in rows if row.startswith("stopped by Terminated after step"))
+    stopped = next(row for row in rows if row.startswith("stopped by SIGTERM after step"))
     assert kept(rows) == [int(re.search(r"after step (\d+)", stopped)[1])]
 
 
@@ -1113,20 +1113,49 @@ def test_a_run_with_output_saves_at_its_end(trainer, tmp_path):
     assert "no checkpoint is saved" in succeeds(trainer()).stdout and not list((tmp_path / "none").glob("step_*"))
 
 
+@pytest.mark.parametrize("number, name", [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
 @pytest.mark.parametrize("save", [[], ["-n", "0"], ["-n", "1000000"]])
-def test_a_run_that_a_signal_stops(trainer, tmp_path, save):
-    """It saves, unless told not to, and has a status of its own."""
+def test_a_run_that_a_signal_stops(trainer, tmp_path, save, number, name):
+    """It saves, unless told not to, has a status of its own, and prints the command that goes on."""
     process = trainer.start("-o", tmp_path / "run", "-x", "1000000", *save)
     while "step      3/" not in process.stdout.readline():
         assert process.poll() is None, process.communicate()
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     said, _ = process.communicate(timeout=60)
     end = events(tmp_path / "run", "end")[-1]
-    assert process.returncode == end["status"] == STOPPED and end["reason"] == "Terminated"
+    assert process.returncode == end["status"] == STOPPED and end["reason"] == name
     assert (tmp_path / f"run/step_{end['step']:08}").exists() == (save != ["-n", "0"])
     assert ("--resume 1 goes on" if save != ["-n", "0"] else "nothing was saved") in said and not list(
         (tmp_path / "run").glob("DONE_*")
     )
+    assert f"stopped by {name} after step {end['step']}" in said
+    if save != ["-n", "0"]:
+        command = shlex.split(re.search("--resume 1 goes on: (.*)", said)[1])
+        again = subprocess.run([*command, "-x", str(end["step"] + 1)], capture_output=True, text=True, env=ENVIRONMENT)
+        assert f"step {end['step'] + 1:6}/" in succeeds(again).stdout
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(trainer, tmp_path):
+    """In a step of hours, where the first one did not come through; two of one moment are one, as timeout(1) sends."""
+    large = ["-e", "d2,channels=1024,heads=16,vocab=256,seq=64", "-b", "128", "-t", "64"]
+    process = trainer.start("-o", tmp_path / "run", *large)
+    wait_for_start(process, tmp_path / "run/main.jsonl")
+    for wait in 0, 0.01, 0.5:
+        time.sleep(wait)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+    assert process.wait(60) == -signal.SIGINT and "once more" in process.stderr.read()
+
+
+def test_ctrl_c_before_the_first_step(trainer, tmp_path):
+    """Nothing is there to be saved, and the same command begins again."""
+    process = trainer.start("-o", tmp_path / "run", *ENDLESS)
+    wait_for_start(process, tmp_path / "run/main.jsonl")
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == STOPPED and "the same command again" in said
+    succeeds(trainer("-o", tmp_path / "run"))
 
 
 def test_a_signal_ends_a_step_between_micro_steps(trainer, tmp_path):
@@ -1403,7 +1432,10 @@ def test_the_terminal_is_closed(trainer, tmp_path, nohup):
         process.send_signal(signal.SIGTERM)
     assert process.wait(60) == STOPPED
     end = json.loads((tmp_path / "run/main.jsonl").read_text().splitlines()[-1])
-    assert end["reason"] == ("Terminated" if nohup else "Hangup") and (tmp_path / f"run/step_{end['step']:08}").exists()
+    assert (
+        end["reason"].startswith("SIGTERM" if nohup else "SIGHUP")
+        and (tmp_path / f"run/step_{end['step']:08}").exists()
+    )
 
 
 def test_a_resumed_run_says_that_its_data_changed(trainer, tmp_path):

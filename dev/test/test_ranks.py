@@ -922,9 +922,7 @@ def test_a_signal_between_steps(train, tmp_path, endless, what, ranks, tp, stage
     begin = time.time()
     text = stopped(job, 20)
     print(f"ended after {time.time() - begin:.1f} s")
-    assert "stopped by User defined signal 1 after step 3; --resume 1 goes on" in text and "eval      3" not in text, (
-        text
-    )
+    assert "stopped by SIGUSR1 after step 3; --resume 1 goes on" in text and "eval      3" not in text, text
     assert steps_saved(tmp_path / "run")[-1] == 3 and not [
         e for kind in ("eval", "eval_choice", "sample") for e in events(tmp_path / "run", kind)
     ]
@@ -1076,7 +1074,7 @@ def test_a_signal_during_a_long_step(train, tmp_path):
     time.sleep(1)
     os.kill(job.ranks()[1], signal.SIGUSR1)
     text = stopped(job, 20)
-    assert "stopped by User defined signal 1 after step 2; --resume 1" in text and steps_saved(tmp_path / "run") == [2]
+    assert "stopped by SIGUSR1 after step 2; --resume 1" in text and steps_saved(tmp_path / "run") == [2]
     succeeds(train(3, "run", "-x", "4", "-y", "1"))
     assert curve(tmp_path / "run") == curve(tmp_path / "straight")
 

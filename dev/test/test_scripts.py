@@ -370,11 +370,12 @@ def trainer_of(p, folder, step, names=("train_gpt2",), parent=None):
     raise AssertionError("no checkpoint")
 
 
-def stop(p):
-    """SIGTERM to the process group, as timeout(1) does it, saves and ends."""
-    os.killpg(p.pid, signal.SIGTERM)
+def stop(p, folder, number=signal.SIGTERM):
+    """A signal to the process group, as timeout(1) and Ctrl-C do it, saves and ends."""
+    os.killpg(p.pid, number)
     status, out, err = finish(p)
-    assert status == 128 + signal.SIGTERM and "stopped by" in out and "resume 1 goes on" in out
+    newest = max(int(f.name[5:]) for f in folder.glob("step_*"))
+    assert status == 128 + number and f"stopped after step {newest}; run the same command again" in out
     return err
 
 
@@ -386,7 +387,7 @@ def test_goes_on_after_a_crash(whole, tmp_path):
         assert p.poll() is None
         time.sleep(0.02)
     trainer_of(p, tmp_path / "out", max(60, *steps(tmp_path / "out")) + 10)
-    assert "status 137; going on from step_000" in stop(p)
+    assert "status 137; going on from step_000" in stop(p, tmp_path / "out", signal.SIGINT)
     both = steps(tmp_path / "out")
     assert {n: both[n] for n in losses} == losses and len(losses) == 60
 
@@ -408,15 +409,15 @@ def test_goes_on_when_all_was_killed(whole, tmp_path):
     before = max(steps(tmp_path / "out"))
     third = run("run_tiny_cpu.sh", *options, "-o", tmp_path / "out")
     trainer_of(third, tmp_path / "out", max(60, before) + 20)
-    stop(third)
+    stop(third, tmp_path / "out")
     both = steps(tmp_path / "out")
     assert starts(tmp_path / "out") == 2 and {n: both[n] for n in losses} == losses
 
 
 @pytest.mark.skipif(not MPIRUN, reason="no MPI")
 def test_two_ranks(whole, tmp_path):
-    """A run for GPUs with the CPU's trainer in their place: the loss of one rank; a lost rank starts both again;
-    SIGTERM reaches them through mpirun."""
+    """A run for GPUs with the CPU's trainer in their place: the loss of one rank; a lost rank starts both again; of
+    Ctrl-C they hear through mpirun, as SIGUSR1."""
     options, losses = whole
     environment = {
         "PROGRAM": "./train_gpt2",
@@ -431,13 +432,42 @@ def test_two_ranks(whole, tmp_path):
         assert p.poll() is None, finish(p)
         time.sleep(0.02)
     trainer_of(p, tmp_path / "out", max(60, *steps(tmp_path / "out")) + 10, names=("mpirun", "prterun", "orterun"))
-    assert "going on from step_000" in stop(p)
+    assert "going on from step_000" in stop(p, tmp_path / "out", signal.SIGINT)
     both = steps(tmp_path / "out")
     assert all(abs(both[n] - losses[n]) < 1e-5 for n in losses) and len(losses) == 60
 
 
-def test_gives_up(whole, tmp_path):
-    """Twice without a new checkpoint: an option that the trainer refuses is not tried for ever."""
+def test_a_second_ctrl_c_does_not_wait(whole, tmp_path):
+    """The step would take minutes."""
     options, _ = whole
-    status, _, err = finish(run("run_tiny_cpu.sh", *options, "-o", tmp_path / "out", "-d", 2047))
-    assert status == 1 and err.count("not a multiple of") == 2 and "failed twice without a new checkpoint" in err
+    size = ["-e", "d12,channels=1024,heads=16,vocab=256,seq=64", "-b", 128, "-d", 2**27]
+    p = run("run_tiny_cpu.sh", *options, *size, "-o", tmp_path / "out")
+    while not starts(tmp_path / "out"):
+        assert p.poll() is None, finish(p)
+        time.sleep(0.02)
+    os.killpg(p.pid, signal.SIGINT)
+    time.sleep(1)
+    os.killpg(p.pid, signal.SIGINT)
+    begin = time.time()
+    status, out, _ = finish(p)
+    assert status == 128 + signal.SIGINT and "the same command begins again" in out and time.time() - begin < 10
+
+
+@pytest.mark.parametrize("wrong", [["-d", 2047], ["--no-such-option", 4], ["--schedule", "cubic"], ["-i", "README.md"]])
+def test_an_error_before_the_run_has_begun_is_not_tried_again(whole, tmp_path, wrong):
+    options, _ = whole
+    status, _, err = finish(run("run_tiny_cpu.sh", *options, "-o", tmp_path / "out", *wrong))
+    assert status == 1 and err.count("error:") == 1, err
+
+
+def test_gives_up(whole, tmp_path):
+    """Twice without a new checkpoint: a run that always crashes is not started for ever."""
+    options, _ = whole
+    p = run("run_tiny_cpu.sh", *options, "-o", tmp_path / "out", "-n", 10**6, "-x", 10**6)
+    for attempt in (1, 2):
+        while starts(tmp_path / "out") < attempt:
+            assert p.poll() is None, finish(p)
+            time.sleep(0.02)
+        os.kill(trainer_of(p, tmp_path / "out", 0), signal.SIGKILL)
+    status, _, err = finish(p)
+    assert status == 1 and "failed twice without a new checkpoint" in err

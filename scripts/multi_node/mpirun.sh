@@ -2,7 +2,7 @@
 # GPT-2 1558M on several hosts that are reached by ssh, one rank for each GPU. No batch system is needed; with Slurm take slurm.sbatch.
 #   HOSTFILE=my_hosts scripts/multi_node/mpirun.sh [more options of the trainer; the last of two counts]
 # Stopped, killed or crashed, start it again: it goes on from the newest checkpoint, on other numbers of hosts and GPUs too.
-# SIGTERM, SIGUSR1, a closed terminal: save and stop. Ctrl-C: stop at once.
+# Ctrl-C, SIGTERM, SIGUSR1, a closed terminal: save and stop. Ctrl-C once more: stop at once.
 # The exit status is 0 only if all steps are done, and 75 if the run was stopped so: start it again.
 #
 # Needed: ssh from this host to all others without a password; on every host the same path to this folder, with the same program
@@ -47,11 +47,11 @@ ranks=$(awk '!/^[[:space:]]*(#|$)/ { n = 1; for (i = 2; i <= NF; i++) if (sub(/^
 
 log=$OUTPUT/main.jsonl
 before=$(cksum "$log" 2> /dev/null || true)
-# In a session of its own: timeout(1) signals our whole process group, and mpirun would end its ranks at once, saved or not.
+# In a session of its own: Ctrl-C and timeout(1) signal our whole process group, and mpirun would end its ranks at once, saved or not.
 $(command -v setsid || true) "${MPIRUN:-mpirun}" --hostfile "$HOSTFILE" -np "$ranks" "${pass[@]}" "$PROGRAM" "${options[@]}" &
 launcher=$!
 trap 'kill -USR1 $launcher || true' USR1 TERM HUP  # mpirun passes it on to the ranks, which save and stop
-trap 'kill -TERM $launcher || true' INT
+trap 'kill -${second:-USR1} $launcher || true; second=TERM' INT
 while true; do
     status=0
     wait $launcher || status=$?
