@@ -5,8 +5,8 @@
 //                             optimizer.safetensors             m.<name>, v.<name> (F32; BF16 with --state-dtype bf16),
 //                                                               and master.<name> where there are masters (F32)
 //                             train_state.json                  step, tokens, place in the data, windows, options,
-//                                                               sizes and checksums of the other files; its last line
-//                                                               is its own checksum
+//                                                               sizes and checksums of the other files, those of the
+//                                                               tokenizer, too; its last line is its own checksum
 //                             diverged                          only in a checkpoint that has diverged: one line why
 //
 // Tensors have Hugging Face's names, shapes and orientation in both files: no padding, nothing that depends on the
@@ -32,8 +32,8 @@
 #include <sys/file.h>
 #include <sys/syscall.h>
 
-// Format 1 had no checksums. Values of options must be shorter than STATE_MAX_TEXT bytes.
-enum { STATE_FORMAT = 2, STATE_WINDOW = 128, STATE_MAX_TEXT = 4096 };
+// Format 1 had no checksums.
+enum { STATE_FORMAT = 2, STATE_WINDOW = 128 };
 enum { WHY_BYTES = 256 };  // room for the reason why a checkpoint is not whole
 
 // The latest values of a statistic, a ring: the i-th value ever pushed lies at i % STATE_WINDOW.
@@ -127,6 +127,15 @@ static const char *const companion_files[] = {"tokenizer.json",      "tokenizer_
                                               "chat_template.jinja", "generation_config.json"};
 enum { NUM_COMPANION_FILES = COUNT_OF(companion_files), NUM_TAUGHT_FILES = 2 };
 
+// The files whose sizes and checksums train_state.json has: the first NUM_SUMMED_FILES, and the companions that are
+// there. Older checkpoints say nothing of these.
+enum { NUM_KNOWN_FILES = NUM_SUMMED_FILES + NUM_COMPANION_FILES };
+static inline const char *known_file(const char *folder, int i) {
+    return i < NUM_SUMMED_FILES ? checkpoint_file(folder, i) : companion_files[i - NUM_SUMMED_FILES];
+}
+// Those that people edit: a change is no damage, but is said. With other tokenizer files a text has other ids.
+static inline int may_change(int known) { return known >= NUM_KNOWN_FILES - NUM_TAUGHT_FILES; }
+
 static inline Path checkpoint_folder(const char *output, int64_t step, const char *suffix) {
     return path_of("%s/step_%08ld%s", output, step, suffix);
 }
@@ -161,7 +170,34 @@ static inline void precision_text(char *text, size_t size, const char *dtype, in
                                   const char *optimizer) {
     snprintf(text, size, "%s with%s fp32 masters, states of %s in %s", dtype, master ? "" : "out", optimizer, states);
 }
+// Adds the checksum of bytes [begin, end) of a file to *sum. Returns 0, or errno of reading.
+static inline int checksum_span(int fd, int64_t begin, int64_t end, uint64_t *sum) {
+    char buffer[1 << 17];
+    for (ssize_t n = 0; begin < end; begin += n) {
+        size_t left = end - begin;
+        n = pread(fd, buffer, left < sizeof buffer ? left : sizeof buffer, begin);
+        if (n < 0 && errno == EINTR)
+            n = 0;
+        else if (n <= 0)
+            return n < 0 ? errno : ENODATA;
+        else
+            *sum += checksum(buffer, n, begin);
+    }
+    return 0;
+}
+// Returns errno of what failed, or 0.
 static inline int write_train_state(const Model *m, const char *folder, const TrainState *s, const uint64_t *sums) {
+    int64_t bytes[NUM_KNOWN_FILES];
+    uint64_t all[NUM_KNOWN_FILES] = {0};
+    memcpy(all, sums, NUM_SUMMED_FILES * sizeof *sums);
+    for (int i = 0; i < NUM_KNOWN_FILES; i++) {
+        bytes[i] = file_bytes(folder, known_file(folder, i));
+        if (i < NUM_SUMMED_FILES || bytes[i] < 0) continue;
+        const int fd = open(path_of("%s/%s", folder, known_file(folder, i)).text, O_RDONLY | O_CLOEXEC);
+        const int failed = fd < 0 ? errno : checksum_span(fd, 0, bytes[i], &all[i]);
+        if (fd >= 0) close(fd);
+        if (failed) return failed;
+    }
     Text text;
     FILE *f = text_open(&text);
     fprintf(f, "{\n  \"format\": %d,\n", STATE_FORMAT);
@@ -191,12 +227,11 @@ static inline int write_train_state(const Model *m, const char *folder, const Tr
         separator = ",\n    ";
     }
     fputs("\n  },\n  \"files\": {", f);
-    for (int i = 0; i < NUM_SUMMED_FILES; i++)
-        fprintf(f, "%s\"%s\": %ld", i ? ", " : "", checkpoint_file(folder, i),
-                file_bytes(folder, checkpoint_file(folder, i)));
+    for (int i = 0; i < NUM_KNOWN_FILES; i++)
+        if (bytes[i] >= 0) fprintf(f, "%s\"%s\": %ld", i ? ", " : "", known_file(folder, i), bytes[i]);
     fputs("},\n  \"checksums\": {", f);
-    for (int i = 0; i < NUM_SUMMED_FILES; i++)
-        fprintf(f, "%s\"%s\": \"%016lx\"", i ? ", " : "", checkpoint_file(folder, i), sums[i]);
+    for (int i = 0; i < NUM_KNOWN_FILES; i++)
+        if (bytes[i] >= 0) fprintf(f, "%s\"%s\": \"%016lx\"", i ? ", " : "", known_file(folder, i), all[i]);
     fputs("},\n", f);
     char seal[64];
     text_flush(&text);
@@ -236,14 +271,20 @@ static inline void free_names(struct dirent **names, int count) {
     for (int i = 0; i < count; i++) free(names[i]);
     free(names);
 }
-// The one of checkpoint_files that people edit.
-static inline const char *edit_hint(int file) {
-    return file == 0 ? " (edited: copy it and model.safetensors to a new folder, and start from that with --model)"
-                     : "";
+// For a file that might have been edited.
+static inline const char *edit_hint(int known) {
+    return known == 0 || known >= NUM_SUMMED_FILES
+               ? " (edited: copy the folder without train_state.json, and start from the copy with --model)"
+               : "";
 }
-// Opens the train_state.json of a checkpoint and compares the sizes of the first `files` of its files. expected:
-// the step in the folder's name, -1 for a folder of any name. Returns the format; or 0 and `why` the checkpoint is not
-// whole. Call json_free in either case.
+// What is expected of a file whose content matters to one who uses the first `files` files: JSON_NONE if nothing.
+static inline int expected_of(const Json *j, const char *what, const char *folder, int known, int files) {
+    const int of_others = known >= files && known < NUM_SUMMED_FILES;
+    return of_others ? JSON_NONE : json_get(j, json_get(j, 0, what), known_file(folder, known));
+}
+// Opens the train_state.json of a checkpoint and compares the sizes of the first `files` of its files, and those of its
+// companions. expected: the step in the folder's name, -1 for a folder of any name. Returns the format; or 0 and `why`
+// the checkpoint is not whole. Call json_free in either case.
 static inline int state_open(Json *j, const char *folder, int64_t expected, int files, char *why) {
     size_t length = 0;
     int64_t format = 0, step = -1;
@@ -258,11 +299,12 @@ static inline int state_open(Json *j, const char *folder, int64_t expected, int 
         snprintf(why, WHY_BYTES, "train_state.json is not what was written: damaged or edited");
     else if (!json_int(j, json_get(j, 0, "step"), &step) || (expected >= 0 && step != expected))
         snprintf(why, WHY_BYTES, "its step is %ld", step);
-    for (int i = 0; i < files && !*why; i++) {
+    for (int i = 0; i < NUM_KNOWN_FILES && !*why && files; i++) {
+        const int size = expected_of(j, "files", folder, i, files);
         int64_t bytes;
-        if (!json_int(j, json_get(j, json_get(j, 0, "files"), checkpoint_file(folder, i)), &bytes) ||
-            file_bytes(folder, checkpoint_file(folder, i)) != bytes)
-            snprintf(why, WHY_BYTES, "%s does not have the size that was written%s", checkpoint_file(folder, i),
+        if (may_change(i) || (size == JSON_NONE && i >= files)) continue;
+        if (!json_int(j, size, &bytes) || file_bytes(folder, known_file(folder, i)) != bytes)
+            snprintf(why, WHY_BYTES, "%s does not have the size that was written%s", known_file(folder, i),
                      edit_hint(i));
     }
     return *why ? 0 : format;
@@ -284,21 +326,6 @@ static inline void comm_add_sums(const Comm *c, uint64_t *sums, int count) {
     memset(sums, 0, count * sizeof *sums);
     for (int i = 0; i < c->world * count; i++) sums[i % count] += all[i];
     free(all);
-}
-// Adds the checksum of bytes [begin, end) of a file to *sum. Returns 0, or errno of reading.
-static inline int checksum_span(int fd, int64_t begin, int64_t end, uint64_t *sum) {
-    char buffer[1 << 17];
-    for (ssize_t n = 0; begin < end; begin += n) {
-        size_t left = end - begin;
-        n = pread(fd, buffer, left < sizeof buffer ? left : sizeof buffer, begin);
-        if (n < 0 && errno == EINTR)
-            n = 0;
-        else if (n <= 0)
-            return n < 0 ? errno : ENODATA;
-        else
-            *sum += checksum(buffer, n, begin);
-    }
-    return 0;
 }
 // Whether a file has this checksum. Ranks, and the threads of each, divide the work of reading it.
 static inline int file_has_checksum(const Comm *c, const char *path, int64_t bytes, uint64_t expected) {
@@ -326,38 +353,48 @@ static inline int file_has_checksum(const Comm *c, const char *path, int64_t byt
     comm_add_sums(c, &sum, 1);
     return !comm_or(c, failed != 0) && sum == expected;
 }
-// All ranks: whether the first `files` of checkpoint_files have their checksums, 2 leaves the optimiser out; else `why`
-// not. Rank 0 reads train_state.json for all. Checkpoints of format 1 have no checksums and pass.
+// All ranks: whether the first `files` of checkpoint_files have their checksums, and the companions theirs; else `why`
+// not. 2 leaves the optimiser out, 0 all. Rank 0 reads train_state.json for all. Checkpoints of format 1 have no
+// checksums and pass.
 static inline int checkpoint_is_intact(const Comm *c, const char *folder, int files, char *why) {
     struct {
-        int files;  // with checksums; -1: the checkpoint is not whole
-        int64_t bytes[NUM_SUMMED_FILES];
-        uint64_t sums[NUM_SUMMED_FILES];
+        int whole;
+        int64_t bytes[NUM_KNOWN_FILES];  // -1: not to be read
+        uint64_t sums[NUM_KNOWN_FILES];
     } s;
     memset(&s, 0, sizeof s);
     *why = 0;
     if (c->rank == 0) {
         Json j;
-        int format = state_open(&j, folder, -1, files, why);
-        s.files = !format ? -1 : format == 1 ? 0 : files;
-        for (int i = 0; i < s.files; i++) {
-            const char *sum = json_string(&j, json_get(&j, json_get(&j, 0, "checksums"), checkpoint_file(folder, i)));
-            s.sums[i] = sum ? strtoull(sum, NULL, 16) : 0;
-            s.bytes[i] = file_bytes(folder, checkpoint_file(folder, i));
+        const int format = state_open(&j, folder, -1, files, why);
+        s.whole = format > 0;
+        for (int i = 0; i < NUM_KNOWN_FILES; i++) {
+            const int sum = expected_of(&j, "checksums", folder, i, files);
+            const char *text = json_string(&j, sum);
+            const int read = format > 1 && files && (i < files || sum != JSON_NONE);
+            s.sums[i] = text ? strtoull(text, NULL, 16) : 0;
+            s.bytes[i] = read ? file_bytes(folder, known_file(folder, i)) : -1;
         }
         json_free(&j);
     }
     comm_broadcast(c, &s, sizeof s, 0);
     double begin = now_seconds(), gigabytes = 0;
-    int intact = s.files >= 0;
-    for (int i = 0; i < s.files && intact; i++) {
-        intact = file_has_checksum(c, path_of("%s/%s", folder, checkpoint_file(folder, i)).text, s.bytes[i], s.sums[i]);
+    int intact = s.whole;
+    for (int i = 0; i < NUM_KNOWN_FILES && intact; i++) {
+        if (s.bytes[i] < 0) continue;
+        const Path path = path_of("%s/%s", folder, known_file(folder, i));
+        intact = file_has_checksum(c, path.text, s.bytes[i], s.sums[i]);
         gigabytes += 1e-9 * s.bytes[i];
-        if (!intact)
-            snprintf(why, WHY_BYTES, "%s is not what was written: damaged or edited%s", checkpoint_file(folder, i),
+        if (!intact && may_change(i)) {
+            intact = 1;
+            if (c->rank == 0)
+                fprintf(stderr, "warning: '%s' is not what was written with the checkpoint: edited or damaged\n",
+                        path.text);
+        } else if (!intact)
+            snprintf(why, WHY_BYTES, "%s is not what was written: damaged or edited%s", known_file(folder, i),
                      edit_hint(i));
     }
-    if (intact && s.files)
+    if (intact && gigabytes > 0)
         printf("checked   %s: %.2f GB have their checksums, %.1f s\n", folder, gigabytes, now_seconds() - begin);
     return intact;
 }
@@ -627,8 +664,8 @@ static inline void checkpoint_make_folder(Checkpoint *c) {
         const char *name = companion_files[i];
         int from = i < NUM_COMPANION_FILES - NUM_TAUGHT_FILES ? 2 : 0;
         while (from < 2 && (!*folders[from] || file_bytes(folders[from], name) < 0)) from++;
-        c->error = copy_companion(path_of("%s/%s", folders[from], name).text,
-                                  path_of("%s/%s", c->writing.text, name).text);
+        c->error =
+            copy_companion(path_of("%s/%s", folders[from], name).text, path_of("%s/%s", c->writing.text, name).text);
     }
     if (!c->error && model && file_bytes(c->writing.text, "generation_config.json") < 0)
         c->error = write_ends(model, c->writing.text);
@@ -744,8 +781,7 @@ static inline void read_options(const Json *j, const char *path, TrainState *s) 
     STATE_REQUIRE(json_is(j, options, JSON_OBJECT), "options");
     JSON_EACH(j, key, options) {
         const char *name = json_string(j, key), *value = json_string(j, key + 1);
-        require(value && strlen(value) < STATE_MAX_TEXT,
-                "'%s': option %.100s is not a text of less than %d bytes" STATE_DAMAGED, path, name, STATE_MAX_TEXT);
+        require(value, "'%s': option %.100s is not a text" STATE_DAMAGED, path, name);
         state_set_option(s, name, value);
     }
 }

@@ -203,6 +203,22 @@ static inline int64_t shard_pack(DataLoader *d, const Shard *s, int fd, Packing 
     return cut + (s->tokens - begin > d->T);
 }
 
+// Whether all is known to be one document. Data too large to be read for that are not.
+static inline int dataloader_is_one_document(const DataLoader *d) {
+    enum { MOST_TOKENS = 1 << 24 };
+    const Shard *s = d->shards;
+    if (d->num_shards > 1 || s->tokens > MOST_TOKENS || !d->vocab_size) return 0;
+    const int fd = open_or_die(s->path, O_RDONLY, DATA_HINT);
+    char *tokens = new_array(char, s->tokens * d->token_bytes);
+    int64_t i = 1;
+    pread_or_die(fd, tokens, s->tokens * d->token_bytes, HEADER_BYTES, s->path);
+    close(fd);
+    while (i < s->tokens &&
+           !begins_document(d, d->token_bytes == 2 ? ((const uint16_t *)tokens)[i] : ((const uint32_t *)tokens)[i]))
+        i++;
+    free(tokens);
+    return i >= s->tokens;
+}
 // What the first shard says of all.
 static inline void shard_first(DataLoader *d, const Shard *s, const int32_t *h) {
     memcpy(d->header, h, sizeof d->header);

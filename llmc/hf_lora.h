@@ -63,8 +63,8 @@ static inline Lora adapter_config_read(const char *folder, const Config *c) {
     const int r = json_get(&j, 0, "r"), a = json_get(&j, 0, "lora_alpha"), rs = json_get(&j, 0, "use_rslora");
     require((r == JSON_NONE || json_int(&j, r, &rank)) && rank >= 1 && rank <= LORA_MOST_RANK,
             "'%s': r is no rank from 1 to %d\ncorrect it", path.text, LORA_MOST_RANK);
-    require(a == JSON_NONE || (json_double(&j, a, &alpha) && isfinite((float)alpha)),
-            "'%s': lora_alpha is no number\ncorrect it", path.text);
+    require(a == JSON_NONE || (json_double(&j, a, &alpha) && isfinite((float)alpha) && (float)alpha > 0),
+            "'%s': lora_alpha is no number above 0 of fp32\ncorrect it", path.text);
     require(rs == JSON_NONE || json_bool(&j, rs, &l.rank_stabilised), "'%s': use_rslora is neither true nor false",
             path.text);
     l.rank = (int)rank;

@@ -289,10 +289,13 @@ static inline void load_slots(Model *m, const SlotName *slots, int num_slots, co
             if (!slot_holds(slots[k].slot, p)) continue;
             const StTensor *t = find_param(&r, slots[k].prefix, p);
             Span mine = span_overlap(model_owned(m, slots[k].slot, p->unit), p->offset, p->size);
+            int finite = 1;
             for (size_t at = mine.begin - p->offset, end = at + mine.count, n; at < end; at += n) {
                 watchdog_beat(PHASE_LOAD, p->unit - 1);
                 n = param_piece(p, at, end - at);
                 param_read(&r, t, p, at, n, piece, piece + HF_PIECE);
+                if (finite && !(finite = floats_are_finite(piece, n)))
+                    fprintf(stderr, "warning: '%s': tensor '%.100s' holds NaN or infinity\n", path, t->name);
                 if (merged) adapters_merge(merged, i, p, at, n, piece);
                 model_write(m, slots[k].slot, p->offset + at, n, piece);
             }
@@ -322,6 +325,10 @@ static inline void model_load_merged(Model *m, const char *base, const char *fol
                 "'%s' holds no %s of (%d, %d)\nit is for another base, or adapter_config.json is not its own", folder,
                 p->name, p->rows, p->cols);
         st_read_floats(&r, t, 0, p->size, a.values + p->offset);
+        require(floats_are_finite(a.values + p->offset, p->size),
+                "'%s': tensor '%.100s' holds NaN or infinity\n"
+                "the run has diverged, or the file is damaged: take an earlier checkpoint, or download it again",
+                adapter_file(folder).text, t->name);
     }
     a.lora.base = base_of_adapters(&r);
     require(r.count == a.table.count, "'%s' holds %d tensors, adapter_config.json promises %d\nuse its own", folder,

@@ -32,12 +32,6 @@ static inline void logger_open(Logger *g, const char *folder, const char *name) 
                           "name another --output folder, or make this one writable");
     text_open(&g->lines);
 }
-static inline void logger_close(Logger *g) {
-    if (!g->lines.file) return;
-    free(text_close(&g->lines));
-    close(g->file);
-    memset(g, 0, sizeof *g);
-}
 
 // Begins an event's line; returns NULL when nothing is logged. End it with logger_end.
 static inline FILE *logger_begin(Logger *g, const char *event, int64_t step) {
@@ -45,8 +39,7 @@ static inline FILE *logger_begin(Logger *g, const char *event, int64_t step) {
     if (f) fprintf(f, "{\"event\":\"%s\",\"step\":%ld,\"elapsed\":%.3f", event, step, now_seconds() - g->opened);
     return f;
 }
-static inline void logger_end(Logger *g) {
-    fputs("}\n", g->lines.file);
+static inline void logger_write(Logger *g) {
     text_flush(&g->lines);
     while (g->written < g->lines.length) {
         ssize_t n = write(g->file, g->lines.bytes + g->written, g->lines.length - g->written);
@@ -63,6 +56,20 @@ static inline void logger_end(Logger *g) {
     rewind(g->lines.file);  // the next line begins where this one did
     g->written = 0;
     g->failed = 0;
+}
+static inline void logger_end(Logger *g) {
+    fputs("}\n", g->lines.file);
+    logger_write(g);
+}
+// Returns the bytes that could not be written to the end.
+static inline size_t logger_close(Logger *g) {
+    if (!g->lines.file) return 0;
+    if (g->failed) logger_write(g);
+    const size_t lost = g->failed ? g->lines.length - g->written : 0;
+    free(text_close(&g->lines));
+    close(g->file);
+    memset(g, 0, sizeof *g);
+    return lost;
 }
 // Whether an older log of the folder has a training step.
 static inline int logger_has_steps(const char *folder, const char *name) {

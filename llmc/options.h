@@ -9,6 +9,7 @@
 
 #include "recipe.h"
 
+enum { MOST_THREADS = 4096 };  // of a rank
 // KIND(field, llm.c's letters, effect, default, [choices,] [smallest, largest,] help)
 // The long name is the field's with '-' for '_'. STR is any text, ONE one of the choices, INT and FLT a number in the
 // range.
@@ -42,7 +43,8 @@
     INT(seq_len, "t", '*', 1024, 1, 1 << 24, "tokens in a sequence (T)") \
     INT(total_batch, "d", '*', -1, -1, 1ll << 40, "tokens in an optimiser step, in one or more micro-steps (-1: one)") \
     INT(max_steps, "x", '*', -1, -1, 1 << 30, "optimiser steps to run (-1: those of --epochs)") \
-    FLT(epochs, "", '*', 1.0, 1e-6, 1e6, "how often the run sees the training data, if --max-steps says nothing else") \
+    FLT(epochs, "", '*', 1.0, 1e-6, 1e6, \
+        "length of the run in passes over the training data, where --max-steps is not given") \
     INT(overfit, "a", '*', 0, 0, 1, "1: train on the first batch of the validation data only") \
     ONE(pack, "", '*', "auto", "auto|no|whole|cut", \
         "rows of the data: no: cut from the stream of documents; whole: documents, packed into rows with padding; " \
@@ -70,7 +72,9 @@
     FLT(beta2, "", '*', 0.95, 0, 0.999999999, "AdamW beta2") \
     FLT(adam_eps, "", '*', 1e-8, 1e-30, 1, "AdamW epsilon") \
     ONE(optimizer, "", '*', "adamw", "adamw|muon", \
-        "of the blocks' matrices: adamw, or muon, which orthogonalises their momentum; all else has AdamW") \
+        "optimiser of the blocks' matrices: adamw, or muon, which orthogonalises their momentum; embeddings, head " \
+        "and " \
+        "vectors always have AdamW") \
     FLT(lr_matrix, "", '*', -1.0, -1, 1e3, \
         "largest learning rate of the blocks' matrices (-1: --learning-rate, with muon 0.02)") \
     FLT(lr_embedding, "", '*', -1.0, -1, 1e3, "of the embeddings (-1: --learning-rate)") \
@@ -163,7 +167,7 @@
         "on a GPU: launch a micro-step as a CUDA graph, unless it is timed, meets other ranks or " \
         "offloads activations") \
     SECTION("processes") \
-    INT(threads, "", '=', 0, 0, 4096, "CPU threads of a rank (0: OMP_NUM_THREADS or all cores)") \
+    INT(threads, "", '=', 0, 0, MOST_THREADS, "CPU threads of a rank (0: OMP_NUM_THREADS or all cores)") \
     FLT(timeout, "", ' ', 300, 0, 1e9, \
         "seconds without progress after which every rank reports and ends (0: never); 4 times that in the first step") \
     INT(zero_stage, "z", '~', 0, 0, 3, \

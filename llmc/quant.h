@@ -62,8 +62,8 @@ static inline WeightFormat quant_format(const char *name) {
 // what: of the matrix, for people
 static inline void quant_check(WeightFormat f, const char *what, int cols) {
     require(f != WEIGHTS_INT4 || cols % INT4_GROUP == 0,
-            "int4 weights need rows of a multiple of %d, but the %s are %d\nuse --weights int8, or a smaller --tp",
-            (int)INT4_GROUP, what, cols);
+            "int4 weights need rows of a multiple of %d, but the %s are %d\nuse --weights int8", (int)INT4_GROUP, what,
+            cols);
 }
 
 // The largest absolute value; NaN if there is one.

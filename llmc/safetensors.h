@@ -242,6 +242,11 @@ static inline void st_read_floats(const StReader *r, const StTensor *t, uint64_t
             for (uint64_t k = 0; k < n; k++) out[i + k] = st_float_of_half(raw[k]);
     }
 }
+static inline int floats_are_finite(const float *values, uint64_t count) {
+    uint32_t not_finite = 0;
+    for (uint64_t i = 0; i < count; i++) not_finite |= (float_bits(values[i]) & 0x7f800000) == 0x7f800000;
+    return !not_finite;
+}
 // Whether two tensors hold the same bits.
 static inline int st_same(const StReader *r, const StTensor *a, const StTensor *b) {
     const StFile *p = &r->files[a->file], *q = &r->files[b->file];

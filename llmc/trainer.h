@@ -457,6 +457,11 @@ static inline int trainer_main(int argc, char **argv) {
     Trainer *t = new_zeros(Trainer, 1);
     t->o = options_parse(argc, argv);
     const Options *o = &t->o;
+    #ifdef _OPENMP
+    require(omp_get_max_threads() <= MOST_THREADS,
+            "OMP_NUM_THREADS asks for %d threads, more than %d\nunset it, or give a smaller number",
+            omp_get_max_threads(), MOST_THREADS);
+    #endif
     t->out = o->serve ? serve_take_output() : NULL;
     if (!o->resume) settle_options(t);  // else with the options of the checkpoint
     t->comm = comm_open(&argc, &argv, o->timeout);
@@ -469,7 +474,7 @@ static inline int trainer_main(int argc, char **argv) {
         require(!(i ? t->out : stdout) || freopen("/dev/null", "w", i ? t->out : stdout),
                 "cannot open /dev/null: %s\ncheck the machine", strerror(errno));
     catch_signals(forward_only(o));
-    find_checkpoint(t);
+    find_checkpoint(t, argc, argv);
     take_options(t, argc, argv);
     settle_options(t);
     comm_require(comm, comm->world == o->tp || !o->generate,
@@ -497,8 +502,13 @@ static inline int trainer_main(int argc, char **argv) {
     print_start(t);
     logger_open(&t->log, o->generate || comm->rank > 0 ? "" : o->output, o->evaluate ? "evaluate.jsonl" : "main.jsonl");
     log_start(t);
-    const int status = run(t);
-    logger_close(&t->log);
+    int status = run(t);
+    const size_t lost = logger_close(&t->log);
+    if (lost) {
+        fprintf(stderr, "error: %zu bytes of the log in '%s' were never written, see above\n  hint: make room there\n",
+                lost, o->output);
+        if (!status) status = EXIT_FAILURE;
+    }
     model_close(&t->model);
     if (*o->draft) model_close(&t->draft);
     if (t->has_tokenizer) tokenizer_close(&t->tokenizer);

@@ -4,6 +4,21 @@
 
 #include "trainer_setup.h"
 
+// What is likely a mistake, and is no error.
+static inline void print_notes(const Trainer *t) {
+    enum { FEW_STEPS = 50 };
+    const Options *o = &t->o;
+    if (strcmp(o->schedule, "constant") && o->warmup > t->steps)
+        printf("note: the warm-up of %lld steps is longer than the run: it never reaches its --learning-rate\n",
+               o->warmup);
+    if (t->steps < FEW_STEPS)
+        printf("note: %lld step%s in all: a smaller --total-batch or more --epochs give more\n", t->steps,
+               t->steps > 1 ? "s" : "");
+    else if (o->save_every && (o->save_every < 0 || o->save_every >= t->steps))
+        printf("note: the first checkpoint is that of the end: a crash before it loses the run; --save-every N\n");
+    if (t->eval.has_val && dataloader_is_one_document(&t->eval.val))
+        printf("note: the validation data is one document, whose loss says little of other texts\n");
+}
 static inline void print_start(const Trainer *t) {
     const Config *c = &t->config;
     const Options *o = &t->o;
@@ -40,14 +55,16 @@ static inline void print_start(const Trainer *t) {
                *o->output ? "--save-every 0" : "there is no --output");
     if (!strcmp(o->schedule, "constant") && o->warmup)
         printf("no warm-up: --schedule constant has none; use linear with --final-lr-fraction 1\n");
-    printf("data      %ld tokens in %d shards, %ld sequences of %lld an epoch\n", t->train.num_tokens,
-           t->train.num_shards, t->train.rows_per_epoch, o->seq_len);
+    printf("data      %ld tokens in %d shard%s, %ld sequences of %lld an epoch\n", t->train.num_tokens,
+           t->train.num_shards, t->train.num_shards > 1 ? "s" : "", t->train.rows_per_epoch, o->seq_len);
     if (t->train.kind.pack)
         printf("rows      documents, packed: %.2f%% of the places are padding; %ld documents are longer than a row\n",
                100 * dataloader_padding(&t->train), t->train.cut_documents);
-    printf("run       %lld steps of %lld tokens (%d micro-steps of %d x %lld x %lld): %.2f epochs\n\n", t->steps,
-           o->total_batch, t->num_micro, t->mesh.dp.world, o->batch_size, o->seq_len,
+    printf("run       %lld steps of %lld tokens (%d micro-step%s of %d x %lld x %lld): %.2f epochs\n", t->steps,
+           o->total_batch, t->num_micro, t->num_micro > 1 ? "s" : "", t->mesh.dp.world, o->batch_size, o->seq_len,
            (double)t->steps * (o->total_batch / o->seq_len) / t->train.rows_per_epoch);
+    print_notes(t);
+    putchar('\n');
 }
 
 // What a model prints about itself. free() it.

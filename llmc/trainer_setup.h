@@ -64,8 +64,21 @@ static void check_lora(const Options *o) {
             "--optimizer muon is for whole matrices, not for adapters\nuse adamw with --lora");
     require(o->lora_alpha, "--lora-alpha 0: adapters would have no effect\nleave it out: twice the rank");
 }
+// Whether logs and checkpoints hold a text as it is, and give it back to a terminal.
+static int is_recordable(const char *text) {
+    char *shown = printable(st_text(text, "", ""), "\n\t");
+    int same = !strcmp(shown, text);
+    free(shown);
+    for (int n = 1; same && *text; text += n) same = (n = utf8_length(text)) > 0;
+    return same;
+}
 // Refuses combinations of options.
 static void check_options(const Options *o) {
+    OPTION_EACH(p)
+    require(p->kind != OPTION_STR || forward_only(o) || p->offset == offsetof(Options, output) ||
+                is_recordable(option_text(o, p, NULL)),
+            "--%s '%s' has control characters or is not UTF-8: no checkpoint can record it\nrename the file", p->name,
+            option_text(o, p, NULL));
     offloads(o);  // refuses what it does not know
     require(!o->reset_optimizer || o->resume, "--reset-optimizer 1 is for a run that goes on\n"
                                               "add --resume 1, or leave it out: a new run has empty states");
@@ -152,10 +165,16 @@ static inline void choose_config(Trainer *t) {
             "make a folder of it: python dev/eval/hf.py import %s FOLDER, then --model FOLDER",
             model, model);
     require(!strchr(model, '/') || is_directory(model),
-            "'%s' is no folder\nname the Hugging Face folder that holds config.json and model.safetensors", model);
+            "'%s' is no folder\n"
+            "name the Hugging Face folder that holds config.json and model.safetensors; a model of the Hub comes into "
+            "one by: python dev/eval/hf.py import %s FOLDER",
+            model, model);
     const char *data = t->o.overfit || t->o.evaluate ? t->o.val_data : t->o.train_data;
     if (is_directory(model)) {
         if (!*t->resumed_from.text) checkpoint_require_intact(&t->comm, model, 2);
+        if (!*t->resumed_from.text && *t->adapters.text)
+            checkpoint_require_intact(&t->comm, t->adapters.text,
+                                      file_bytes(t->adapters.text, "optimizer.safetensors") < 0 ? 2 : 3);
         t->config = config_from_json(model);
         if (model == t->resumed_from.text) require_resumed_model(t);
     } else if (!config_parse(model, &t->config) && !t->o.generate && (*data || !t->o.evaluate)) {
@@ -414,7 +433,7 @@ static inline void settle_options(Trainer *t) {
     check_options(o);
 }
 
-static inline void find_checkpoint(Trainer *t) {
+static inline void find_checkpoint(Trainer *t, int argc, char **argv) {
     const Options *o = &t->o;
     t->o.model = newest_of_run(&t->comm, o->model, &t->newest);
     t->o.draft = newest_of_run(&t->comm, o->draft, &t->newest_draft);
@@ -431,13 +450,21 @@ static inline void find_checkpoint(Trainer *t) {
             o->output);
     if (*o->output && o->evaluate) make_directory(o->output);  // --generate may only read the folder
     if (!writes || resumed) return;
-    if (o->resume) {
-        printf("there is no checkpoint in '%s': the run begins with step 1\n", o->output);
+    const int has_steps = logger_has_steps(o->output, "main.jsonl");
+    if (o->resume) {  // llm.c's scripts say so at the first start, too: they name the model and the data
+        Options none = options_default();
+        none.model = none.train_data = "";
+        none = options_parse_over(none, argc, argv);
+        require(*none.model || *none.train_data,
+                "there is no checkpoint in '%s' to resume, and the command says nothing of a run to begin\n"
+                "name the run's own --output; or begin it with its --model and --train-data",
+                o->output);
+        if (has_steps) printf("the earlier run in '%s' left no checkpoint: it begins again with step 1\n", o->output);
         return;
     }
     // A new run must not mix its checkpoints and its log with those of an earlier one.
     checkpoint_require_fresh(o->output);
-    require(!logger_has_steps(o->output, "main.jsonl"),
+    require(!has_steps,
             "folder '%s' holds the log of another run, which left no checkpoint\n"
             "name another folder with --output, or begin that run again with --resume 1: its log then goes on",
             o->output);
