@@ -25,7 +25,9 @@ static inline Path adapter_base(const char *folder) {
     adapter_config_open(&j, folder, &path);
     const char *base = json_string(&j, json_get(&j, 0, "base_model_name_or_path"));
     require(base && is_directory(base),
-            "'%s': its base '%s' is no folder here\nwrite the folder of the base to base_model_name_or_path in it",
+            "'%s': its base '%s' is no folder here\n"
+            "write the folder of the base to base_model_name_or_path in it; of a checkpoint, in a copy without "
+            "train_state.json",
             path.text, base ? base : "");
     const Path found = path_of("%s", base);
     json_free(&j);

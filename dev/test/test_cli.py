@@ -1099,11 +1099,60 @@ def test_the_log_of_another_run_is_not_touched(trainer, tmp_path):
     assert log.read_bytes() == before
     # as a script that starts it again after a crash
     again = succeeds(trainer("-o", tmp_path / "run", "-n", "0", "-y", "1"))
-    assert "there is no checkpoint in" in again.stdout and "step      1/2" in again.stdout
+    assert "left no checkpoint" in again.stdout and "step      1/2" in again.stdout
     assert log.read_bytes().startswith(before) and [e["step"] for e in events(tmp_path / "run", "step")] == [1, 2, 1, 2]
     log.write_bytes(before.splitlines(keepends=True)[0])  # a run that ended before its first step has no curve to mix
     succeeds(trainer("-o", tmp_path / "run"))
     assert len(events(tmp_path / "run", "start")) == 2
+
+
+def test_resume_alone_begins_no_run(trainer, tmp_path):
+    """A typo must not train GPT-2 124M. llm.c's scripts have -y 1 from the beginning, and say what to train."""
+    for more in ([], ["-x", "1"], ["-n", "5", "-b", "1"]):
+        fails(trainer.bare("-o", tmp_path / "typo", "-y", "1", *more), "no checkpoint in", "typo", "--output")
+        assert not (tmp_path / "typo/main.jsonl").exists()
+    begun = succeeds(trainer("-o", tmp_path / "run", "-y", "1"))
+    assert "no checkpoint" not in begun.stdout + begun.stderr
+    succeeds(trainer.bare("-o", tmp_path / "run", "-y", "1", "-x", "3"))
+
+
+def test_likely_mistakes_are_noted_at_the_start(trainer, tmp_path):
+    """Each where it applies, and no other."""
+    one = shard(tmp_path / "one.bin", tokens=[1 + i % 90 for i in range(400)])
+    two = shard(tmp_path / "two.bin", tokens=[1 + i % 90 for i in range(200)] + [0] + [2] * 199)
+    kinds = {
+        "warm-up of 70 steps is longer": (["-x", 60, "-u", 70], ["-x", 60, "-u", 60]),
+        "9 steps in all": (["-x", 9], ["-x", 50]),
+        "first checkpoint is that of the end": (["-x", 60, "-o", tmp_path / "end"], ["-x", 60, "-n", 30, "-o", "many"]),
+        "one document": (["-x", 60, "-v", 1000, "-j", one], ["-x", 60, "-v", 1000, "-j", two]),
+    }
+    small = ["-e", "d1,channels=8,heads=1,vocab=256,seq=32", "-b", 1]
+    for words, (mistake, good) in kinds.items():
+        said = re.findall("note: .*", succeeds(trainer(*small, *mistake)).stdout)
+        assert len(said) == 1 and words in said[0], said
+        assert "note: " not in succeeds(trainer(*small, *good)).stdout
+
+
+@pytest.mark.parametrize("option", ["-i", "--prompt", "--tokenizer"])
+@pytest.mark.parametrize("text", [b"a\xff.bin", b"a\x1b[2J.bin"])
+def test_what_no_checkpoint_can_record_is_refused(trainer, tmp_path, option, text):
+    (tmp_path / os.fsdecode(text)).write_bytes((tmp_path / "good.bin").read_bytes())
+    fails(trainer(option, os.fsdecode(text), "-o", tmp_path / "run"), "no checkpoint can record", "hint")
+
+
+def test_a_long_prompt_is_resumed(trainer, tmp_path):
+    write_tokenizer(tmp_path / "bytes.bin")
+    prompt = 'é"\\ \n' * 4000
+    options = ["--tokenizer", tmp_path / "bytes.bin", "--prompt", prompt, "-o", tmp_path / "run"]
+    succeeds(trainer(*options))
+    said = succeeds(trainer.bare("-o", tmp_path / "run", "-y", "1", "-x", "3")).stdout
+    assert "step      3/3" in said
+    assert events(tmp_path / "run", "start")[-1]["options"]["prompt"] == prompt
+
+
+def test_too_many_threads(trainer):
+    fails(trainer("--threads", "100000"), "--threads 100000 is outside")
+    fails(trainer(OMP_NUM_THREADS="100000"), "OMP_NUM_THREADS asks for 100000 threads")
 
 
 def test_a_run_with_output_saves_at_its_end(trainer, tmp_path):
@@ -1243,8 +1292,10 @@ def test_a_disk_that_is_really_full(trainer, tmp_path):
         )
         assert [p.name for p in (disk / "run").glob("step_*")] == ["step_00000001"]
         (disk / "run/step_00000001/optimizer.safetensors").unlink()
-        again = succeeds(trainer("-o", disk / "other", "-n", "0"))
+        again = trainer("-o", disk / "other", "-n", "0")  # whose log never finds room
         assert "step      2/2" in again.stdout
+        fails(again, "of the log in", "were never written")
+        assert "no checkpoint is saved" in succeeds(trainer("-n", "0")).stdout
     finally:
         subprocess.run(["umount", disk], check=True)
 

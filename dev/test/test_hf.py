@@ -809,7 +809,7 @@ def test_an_edited_checkpoint(program, tmp_path, monkeypatch, capfd):  # noqa: F
     refuses(
         monkeypatch,
         capfd,
-        ["config.json does not have the size that was written", "copy it and model.safetensors to a new folder"],
+        ["config.json does not have the size that was written", "copy the folder without train_state.json"],
         "check",
         folder,
     )

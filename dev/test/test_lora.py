@@ -406,6 +406,34 @@ def test_the_c_trainer_looks_at_the_base(c_trainer, of_bytes, text_shards, tmp_p
     assert "it is for another base" in said(base_model_name_or_path=str(tmp_path / "gpt2"), target_modules="all-linear")
 
 
+def test_the_c_trainer_opens_no_damaged_adapters(c_trainer, of_bytes, text_shards, tmp_path):  # noqa: F811
+    """Of a checkpoint every file, of others numbers that are none."""
+    base = shutil.copytree(of_bytes[0], tmp_path / "base")
+    (base / "tokenizer.json").write_text("{}")
+    options = {"model": base, "train_data": text_shards[2], "val_data": "", "lora": 4, "max_steps": 1, "seed": 3}
+    c_trainer(tmp_path / "run", options | {"batch_size": 2, "seq_len": 16, "sample_every": 0})
+    good = tmp_path / "run/step_00000001"
+    question = ["--evaluate", 1, "-v", 1, "-m", 1, "-j", text_shards[3]]
+    for file in sorted(p.name for p in good.iterdir()):
+        folder = shutil.copytree(good, tmp_path / file)
+        data = bytearray((folder / file).read_bytes())
+        data[-20 if len(data) > 100 else 0] ^= 4
+        (folder / file).write_bytes(data)
+        assert file in refused("-e", folder, *question)
+    (good / "train_state.json").unlink()
+    config = json.loads((good / "adapter_config.json").read_text())
+    for key, value in [("lora_alpha", v) for v in (0, -4, 1e39, "8", None, True)] + [("use_rslora", "yes")]:
+        (good / "adapter_config.json").write_text(json.dumps(config | {key: value}))
+        assert key in refused("-e", good, *question)
+    (good / "adapter_config.json").write_text(json.dumps(config))
+    tensors = load_file(good / "adapter_model.safetensors")
+    name = sorted(tensors)[3]
+    for bad in float("nan"), float("inf"):
+        tensors[name][1, 0] = bad
+        save_file(tensors, good / "adapter_model.safetensors")
+        assert f"tensor '{name}' holds NaN or infinity" in refused("-e", good, *question)
+
+
 @pytest.mark.parametrize("weights", ["int8", "bf16"])
 def test_a_base_in_fewer_bits(c_trainer, of_bytes, text_shards, tmp_path, weights):  # noqa: F811
     """Adapters learn beside it, and nearly as beside the base itself."""
