@@ -59,16 +59,19 @@ static int is_finite(const StReader *r, const StTensor *t) {
     }
     return finite;
 }
-// table: of the model; NULL: all tensors are meant.
-static void require_finite(const char *path, const ParamTable *table) {
+// table: of the model; NULL: all tensors are meant. warns: a warning is enough.
+static void require_finite(const char *path, const ParamTable *table, int warns) {
     StReader r;
     st_open(&r, path);
     for (int i = 0; i < (table ? table->count : r.count); i++) {
         const StTensor *t = table ? find_param(&r, "", &table->params[i]) : &r.tensors[i];
-        require(!t || !st_is_float(t) || is_finite(&r, t),
+        if (!t || !st_is_float(t) || is_finite(&r, t)) continue;
+        require(warns,
                 "'%s': tensor '%.100s' holds NaN or infinity\n"
                 "the run has diverged, or the file is damaged: take an earlier checkpoint, or download it again",
                 path, t->name);
+        fprintf(stderr, "warning: tensor '%.100s' holds NaN or infinity\n", t->name);
+        break;
     }
     st_close(&r);
 }
@@ -144,7 +147,7 @@ int main(int argc, char **argv) {
         return ferror(stdout) || fflush(stdout) ? EXIT_FAILURE : 0;
     }
     if (!strcmp(what, "finite") && !is_directory(folder)) {
-        require_finite(folder, NULL);
+        require_finite(folder, NULL, 0);
         return 0;
     }
     m.config = config_from_json(folder);
@@ -159,7 +162,7 @@ int main(int argc, char **argv) {
         require_same_tensors(&m, weight_slot, 1, &r, folder);
         st_close(&r);
     } else if (!strcmp(what, "finite")) {
-        require_finite(folder, &m.table);
+        require_finite(folder, &m.table, argc > 3);
     } else if (!strcmp(what, "logits")) {
         print_logits(&m.config, folder);
     } else

@@ -346,7 +346,7 @@ def import_model(args):
         else:
             (import_folder if os.path.isdir(args.source) else import_bin)(args.source, partial, DTYPES[args.dtype])
         ask("check", partial)
-        ask("finite", partial)
+        ask("finite", partial, "warn")  # it is copied as it is; check, merge and the trainers' samples refuse it
         return add_tokenizer(partial, args.tokenizer, args.source)
 
 
