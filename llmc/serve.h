@@ -272,7 +272,7 @@ static void serve_request(Server *s, const Json *j, const Asked *a) {
 // Returns it, or NULL. A NUL follows, at some place.
 static const char *serve_id_of(const char *line, char *id) {
     int length = 0;
-    sscanf(line, " { \"id\" : \"%200[^\"\\]%n", id, &length);
+    sscanf(line, " { \"id\" : \"%200[^\"\\\n]%n", id, &length);
     return length && line[length] == '"' ? id : NULL;
 }
 static void serve_line(Server *s, const char *line, size_t length) {
