@@ -64,7 +64,9 @@ static const ChatTemplate *chat_template_of(const char *folder) {
     for (int i = 0; i < 2 && text && !t; i++)
         if (strstr(text, chat_templates[i].known_by)) t = &chat_templates[i];
     require(text || value == JSON_NONE || json_is(&j, value, JSON_NULL),
-            "chat_template of '%s' is neither a text nor a list with one that is named default\nmend the file, or get it again", config.text);
+            "chat_template of '%s' is neither a text nor a list with one that is named default\nmend the file, or get "
+            "it again",
+            config.text);
     require(!text || t, "the chat template of '%s' is neither ChatML nor Llama 3's\nuse --prompt to complete a text",
             folder);
     if (!bytes) json_free(&j);

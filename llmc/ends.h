@@ -64,8 +64,8 @@ static inline void ends_read(Ends *e, const char *folder, int has_texts) {
 typedef struct {
     int *matched;  // (num_texts) bytes of each that the text so far ends with
     int held, of;
-    int found;     // a stop text, before which the text ends
-    size_t said;   // bytes of the text
+    int found;    // a stop text, before which the text ends
+    size_t said;  // bytes of the text
 } StopSearch;
 // The bytes that are now known to belong to the text. last: no more comes. free() it.
 static inline char *stop_search(const Ends *e, StopSearch *s, const char *piece, int last) {

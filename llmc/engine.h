@@ -30,9 +30,9 @@ typedef struct Sequence {
     int count;    // tokens so far: at first those of the prompt, at least one
     int most;     // tokens at which it ends
     Draw draw;
-    const Ends *ends;  // tokens beside those of the engine; NULL: none
-    void *of;          // for the caller
-    TextTail tail;     // for the caller, zero at first
+    const Ends *ends;   // tokens beside those of the engine; NULL: none
+    void *of;           // for the caller
+    TextTail tail;      // for the caller, zero at first
     StopSearch search;  // as well
     // private
     int prompt;    // tokens of the prompt
@@ -54,7 +54,7 @@ typedef struct {
     int keeps;                   // keys and values; 0: each token recomputes them (--kv-cache 0)
     int eot;                     // token before every text
     const Tokenizer *tokenizer;  // NULL: token ids are printed
-    Ends *ends;  // the texts are looked for by `hear`
+    Ends *ends;                  // the texts are looked for by `hear`
     EngineHear *hear;
     void *caller;
     // private

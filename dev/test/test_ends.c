@@ -29,7 +29,8 @@ static int plain_search(const Ends *e, const char *text, int bytes, int *found) 
             }
     for (int begin = 0; begin < bytes; begin++)
         for (int i = 0; i < e->num_texts; i++)
-            if ((int)strlen(e->texts[i].bytes) > bytes - begin && !memcmp(e->texts[i].bytes, text + begin, bytes - begin))
+            if ((int)strlen(e->texts[i].bytes) > bytes - begin &&
+                !memcmp(e->texts[i].bytes, text + begin, bytes - begin))
                 return begin;
     return bytes;
 }
@@ -66,7 +67,8 @@ static void test_search(void) {
         free(rest);
         ends_free(&e);
     }
-    check(wrong == 0 && stopped > 5000 && stopped < 15000, "%d of 20000 searches differ, %d were stopped", wrong, stopped);
+    check(wrong == 0 && stopped > 5000 && stopped < 15000, "%d of 20000 searches differ, %d were stopped", wrong,
+          stopped);
 }
 static void test_time(void) {
     enum { BYTES = 1 << 22 };

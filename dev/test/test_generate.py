@@ -277,7 +277,13 @@ def test_texts_that_end_a_sample(runs, tmp_path):
     whole = body(run(*options))
     assert len(whole) > 100
     written = whole[len("static ") :]
-    for stops in (written[40:46], [written[60:63], "nowhere"], ["nowhere", written[-5:] + "?"], [written[0]], ["static"]):
+    for stops in (
+        written[40:46],
+        [written[60:63], "nowhere"],
+        ["nowhere", written[-5:] + "?"],
+        [written[0]],
+        ["static"],
+    ):
         (folder / "generation_config.json").write_text(json.dumps({"stop_strings": stops}))
         found = [at for stop in ([stops] if isinstance(stops, str) else stops) if (at := written.find(stop)) >= 0]
         said = run(*options)
@@ -538,7 +544,10 @@ def test_what_the_server_says(runs):
     assert end == {"event": "end", "id": "a", "index": 0, "reason": "length", "tokens": 6, "text": ""}
     for t in tokens:
         assert t["top"][0] == [t["token"], t["text"], t["logprob"], t["bytes"]] and len(t["top"]) == 3
-        assert all(bytes.fromhex(hexadecimal) == (bytes([i]) if i < 256 else b"<|endoftext|>") for i, *_, hexadecimal in t["top"])
+        assert all(
+            bytes.fromhex(hexadecimal) == (bytes([i]) if i < 256 else b"<|endoftext|>")
+            for i, *_, hexadecimal in t["top"]
+        )
         assert t["top"][0][2] >= t["top"][1][2] >= t["top"][2][2]
     # the same as tokens, and as --generate; then ending at what was drawn third
     server.send({"id": "b", "tokens": [256, *b"int"], "max_tokens": 6, "temperature": 0})
@@ -918,7 +927,26 @@ def test_a_prompt_from_standard_input(runs, tmp_path):
     # a training run leaves it alone
     ours, theirs = os.pipe()
     os.write(theirs, b"mine")
-    run_it = ["-e", runs / "big", "-i", runs / "train.bin", "-j", "", "-b", 1, "-t", 16, "-x", 1, "-v", 0, "-s", 1, "-g", 3]
+    run_it = [
+        "-e",
+        runs / "big",
+        "-i",
+        runs / "train.bin",
+        "-j",
+        "",
+        "-b",
+        1,
+        "-t",
+        16,
+        "-x",
+        1,
+        "-v",
+        0,
+        "-s",
+        1,
+        "-g",
+        3,
+    ]
     assert piped(*run_it, stdin=ours).returncode == 0 and os.read(ours, 9) == b"mine"
     os.close(ours)
     os.close(theirs)
