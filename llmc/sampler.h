@@ -12,8 +12,8 @@
 //   - The ids are processed in parts of DRAW_PART. A part knows its own largest logit before any other part's, so one
 //     pass suffices: its masses and scores are relative to that; then the parts' results are joined.
 //   - The order of the ids is that of a 64-bit key: the logit, then the id, the smaller first.
-// A logit of -inf is never drawn or reported. With a NaN or +inf among a row's logits, or without a finite one, there is
-// no draw: its logprob is NaN.
+// A logit of -inf is never drawn or reported. With a NaN or +inf among a row's logits, or without a finite one, there
+// is no draw: its logprob is NaN.
 #ifndef LLMC_SAMPLER_H
 #define LLMC_SAMPLER_H
 
