@@ -348,16 +348,12 @@ def end_of_turn(renderer):
     return after.strip().splitlines()[0]
 
 
-def asked_otherwise(renderer):
-    """None where an answer follows the generation prompt. With tags a template may write something else there, and a
-    model is asked in another way than it was trained: (what it writes, the prompt), from where they differ."""
+def probe(renderer):
+    """(the text of a question with the generation prompt, that of the question and its answer)."""
     question = [{"role": "user", "content": "This is a question."}]
-    answered = renderer.render([*question, {"role": "assistant", "content": PROBE}], prompt=False)
-    prompt = renderer.render(question)
-    if answered.startswith(prompt):
-        return None
-    same = len(os.path.commonprefix([answered, prompt]))
-    return answered[same:].partition(PROBE)[0], prompt[same:]
+    return renderer.render(question), renderer.render(
+        [*question, {"role": "assistant", "content": PROBE}], prompt=False
+    )
 
 
 def first_token(text, added):

@@ -45,8 +45,8 @@ import numpy as np
 import tokenizers
 
 import shards
-from chat_template import Renderer, Task, TemplateError, asked_otherwise, end_of_turn, ends_of_folder
-from chat_template import first_token, read_template, read_text, with_end
+from chat_template import Renderer, Task, TemplateError, end_of_turn, ends_of_folder, first_token, probe
+from chat_template import read_template, read_text, with_end
 from checked_json import read_object
 from data_common import Progress, atomic_write, write_shard
 from reader import die_of, find_inputs, once, plan, records
@@ -316,10 +316,16 @@ class Converter:
             die(str(e), e.hint)
 
     def asked_otherwise(self):
+        """How the text before an answer differs from the generation prompt, which asks a served model; or None."""
         try:
-            return asked_otherwise(self.renderer)
+            prompt, answered = probe(self.renderer)
         except TemplateError as e:
             die(str(e), e.hint)
+        if not answered.startswith(prompt):
+            return f"the chat template writes {prompt[-40:]!r} where a model is to answer, and not so before an answer"
+        asked, trained = (ids.tolist() for ids, _, _ in self.encoder([prompt, answered]))
+        if trained[: len(asked)] != asked:
+            return f"the generation prompt ends inside a token: {answered[len(prompt) - 5 : len(prompt) + 5]!r}"
 
     @functools.cached_property
     def encoder(self):
@@ -625,12 +631,8 @@ def main():
     args = parse_args()
     paths, converter = once(find_inputs(args.input, SUFFIXES)), Converter(args)
     end, encoder = converter.end, converter.encoder  # what is wrong with them is said once, and first
-    if differing := converter.asked_otherwise():
-        written, prompt = map(repr, differing)
-        print(
-            f"warning: the chat template writes {written} before an answer, and {prompt} where a model is to answer\n"
-            "  the model will be asked in another way than it was trained: let the template write the same"
-        )
+    if problem := converter.asked_otherwise():
+        print(f"warning: {problem}\n  a served model will be asked in another way than it is trained")
     planned = plan(paths)
     sizes, chunks = [size for size, _ in planned], [spans for _, spans in planned]
     if args.check:
