@@ -516,3 +516,34 @@ def test_what_is_not_there(tmp_path, monkeypatch):
     (tmp_path / "c.jsonl").write_text("\n")
     call(monkeypatch, *args, *BYTES, fails="no conversation is left for training")
     call(monkeypatch, *args, *BYTES, "--check", 0, fails="numbers from 1 on")
+
+
+# ---- nothing is dropped in silence
+
+
+def test_fields_are_used_refused_or_counted(tmp_path, monkeypatch, capsys):
+    turns_ = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "WRONG", "weight": 0}]
+    turns_ += [{"role": "user", "content": "r", "mood": 1}, {"role": "assistant", "content": "right", "train": True}]
+    records = [
+        {"system": "Be kind.", "messages": turns_, "id": 7},
+        {"instruction": "add", "input": "1 2", "output": "3", "history": [["hi", "ho"]]},
+    ]
+    data = write_lines(tmp_path / "c.jsonl", records)
+    call(monkeypatch, "--input", data, "--output", tmp_path / "out", *BYTES)
+    said = [bytes(i for i, yes in zip(*c) if yes).decode() for c in chats_of(tmp_path / "out")]
+    assert said == ["right<|im_end|>", "ho<|im_end|>3<|im_end|>"]
+    texts = texts_of(tmp_path / "out")
+    assert texts[0].startswith("<|im_start|>system\nBe kind.<|im_end|>\n") and "add\n\n1 2<|im_end|>" in texts[1]
+    told = capsys.readouterr().out
+    assert "id (1)" in told and "messages' mood (1)" in told and "weight" not in told
+    assert json.loads((tmp_path / "out/generation_config.json").read_text())["stop_strings"] == ["<|im_end|>"]
+    assert (tmp_path / "out/chat_template.jinja").read_text() == chat.TEMPLATES["chatml"]
+    for change, words in (
+        ({"weight": 0.5}, '"weight": 0.5'),
+        ({"weight": 1, "train": False}, "contradict"),
+        ({"train": False}, "no turn of the assistant that is learned"),
+    ):
+        write_lines(data, [{"messages": [turns_[0], {"role": "assistant", "content": "a"} | change]}])
+        call(monkeypatch, "--input", data, "--output", tmp_path / "no", *BYTES, fails=words)
+    write_lines(data, [{"system": "a", "messages": [{"role": "system", "content": "b"}, *turns_]}])
+    call(monkeypatch, "--input", data, "--output", tmp_path / "no", *BYTES, fails="which is another")
