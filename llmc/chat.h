@@ -115,7 +115,7 @@ static void chat_turn(Chat *c, const char *role, const char *text) {
 static int chat_encode(Chat *c) {
     const Engine *e = &c->g->engine;
     const int first = !c->style;
-    grow_array(c->tokens, first + c->bytes + 1);
+    grow_array(c->tokens, first + tokenizer_most(c->text, c->bytes) + 1);
     c->tokens[0] = e->eot;
     c->count = first + tokenizer_encode_text(e->tokenizer, c->text, c->bytes, !first, c->tokens + first);
     return c->count;

@@ -19,7 +19,9 @@ typedef struct {
 } Generation;
 
 // Bounds the tokens of a sample: a token of text has at least one byte.
-static int64_t generation_longest(const Options *o) { return 1 + strlen(o->prompt) + o->sample_tokens; }
+static int64_t generation_longest(const Options *o) {
+    return 1 + tokenizer_most(o->prompt, (int)strlen(o->prompt)) + o->sample_tokens;
+}
 // Sequences at a time, each with a row of its own and one for each token of the draft. The others follow as these end.
 static int generation_slots(const Options *o) {
     const int most = DECODE_ROWS / (*o->draft ? 1 + (int)o->draft_tokens : 1);

@@ -88,11 +88,7 @@ static inline int json_unicode(const char **in, char *out) {
         c = 0x10000 + ((c - 0xd800) << 10) + (low - 0xdc00);
         *in += 6;
     }
-    int n = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
-    static const int lead[] = {0, 0, 0xc0, 0xe0, 0xf0};
-    for (int i = n - 1; i > 0; i--, c >>= 6) out[i] = (char)(0x80 | (c & 0x3f));
-    out[0] = (char)(lead[n] | c);
-    return n;
+    return utf8_put(out, c);
 }
 static inline int json_parse_string(Json *j) {
     const char *in = j->text + j->at + 1;

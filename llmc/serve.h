@@ -239,7 +239,8 @@ static void serve_request(Server *s, const Json *j, const Asked *a) {
     const Engine *e = &s->engine;
     const char *id = a->id, *text = a->prompt;
     const int has_text = e->tokenizer && e->tokenizer->kind != TOKENIZER_UNKNOWN;
-    int *ids = new_array(int, text ? 1 + strlen(text) : (size_t)json_items(j, a->tokens)), count = 0;
+    const size_t most = text ? 1 + (size_t)tokenizer_most(text, (int)strlen(text)) : (size_t)json_items(j, a->tokens);
+    int *ids = new_array(int, most), count = 0;
     Ends ends = {new_array(int, json_items(j, a->ends)), 0, NULL, 0};
     ends.count = serve_ids(s, j, a->ends, ends.ids);
     if (serve_find(s, id))

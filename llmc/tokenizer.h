@@ -1,12 +1,13 @@
 // Token ids <-> text, from the tokenizer.bin that dev/data/*.py write beside the shards.
 //
 // The file is llm.c's: 256 int32 {20240328, 2, vocab_size, eot, kind, 0...} (kind 0: unknown), then for each token one
-// byte with its length and its bytes. Text is split into chunks by the tokenizer's pattern. Inside a chunk the adjacent
-// pair whose joined bytes have the lowest id is merged, until no pair is a token (byte-pair encoding, Sennrich et al.
-// 2016; the ids of GPT-2, Llama 3 and Qwen2.5 are in the order of their merges). Ids from eot on are special and never
-// come from text. The patterns need Unicode's letters, numbers and spaces. These are exact for Latin, Greek, Cyrillic,
-// Hebrew, kana, Han, emoji and the common symbols. In other scripts every character counts as a letter: combining marks
-// and native digits may be split differently than by the published tokenizer.
+// byte with its length and its bytes. Text is split into chunks by the tokenizer's pattern. A chunk that is a token is
+// that token. Else the adjacent pair whose joined bytes have the lowest id is merged, until no pair is a token
+// (byte-pair encoding, Sennrich et al. 2016). Ids from eot on are special and never come from text.
+// Version 3 says what no order of ids can. Behind the tokens stand, for each token, one byte of TOKEN_* flags; a byte
+// of MERGE_* flags; and with MERGE_LISTED the merges, as {id << 8 | bytes of the left part, rank} of uint32, in this
+// order: the pair of the lowest rank is merged first, and no other pair is. eot may be any token.
+// Ids are exactly those of the package `tokenizers`, for every text that is UTF-8.
 #ifndef LLMC_TOKENIZER_H
 #define LLMC_TOKENIZER_H
 
@@ -14,6 +15,7 @@
 #include <strings.h>
 
 #include "hash.h"
+#include "unicode.h"
 
 typedef enum {
     TOKENIZER_UNKNOWN,
@@ -23,7 +25,15 @@ typedef enum {
     TOKENIZER_QWEN2,
     NUM_TOKENIZERS
 } TokenizerKind;
-enum { TOKENIZER_MAGIC = 20240328, TOKENIZER_VERSION = 2 };
+enum { TOKENIZER_MAGIC = 20240328, TOKENIZER_VERSION = 2, TOKENIZER_VERSION_FLAGS = 3 };
+enum {
+    TOKEN_ORDINARY = 1,    // made by merges
+    TOKEN_ADDED = 2,       // found in a text by its name, before that is split
+    TOKEN_SPECIAL = 4,     // only where names of special tokens count
+    TOKEN_NORMALIZED = 8,  // found in what NFC makes of the text, behind the others
+    MERGE_LISTED = 1,
+    MERGE_WHOLE = 2,  // a chunk that is a token is that token
+};
 
 typedef struct Tokenizer {
     int vocab_size, eot;
@@ -32,8 +42,13 @@ typedef struct Tokenizer {
     // private
     unsigned char *file;  // without its header
     uint32_t *begin;      // [vocab_size] first byte of each token in `file`; the length stands one byte before it
-    int *map;             // bytes -> id, open addressing; -1: empty
+    int *map;             // bytes -> id of ordinary tokens, open addressing; -1: empty
     uint32_t map_mask;
+    unsigned char *flags;         // [vocab_size]
+    const unsigned char *merges;  // [num_merges * 8] in `file`; NULL: the id is the rank
+    int num_merges, whole;
+    int *added, num_added;
+    unsigned char begins_added[256];  // whether a name of an added token begins with this byte
 } Tokenizer;
 
 // What shards and checkpoints say about their tokenizer. Hash 0: nothing.
@@ -78,7 +93,8 @@ static inline int tokenizer_bytes(const Tokenizer *t, int id) {
 
 static inline void tokenizer_read_header(Tokenizer *t, const char *path, const int32_t *h, size_t bytes) {
     TOKENIZER_REQUIRE(h[0] == TOKENIZER_MAGIC, "is not a tokenizer file (magic %d, not %d)", h[0], TOKENIZER_MAGIC);
-    TOKENIZER_REQUIRE(h[1] == TOKENIZER_VERSION, "has version %d, this program reads %d", h[1], TOKENIZER_VERSION);
+    TOKENIZER_REQUIRE(h[1] == TOKENIZER_VERSION || h[1] == TOKENIZER_VERSION_FLAGS,
+                      "has version %d, this program reads %d and %d", h[1], TOKENIZER_VERSION, TOKENIZER_VERSION_FLAGS);
     TOKENIZER_REQUIRE(h[2] > 0 && h[2] <= 1 << 24 && h[3] >= 0 && h[3] < h[2] && h[4] >= 0 && h[4] < NUM_TOKENIZERS,
                       "has vocabulary size %d, end-of-text %d and kind %d: one of them is out of range", h[2], h[3],
                       h[4]);
@@ -89,8 +105,44 @@ static inline void tokenizer_read_header(Tokenizer *t, const char *path, const i
     TOKENIZER_REQUIRE((size_t)t->vocab_size <= bytes / 2,  // before allocating for so many
                       "is truncated: %zu bytes do not hold %d tokens", bytes, t->vocab_size);
 }
+static inline uint32_t tokenizer_merge(const Tokenizer *t, int i, int word) {
+    uint32_t value;
+    memcpy(&value, t->merges + 8 * (size_t)i + 4 * word, sizeof value);
+    return value;
+}
+// The flags of each token, and what follows them.
+static inline void tokenizer_read_flags(Tokenizer *t, const char *path, size_t at, size_t size) {
+    const int V = t->vocab_size;
+    TOKENIZER_REQUIRE(size - at > (size_t)V, "is truncated: it ends before the last token's flags");
+    const unsigned char *p = t->file + at;
+    for (int id = 0; id < V; id++) {
+        const int f = t->flags[id] = p[id];
+        TOKENIZER_REQUIRE(f < 16 && (f & (TOKEN_ORDINARY | TOKEN_ADDED)) && (f & TOKEN_ADDED || f == TOKEN_ORDINARY),
+                          "is damaged: token %d has flags %d", id, f);
+    }
+    const size_t rest = size - at - V - 1;
+    TOKENIZER_REQUIRE(p[V] < 4 && rest % 8 == 0 && rest < (size_t)1 << 30 && (p[V] & MERGE_LISTED || !rest),
+                      "is damaged: %zu bytes of merges with flags %d", rest, p[V]);
+    t->whole = p[V] & MERGE_WHOLE;
+    if (!(p[V] & MERGE_LISTED)) return;
+    t->merges = p + V + 1;
+    t->num_merges = rest / 8;
+}
+static inline void tokenizer_check_merges(const Tokenizer *t, const char *path) {
+    for (int i = 0; i < t->num_merges; i++) {
+        const uint32_t merge = tokenizer_merge(t, i, 0), id = merge >> 8, left = merge & 255;
+        int length = 0;
+        const unsigned char *token = id < (uint32_t)t->vocab_size ? tokenizer_token(t, id, &length) : NULL;
+        TOKENIZER_REQUIRE(left && (int)left < length && t->flags[id] & TOKEN_ORDINARY &&
+                              tokenizer_find(t, token, left) >= 0 &&
+                              tokenizer_find(t, token + left, length - left) >= 0 &&
+                              tokenizer_merge(t, i, 1) <= INT_MAX && (!i || merge > tokenizer_merge(t, i - 1, 0)),
+                          "is damaged: merge %d is none of two tokens, or out of order", i);
+    }
+}
 static inline void tokenizer_open(Tokenizer *t, const char *path) {
     memset(t, 0, sizeof *t);
+    unicode_open();
     int64_t bytes;
     int32_t h[HEADER_WORDS];
     int fd = open_with_header(path, "a tokenizer", TOKENIZER_HINT, h, &bytes);
@@ -105,31 +157,47 @@ static inline void tokenizer_open(Tokenizer *t, const char *path) {
     while (t->map_mask / 2 < (uint32_t)t->vocab_size) t->map_mask = 2 * t->map_mask + 1;
     size_t map_bytes = ((size_t)t->map_mask + 1) * sizeof *t->map;
     t->begin = new_array(uint32_t, t->vocab_size);
+    t->flags = new_array(unsigned char, t->vocab_size);
+    t->added = new_array(int, t->vocab_size);
     t->map = (int *)memset(malloc_or_die(map_bytes), -1, map_bytes);
+    t->whole = 1;
     size_t at = 0;
     for (int id = 0; id < t->vocab_size; id++) {
         TOKENIZER_REQUIRE(at < size && t->file[at] < size - at, "is truncated: it ends in token %d of %d", id,
                           t->vocab_size);
         TOKENIZER_REQUIRE(t->file[at] > 0, "is damaged: token %d is empty", id);
         t->begin[id] = at + 1;
-        if (t->kind == TOKENIZER_BYTES || id < t->eot) {
-            int *place = tokenizer_slot(t, t->file + at + 1, t->file[at]);
-            TOKENIZER_REQUIRE(*place < 0, "is damaged: tokens %d and %d are the same", *place, id);
-            *place = id;
-        }
+        t->flags[id] = id < (t->kind == TOKENIZER_BYTES ? 256 : t->eot) ? TOKEN_ORDINARY : TOKEN_ADDED | TOKEN_SPECIAL;
         at += 1 + t->file[at];
     }
-    TOKENIZER_REQUIRE(at == size, "is too long: %zu bytes follow the last token", size - at);
+    if (h[1] == TOKENIZER_VERSION_FLAGS)
+        tokenizer_read_flags(t, path, at, size);
+    else
+        TOKENIZER_REQUIRE(at == size, "is too long: %zu bytes follow the last token", size - at);
+    for (int id = 0; id < t->vocab_size; id++) {
+        unsigned char *token = t->file + t->begin[id];
+        if (t->flags[id] & TOKEN_ADDED) {
+            t->added[t->num_added++] = id;
+            t->begins_added[*token] = 1;
+        }
+        if (!(t->flags[id] & TOKEN_ORDINARY)) continue;
+        int *place = tokenizer_slot(t, token, token[-1]);
+        TOKENIZER_REQUIRE(*place < 0, "is damaged: tokens %d and %d are the same", *place, id);
+        *place = id;
+    }
     for (int b = 0; b < 256 && t->kind != TOKENIZER_UNKNOWN; b++) {
         unsigned char byte = b;
         int id = tokenizer_find(t, &byte, 1);
         TOKENIZER_REQUIRE(id >= 0 && (t->kind != TOKENIZER_BYTES || id == b), "is damaged: byte %d has no token", b);
     }
+    tokenizer_check_merges(t, path);
 }
 static inline void tokenizer_close(Tokenizer *t) {
     free(t->file);
     free(t->begin);
     free(t->map);
+    free(t->flags);
+    free(t->added);
     memset(t, 0, sizeof *t);
 }
 // For messages: "gpt2 (50257 tokens, hash 0123456789abcdef)".
@@ -204,41 +272,6 @@ static inline char *tokenizer_stream(const Tokenizer *t, TextTail *tail, int id,
 
 // ---- text -> ids
 
-typedef enum { CHAR_LETTER, CHAR_NUMBER, CHAR_SPACE, CHAR_OTHER } CharClass;
-
-// The tables have the ranges from U+0080 on that are not letters (Unicode 14: categories L and N, White_Space).
-static inline CharClass char_class(int c) {
-    static const int spaces[][2] = {{0x85, 0x85},     {0xa0, 0xa0},     {0x1680, 0x1680}, {0x2000, 0x200a},
-                                    {0x2028, 0x2029}, {0x202f, 0x202f}, {0x205f, 0x205f}, {0x3000, 0x3000}};
-    static const int numbers[][2] = {{0xb2, 0xb3},     {0xb9, 0xb9},     {0xbc, 0xbe},     {0x2070, 0x2070},
-                                     {0x2074, 0x2079}, {0x2080, 0x2089}, {0x2150, 0x2182}, {0x2185, 0x2189},
-                                     {0x2460, 0x249b}, {0x24ea, 0x24ff}, {0x2776, 0x2793}, {0x3007, 0x3007},
-                                     {0x3021, 0x3029}, {0x3038, 0x303a}, {0xff10, 0xff19}};
-    static const int others[][2] = {
-        {0x80, 0xa9},       {0xab, 0xb1},     {0xb4, 0xb4},     {0xb6, 0xb8},     {0xbb, 0xbb},     {0xbf, 0xbf},
-        {0xd7, 0xd7},       {0xf7, 0xf7},     {0x2c2, 0x2c5},   {0x2d2, 0x2df},   {0x2e5, 0x2eb},   {0x2ed, 0x2ed},
-        {0x2ef, 0x36f},     {0x375, 0x375},   {0x37e, 0x37e},   {0x384, 0x385},   {0x387, 0x387},   {0x3f6, 0x3f6},
-        {0x482, 0x489},     {0x55a, 0x55f},   {0x589, 0x5c7},   {0x5f3, 0x5f4},   {0x200b, 0x2070}, {0x207a, 0x207e},
-        {0x208a, 0x208e},   {0x20a0, 0x2101}, {0x2103, 0x2106}, {0x2108, 0x2109}, {0x2114, 0x2114}, {0x2116, 0x2118},
-        {0x211e, 0x2123},   {0x2125, 0x2125}, {0x2127, 0x2127}, {0x2129, 0x2129}, {0x212e, 0x212e}, {0x213a, 0x213b},
-        {0x2140, 0x2144},   {0x214a, 0x214d}, {0x214f, 0x214f}, {0x218a, 0x2bff}, {0x2ce5, 0x2cea}, {0x2cef, 0x2cf1},
-        {0x2cf9, 0x2cff},   {0x2e00, 0x2e2e}, {0x2e30, 0x3004}, {0x3008, 0x3030}, {0x3036, 0x3037}, {0x303d, 0x303f},
-        {0x3099, 0x309c},   {0x30a0, 0x30a0}, {0x30fb, 0x30fb}, {0xd800, 0xf8ff}, {0xfb1e, 0xfb1e}, {0xfb29, 0xfb29},
-        {0xfdfc, 0xfe6b},   {0xfeff, 0xff20}, {0xff3b, 0xff40}, {0xff5b, 0xff65}, {0xffe0, 0xffff}, {0x1f000, 0x1faff},
-        {0xe0000, 0x10ffff}};
-    #define IN_TABLE(table) \
-        for (int i = 0; i < COUNT_OF(table); i++) \
-            if (table[i][0] <= c && c <= table[i][1])
-    if (c < 0x80) {  // -1, for bytes that are not UTF-8, is OTHER
-        if ((c | 32) >= 'a' && (c | 32) <= 'z') return CHAR_LETTER;
-        if (c >= '0' && c <= '9') return CHAR_NUMBER;
-        return c == ' ' || (c >= 9 && c <= 13) ? CHAR_SPACE : CHAR_OTHER;
-    }
-    IN_TABLE(spaces) return CHAR_SPACE;
-    IN_TABLE(numbers) return CHAR_NUMBER;
-    IN_TABLE(others) return CHAR_OTHER;
-    return CHAR_LETTER;
-}
 static inline CharClass class_at(const unsigned char *p, const unsigned char *end, int *length) {
     return char_class(utf8_next(p, end, length));
 }
@@ -254,7 +287,7 @@ static inline const unsigned char *run_end(const unsigned char *p, const unsigne
 //   GPT-2    '(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 //   Llama 3  (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+
 //            |\s+(?!\S)|\s+
-//   Qwen2.5  the same with \p{N} instead of \p{N}{1,3}, on text in Unicode's NFC (not converted here)
+//   Qwen2.5  the same with \p{N} instead of \p{N}{1,3}, on text in NFC
 static inline const unsigned char *chunk_end(const unsigned char *p, const unsigned char *end,
                                              TokenizerKind tokenizer) {
     #define IS_NEWLINE(c) ((c) == '\n' || (c) == '\r')
@@ -268,6 +301,7 @@ static inline const unsigned char *chunk_end(const unsigned char *p, const unsig
         const char *rest = (const char *)p + 1;
         if (end - p > n && !(llama3 ? strncasecmp : strncmp)(rest, endings[i], n)) return p + 1 + n;
     }
+    if (llama3 && end - p > 2 && !memcmp(p, "'\xc5\xbf", 3)) return p + 3;  // the long s is an s in small letters
     CharClass first = class_at(p, end, &length);
     const unsigned char *second = p + length;
     int may_precede = llama3 && (first == CHAR_SPACE || first == CHAR_OTHER) && !IS_NEWLINE(*p);
@@ -286,7 +320,7 @@ static inline const unsigned char *chunk_end(const unsigned char *p, const unsig
     return spaces < end && last > p ? last : spaces;  // the last space goes with the word that follows
 }
 
-// The possible merges are a binary heap of id << 32 | start: the lowest id comes first, of equal ids the leftmost.
+// The possible merges are a binary heap of rank << 32 | start: the lowest rank comes first, of equal ones the leftmost.
 static inline void merge_push(uint64_t *heap, int *count, uint64_t merge) {
     int i = (*count)++;
     for (; i > 0 && heap[(i - 1) / 2] > merge; i = (i - 1) / 2) heap[i] = heap[(i - 1) / 2];
@@ -311,15 +345,29 @@ typedef struct {
     uint64_t *heap;
     int count;
 } Merging;
-// Offers the merge of the part at `start` with the next part.
+// When the part at `start` is merged with the next part; -1: never.
+static inline int merge_rank(const Tokenizer *t, const Merging *m, int start) {
+    const int middle = start < 0 ? m->bytes : m->end[start];
+    const int id = middle < m->bytes ? tokenizer_find(t, m->text + start, m->end[middle] - start) : -1;
+    if (id < 0 || !t->merges) return id;
+    const uint32_t merge = (uint32_t)id << 8 | (uint32_t)(middle - start);
+    int low = 0, high = t->num_merges;
+    while (low < high) {
+        const int i = (low + high) / 2;
+        if (tokenizer_merge(t, i, 0) < merge)
+            low = i + 1;
+        else
+            high = i;
+    }
+    return low < t->num_merges && tokenizer_merge(t, low, 0) == merge ? (int)tokenizer_merge(t, low, 1) : -1;
+}
 static inline void merge_offer(const Tokenizer *t, Merging *m, int start) {
-    int middle = start < 0 ? m->bytes : m->end[start];
-    int id = middle < m->bytes ? tokenizer_find(t, m->text + start, m->end[middle] - start) : -1;
-    if (id >= 0) merge_push(m->heap, &m->count, (uint64_t)id << 32 | (uint64_t)start);
+    const int rank = merge_rank(t, m, start);
+    if (rank >= 0) merge_push(m->heap, &m->count, (uint64_t)rank << 32 | (uint64_t)start);
 }
 static inline int encode_chunk(const Tokenizer *t, Merging *m, int *ids) {
-    int n = 0, length;
-    if ((ids[0] = tokenizer_find(t, m->text, m->bytes)) >= 0) return 1;
+    int n = 0;
+    if (t->whole && (ids[0] = tokenizer_find(t, m->text, m->bytes)) >= 0) return 1;
     for (int i = 0; i < m->bytes; i++) {
         m->end[i] = i + 1;
         m->before[i] = i - 1;
@@ -328,9 +376,8 @@ static inline int encode_chunk(const Tokenizer *t, Merging *m, int *ids) {
     while (m->count) {
         uint64_t merge = merge_pop(m->heap, &m->count);
         int start = (uint32_t)merge, middle = m->end[start];
-        tokenizer_token(t, merge >> 32, &length);
         // one of the two has been merged already
-        if (!middle || middle == m->bytes || m->end[middle] != start + length) continue;
+        if (!middle || merge_rank(t, m, start) != (int)(merge >> 32)) continue;
         int end = m->end[start] = m->end[middle];
         m->end[middle] = 0;
         if (end < m->bytes) m->before[end] = start;
@@ -341,11 +388,10 @@ static inline int encode_chunk(const Tokenizer *t, Merging *m, int *ids) {
     return n;
 }
 
-// Writes at most `bytes` ids and returns how many.
-static inline int tokenizer_encode(const Tokenizer *t, const char *text, int bytes, int *ids) {
-    require(t->kind != TOKENIZER_UNKNOWN, "this tokenizer file does not say how to split text\n" TOKENIZER_HINT);
-    const unsigned char *end = (const unsigned char *)text + bytes;
-    Merging m = {(const unsigned char *)text, 0, NULL, NULL, NULL, 0};
+// Without added tokens, of a text that is normalized.
+static inline int encode_ordinary(const Tokenizer *t, const unsigned char *text, int bytes, int *ids) {
+    const unsigned char *end = text + bytes;
+    Merging m = {text, 0, NULL, NULL, NULL, 0};
     m.heap = new_array(uint64_t, 2 * (size_t)bytes);  // each merge takes one and offers two
     m.end = new_array(int, 2 * (size_t)bytes);
     m.before = m.end + bytes;
@@ -358,31 +404,58 @@ static inline int tokenizer_encode(const Tokenizer *t, const char *text, int byt
     free(m.end);
     return n;
 }
-
-// The special token, such as <|im_start|>, whose name stands at the beginning of the text: the longest; -1: none.
-static inline int tokenizer_special(const Tokenizer *t, const char *text, int bytes) {
+// The added token, such as <|im_start|>, whose name stands at the beginning of the text: the longest; -1: none.
+// normalized: of those with this flag TOKEN_NORMALIZED or without it; -1: of all.
+static inline int tokenizer_added(const Tokenizer *t, const unsigned char *text, int bytes, int normalized) {
     int found = -1, longest = 0, length;
-    for (int id = t->kind == TOKENIZER_BYTES ? 256 : t->eot; id < t->vocab_size; id++) {
+    for (int i = 0; bytes && t->begins_added[*text] && i < t->num_added; i++) {
+        const int id = t->added[i], flag = t->flags[id] & TOKEN_NORMALIZED;
         const unsigned char *name = tokenizer_token(t, id, &length);
         if (length <= longest || length > bytes || memcmp(name, text, length)) continue;
+        if (normalized >= 0 && flag != normalized) continue;
         found = id;
         longest = length;
     }
     return found;
 }
-// special: the names of special tokens in the text are these tokens.
-static inline int tokenizer_encode_text(const Tokenizer *t, const char *text, int bytes, int special, int *ids) {
-    int n = 0, begin = 0, length;
-    for (int at = 0; special && at < bytes; at++) {
-        int id = tokenizer_special(t, text + at, bytes - at);
-        if (id < 0) continue;
-        tokenizer_token(t, id, &length);
-        n += tokenizer_encode(t, text + begin, at - begin, ids + n);
-        ids[n++] = id;
+static inline int tokenizer_special(const Tokenizer *t, const char *text, int bytes) {
+    return tokenizer_added(t, (const unsigned char *)text, bytes, -1);
+}
+// Finds added tokens and encodes what lies between them: first those in the text itself, then (normalized) those in
+// what NFC makes of the rest. Names of special tokens that do not count are text; in them no other name is looked for.
+static inline int encode_parts(const Tokenizer *t, const unsigned char *text, int bytes, int special, int normalized,
+                               int *ids) {
+    unsigned char *normal = normalized && t->kind == TOKENIZER_QWEN2 ? nfc(text, &bytes) : NULL;
+    if (normal) text = normal;
+    int n = 0, begin = 0, length = 1;
+    for (int at = 0; at <= bytes; at += length) {
+        const int id = tokenizer_added(t, text + at, bytes - at, normalized);
+        length = 1;
+        if (id >= 0) tokenizer_token(t, id, &length);
+        if (at < bytes && (id < 0 || (t->flags[id] & TOKEN_SPECIAL && !special))) continue;
+        if (at > begin)
+            n += normalized ? encode_ordinary(t, text + begin, at - begin, ids + n)
+                            : encode_parts(t, text + begin, at - begin, special, TOKEN_NORMALIZED, ids + n);
+        if (id >= 0) ids[n++] = id;
         begin = at + length;
-        at = begin - 1;
     }
-    return n + tokenizer_encode(t, text + begin, bytes - begin, ids + n);
+    free(normal);
+    return n;
+}
+// The most ids that a text may have: its bytes, but NFC may make three of one that is not ASCII.
+static inline int tokenizer_most(const char *text, int bytes) {
+    int most = 0;
+    for (int i = 0; i < bytes; i++) most += text[i] & 0x80 ? 3 : 1;
+    return most;
+}
+// Writes at most tokenizer_most() ids and returns how many. special: the names of special tokens in the text are these
+// tokens; names of other added tokens always are.
+static inline int tokenizer_encode_text(const Tokenizer *t, const char *text, int bytes, int special, int *ids) {
+    require(t->kind != TOKENIZER_UNKNOWN, "this tokenizer file does not say how to split text\n" TOKENIZER_HINT);
+    return encode_parts(t, (const unsigned char *)text, bytes, special, 0, ids);
+}
+static inline int tokenizer_encode(const Tokenizer *t, const char *text, int bytes, int *ids) {
+    return tokenizer_encode_text(t, text, bytes, 0, ids);
 }
 
 #endif

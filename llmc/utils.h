@@ -245,6 +245,14 @@ static inline int utf8_next(const unsigned char *p, const unsigned char *end, in
     *length = need;
     return c;
 }
+// Writes the bytes of a code point and returns how many.
+static inline int utf8_put(void *to, int c) {
+    const int n = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
+    unsigned char *out = (unsigned char *)to;
+    for (int i = n - 1; i > 0; i--, c >>= 6) out[i] = 0x80 | (c & 0x3f);
+    out[0] = n == 1 ? c : (0xf00 >> n & 0xff) | c;
+    return n;
+}
 
 // ---- time, loops, arithmetic
 

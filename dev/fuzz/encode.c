@@ -1,4 +1,5 @@
-// tokenizer.h: any bytes as text, as --prompt gives it, behind a byte that chooses the tokenizer. Tokens are the text.
+// tokenizer.h: any bytes as text, as --prompt gives it, behind a byte that chooses the tokenizer. Tokens are the text,
+// or what NFC makes of it.
 #include "fuzz.h"
 
 #include "../../llmc/tokenizer.h"
@@ -34,7 +35,7 @@ static const Tokenizer *open_tokenizer(TokenizerKind kind) {
 }
 static void fuzz_one(const uint8_t *data, size_t size) {
     static Tokenizer tokenizers[NUM_TOKENIZERS];
-    static int ids[LONGEST];
+    static int ids[3 * LONGEST];
     if (size < 1 || size > LONGEST) return;
     const int kind = 1 + *data % (NUM_TOKENIZERS - 1);
     Tokenizer *t = &tokenizers[kind];
@@ -44,13 +45,21 @@ static void fuzz_one(const uint8_t *data, size_t size) {
         fuzz.running = 1;
     }
     const uint8_t *text = data + 1, *end = data + size;
-    const int n = tokenizer_encode(t, (const char *)text, (int)(size - 1), ids);
+    int bytes = (int)size - 1;
+    const int n = tokenizer_encode(t, (const char *)text, bytes, ids);
+    assert(n <= tokenizer_most((const char *)text, bytes));
+    unsigned char *normal = t->kind == TOKENIZER_QWEN2 ? nfc(text, &bytes) : NULL;
+    if (normal) {
+        text = normal;
+        end = text + bytes;
+    }
     for (int i = 0, length; i < n; i++) {
         const unsigned char *token = tokenizer_token(t, ids[i], &length);
         assert(length <= end - text && memcmp(token, text, (size_t)length) == 0);
         text += length;
     }
     assert(text == end);
+    free(normal);
     free(tokenizer_text(t, ids, n, 1));
 }
 static void fuzz_seeds(void) {
@@ -58,5 +67,7 @@ static void fuzz_seeds(void) {
                    "\xe4\xbd\xa0\xe5\xa5\xbd\xf0\x9f\x98\x80\xff");
     fuzz_seed_text("2I'LL see\r\n  12345 notes\xe2\x80\x94 or\t-- none...\n");
     fuzz_seed_text("3 antidisestablishmentarianism 2024\xc2\xa0\xd0\x96\xd0\xb8\xd0\xb7\xd0\xbd\xd1\x8c");
+    fuzz_seed_text(
+        "3e\xcc\x81 \xe0\xa5\x98 \xe1\x84\x80\xe1\x85\xa1\xe1\x86\xa8 a\xcc\x81\xcc\xa3 \xff\xf0\x9d\x85\xa0");
     fuzz_seed_text("0tttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttttt");
 }

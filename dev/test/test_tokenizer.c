@@ -1,5 +1,7 @@
-// Tests of llmc/tokenizer.h. With arguments it is a tool for test_data.py, which compares with tiktoken:
-//   test_tokenizer TOKENIZER.BIN TEXT    the ids of TEXT, one a line; fails if they do not decode to TEXT again
+// Tests of llmc/tokenizer.h. With arguments it is a tool for the Python tests, which compare with other packages:
+//   test_tokenizer TOKENIZER.BIN TEXT [special]    the ids of TEXT, one a line; fails if they do not decode to TEXT, or
+//                                                  to what NFC makes of it
+//   test_tokenizer KIND                            the chunks of standard input, a NUL behind each
 #include "llmc/rand.h"
 #include "llmc/tokenizer.h"
 
@@ -35,6 +37,39 @@ static void write_file(TokenizerKind kind, int vocab, int eot, int drop_bytes, i
     FILE *f = fopen_or_die(path, "wb", "tests need a writable /tmp");
     fwrite(h, 4, 256, f);
     fwrite(body, 1, (size_t)(p - body + extra_bytes - drop_bytes), f);
+    fclose(f);
+}
+// Version 3: end-of-text first, then the bytes, the merges and a word; the merges are listed, the last ones first.
+// spoil_at: a byte counted from the flags on, becomes `spoilt`; -1: none. drop: bytes at the end.
+enum { WORD = 257 + NUM_MERGES, VOCAB_3 };
+static void write_flagged(int how, int spoil_at, int spoilt, int drop) {
+    static const char *const names[] = {"<|x|>", "<|"};
+    static const struct { int merge, left; } listed[] = {{4, 1}, {8, 2}, {1, 1}, {0, 1}, {2, 2}, {3, 4}};
+    unsigned char body[4096], *p = body;
+    const int32_t header[256] = {TOKENIZER_MAGIC, TOKENIZER_VERSION_FLAGS, VOCAB_3, 0, TOKENIZER_QWEN2};
+    for (int id = 0; id < VOCAB_3; id++) {
+        const char byte = (char)(id - 1), *token = !id || id == WORD ? names[id > 0]
+                                                   : id > 256        ? merges[id - 257]
+                                                                     : &byte;
+        *p++ = (unsigned char)(token == &byte ? 1 : strlen(token));
+        memcpy(p, token, p[-1]);
+        p += p[-1];
+    }
+    unsigned char *const flags = p;
+    for (int id = 0; id < VOCAB_3; id++)
+        *p++ = !id ? TOKEN_ADDED | TOKEN_SPECIAL : id == WORD ? TOKEN_ADDED | TOKEN_NORMALIZED : TOKEN_ORDINARY;
+    *p++ = (unsigned char)how;
+    for (int id = 257; id < WORD && how & MERGE_LISTED; id++)
+        for (size_t i = 0; i < sizeof listed / sizeof *listed; i++)
+            if (id == 257 + listed[i].merge) {
+                const uint32_t pair[] = {(uint32_t)id << 8 | (uint32_t)listed[i].left, (uint32_t)i};
+                memcpy(p, pair, sizeof pair);
+                p += sizeof pair;
+            }
+    if (spoil_at >= 0) flags[spoil_at] = (unsigned char)spoilt;
+    FILE *f = fopen_or_die(path, "wb", "tests need a writable /tmp");
+    fwrite(header, 4, 256, f);
+    fwrite(body, 1, (size_t)(p - body - drop), f);
     fclose(f);
 }
 static void write_good(TokenizerKind kind) { write_file(kind, VOCAB, EOT, 0, 0, -1, NULL); }
@@ -143,6 +178,7 @@ static int splits(const char *text, TokenizerKind kind, const char *expected) {
     return strcmp(joined, expected) == 0;
 }
 static void test_split(void) {
+    unicode_open();
     check(splits("I'll go  now\n\n x='5", TOKENIZER_GPT2, "I|'ll| go| | now|\n\n| x|='|5"),
           "GPT-2: contractions, spaces before words");
     check(splits("it'S we'RE 's't", TOKENIZER_GPT2, "it|'|S| we|'|RE| '|s|'t"),
@@ -202,6 +238,77 @@ static void test_text(void) {
           "the path beside a shard");
 }
 
+static int encodes_text(const Tokenizer *t, const char *text, int special, int n, const int *expected) {
+    int ids[256], got = tokenizer_encode_text(t, text, (int)strlen(text), special, ids);
+    for (int i = 0; i < got; i++) printf(i + 1 < got ? "%d " : "%d\n", ids[i]);
+    return got == n && memcmp(ids, expected, (size_t)n * sizeof(int)) == 0;
+}
+static void test_flags(void) {
+    Tokenizer t;
+    write_flagged(MERGE_LISTED, -1, 0, 0);
+    tokenizer_open(&t, path);
+    check(t.eot == 0 && t.num_merges == 6, "end-of-text may be the first token");
+    static const int hello[] = {260}, hell[] = {259}, first[] = {261, 'e' + 1, 258, 'o' + 1}, whole[] = {262};
+    check(encodes(&t, "hello", 1, hello) && encodes(&t, "hell", 1, hell), "merges of a list, in its order");
+    check(encodes(&t, " hello", 4, first), "the first of the list is merged first");
+    static const int apart[] = {' ' + 1, 'w' + 1};
+    check(encodes(&t, " w", 2, apart), "a pair that is not in the list is not merged, though a token has its bytes");
+    static const int names[] = {WORD, 'x' + 1, '|' + 1, '>' + 1, WORD}, special[] = {0, WORD};
+    check(encodes_text(&t, "<|x|><|", 0, 5, names), "names of added tokens are tokens");
+    check(encodes_text(&t, "<|x|><|", 1, 2, special), "the special ones where they count");
+    check(tokenizer_special(&t, "<|x|>", 5) == 0 && tokenizer_special(&t, "<|x", 3) == WORD &&
+              tokenizer_special(&t, "a<|", 3) == -1 && tokenizer_special(&t, "", 0) == -1,
+          "the longest name at the beginning of a text");
+    tokenizer_close(&t);
+    write_flagged(MERGE_LISTED | MERGE_WHOLE, -1, 0, 0);
+    tokenizer_open(&t, path);
+    check(encodes(&t, " w", 1, whole), "a chunk that is a token is that token, with MERGE_WHOLE");
+    tokenizer_close(&t);
+}
+static void test_nfc(void) {
+    static const struct {
+        const char *text, *normal;  // NULL: the same
+    } cases[] = {{"plain", NULL},
+                 {"caf\xc3\xa9", NULL},
+                 {"e\xcc\x81", "\xc3\xa9"},
+                 {"\xe0\xa5\x98", "\xe0\xa4\x95\xe0\xa4\xbc"},              // longer
+                 {"\xe1\x84\x80\xe1\x85\xa1\xe1\x86\xa8", "\xea\xb0\x81"},  // Hangul
+                 {"a\xcc\x81\xcc\xa3", "\xe1\xba\xa1\xcc\x81"},             // marks out of order
+                 {"\xff"
+                  "e\xcc\x81\xcc",
+                  "\xff\xc3\xa9\xcc"},                                                       // what is not UTF-8 stays
+                 {"\xf0\x9d\x85\xa0", "\xf0\x9d\x85\x98\xf0\x9d\x85\xa5\xf0\x9d\x85\xae"}};  // three times
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int bytes = (int)strlen(cases[i].text);
+        unsigned char *normal = nfc((const unsigned char *)cases[i].text, &bytes);
+        const char *expected = cases[i].normal ? cases[i].normal : cases[i].text;
+        char name[32];
+        snprintf(name, sizeof name, "NFC, case %zu", i);
+        check((size_t)bytes == strlen(expected) &&
+                  !memcmp(normal ? (char *)normal : cases[i].text, expected, (size_t)bytes) &&
+                  bytes <= tokenizer_most(cases[i].text, (int)strlen(cases[i].text)),
+              name);
+        free(normal);
+    }
+}
+static void nfc_of_marks(void *unused) {
+    (void)unused;
+    enum { BYTES = 1 << 20 };
+    unsigned char *text = (unsigned char *)malloc_or_die(BYTES);
+    for (int i = 0; i < BYTES; i += 2) {  // above and below in turn
+        text[i] = 0xcc;
+        text[i + 1] = i % 4 ? 0xa3 : 0x81;
+    }
+    int bytes = BYTES;
+    alarm(20);
+    require(nfc(text, &bytes) && bytes == BYTES, "%d bytes\n.", bytes);
+    _exit(0);
+}
+static void test_long_marks(void) {
+    static char message[4096];
+    check(run_child(nfc_of_marks, NULL, message, sizeof message) == 0, "half a million marks on a letter take no time");
+}
+
 // ---- what is refused
 
 static void open_it(void *unused) {
@@ -235,10 +342,9 @@ static void test_refusals(void) {
                  {2, 1 << 30, "is out of range"},
                  {3, VOCAB, "is out of range"},
                  {3, -1, "is out of range"},
-                 {4, 9, "is out of range"},
-                 {4, TOKENIZER_BYTES, "are the same"}};
+                 {4, 9, "is out of range"}};
     for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
-        write_file(TOKENIZER_GPT2, VOCAB, EOT, 0, 0, words[i].word == 4 ? EOT : -1, "he");
+        write_good(TOKENIZER_GPT2);
         set_word(words[i].word, words[i].value);
         char name[64];
         snprintf(name, sizeof name, "header word %d = %d", words[i].word, words[i].value);
@@ -256,6 +362,28 @@ static void test_refusals(void) {
     check_refused("an empty token", open_it, NULL, "token 258 is empty");
     write_file(TOKENIZER_GPT2, VOCAB, EOT, 0, 0, 200, "xyz");
     check_refused("a byte without a token", open_it, NULL, "byte 200 has no token");
+    static const struct {
+        int at, value, drop;
+        const char *expected;
+    } damages[] = {{3, 0, 0, "token 3 has flags 0"},
+                   {3, TOKEN_SPECIAL | TOKEN_ORDINARY, 0, "token 3 has flags 5"},
+                   {WORD, 16, 0, "has flags 16"},
+                   {200, TOKEN_ADDED, 0, "byte 199 has no token"},
+                   {VOCAB_3, 4, 0, "bytes of merges with flags 4"},
+                   {VOCAB_3, 0, 0, "48 bytes of merges with flags 0"},
+                   {VOCAB_3 + 1, 0, 0, "merge 0 is none of two tokens"},
+                   {VOCAB_3 + 1, 2, 0, "merge 0 is none of two tokens"},
+                   {VOCAB_3 + 4, 200, 0, "merge 0 is none of two tokens"},
+                   {VOCAB_3 + 8, 255, 0, "merge 0 is none of two tokens"},
+                   {VOCAB_3 + 10, 0, 0, "merge 1 is none of two tokens, or out of order"},
+                   {-1, 0, 1, "47 bytes of merges"},
+                   {-1, 0, 50, "ends before the last token's flags"}};
+    for (size_t i = 0; i < sizeof damages / sizeof *damages; i++) {
+        write_flagged(MERGE_LISTED, damages[i].at, damages[i].value, damages[i].drop);
+        char name[64];
+        snprintf(name, sizeof name, "byte %d behind the tokens = %d", damages[i].at, damages[i].value);
+        check_refused(name, open_it, NULL, damages[i].expected);
+    }
     write_good(TOKENIZER_UNKNOWN);
     check_refused("encoding when the kind is unknown", encode_unknown, NULL, "does not say how to split text");
     require(truncate(path, 1000) == 0, "truncate");
@@ -266,25 +394,46 @@ static void test_refusals(void) {
     check_refused("a folder", open_it, NULL, "is not a regular file");
 }
 
-static int encode_file(const char *tokenizer, const char *name) {
+static char *read_all(FILE *f, int *bytes) {
+    char *text = (char *)malloc_or_die(1 << 26);
+    *bytes = (int)fread(text, 1, 1 << 26, f);
+    return text;
+}
+static int encode_file(const char *tokenizer, const char *name, int special) {
     Tokenizer t;
     tokenizer_open(&t, tokenizer);
-    FILE *f = fopen_or_die(name, "rb", "name a text");
-    char *text = (char *)malloc_or_die(1 << 26), *p = text;
-    int bytes = (int)fread(text, 1, 1 << 26, f), *ids = (int *)malloc_or_die((size_t)bytes * sizeof(int)),
-        n = tokenizer_encode(&t, text, bytes, ids);
-    for (int i = 0, length; i < n; i++) {
+    int bytes, length;
+    char *text = read_all(fopen_or_die(name, "rb", "name a text"), &bytes);
+    int *ids = (int *)malloc_or_die((size_t)tokenizer_most(text, bytes) * sizeof(int) + 1);
+    const int n = tokenizer_encode_text(&t, text, bytes, special, ids);
+    unsigned char *normal = t.kind == TOKENIZER_QWEN2 ? nfc((unsigned char *)text, &bytes) : NULL;
+    const char *p = normal ? (char *)normal : text, *end = p + bytes;
+    for (int i = 0; i < n; i++) {
         printf("%d\n", ids[i]);
         const unsigned char *token = tokenizer_token(&t, ids[i], &length);
-        require(length <= text + bytes - p && memcmp(token, p, (size_t)length) == 0, "id %d of '%s' is not its text\n.",
-                i, name);
+        require(length <= end - p && memcmp(token, p, (size_t)length) == 0, "id %d of '%s' is not its text\n.", i,
+                name);
         p += length;
     }
-    return p == text + bytes ? EXIT_SUCCESS : EXIT_FAILURE;
+    return p == end ? EXIT_SUCCESS : EXIT_FAILURE;
+}
+static int print_chunks(TokenizerKind kind) {
+    unicode_open();
+    int bytes;
+    char *text = read_all(stdin, &bytes);
+    unsigned char *normal = kind == TOKENIZER_QWEN2 ? nfc((unsigned char *)text, &bytes) : NULL;
+    const unsigned char *p = normal ? normal : (unsigned char *)text, *end = p + bytes;
+    for (const unsigned char *next; p < end; p = next) {
+        next = chunk_end(p, end, kind);
+        fwrite(p, 1, (size_t)(next - p), stdout);
+        putchar(0);
+    }
+    return EXIT_SUCCESS;
 }
 
 int main(int argc, char **argv) {
-    if (argc == 3) return encode_file(argv[1], argv[2]);
+    if (argc == 2) return print_chunks((TokenizerKind)atoi(argv[1]));
+    if (argc > 2) return encode_file(argv[1], argv[2], argc > 3);
     strcpy(path, "/tmp/test_tokenizer_XXXXXX");
     int fd = mkstemp(path);
     require(fd >= 0, "cannot make a file in /tmp\ntests need one");
@@ -293,6 +442,9 @@ int main(int argc, char **argv) {
     test_merge();
     test_split();
     test_text();
+    test_flags();
+    test_nfc();
+    test_long_marks();
     test_refusals();
     return checks_report("test_tokenizer");
 }
