@@ -3,10 +3,11 @@
 Token shard (llmc/dataloader.h reads it): 256 int32 words {magic, version, tokens, vocab_size, tokenizer, hash_lo,
 hash_hi, eot, 0...}, then the tokens as uint16, or as uint32 where the vocabulary needs it. llm.c's format; it leaves
 the words from vocab_size on at zero. Shards of conversations have marked tokens: rows.py.
-tokenizer.bin (llmc/tokenizer.h reads it): 256 int32 words {magic, 2, vocab_size, eot, kind, 0...}, then for each token
-a length byte and its bytes.
+tokenizer.bin (llmc/tokenizer.h reads it and says how it is coded): 256 int32 words {magic, version, vocab_size, eot,
+kind, 0...}, then for each token a length byte and its bytes; in version 3 flags and merges.
 
-Tokenizers: `bytes` needs numpy only; `gpt2`, `llama3` and `qwen2` need tiktoken to encode.
+Tokenizers: `bytes` needs numpy only; `gpt2`, `llama3` and `qwen2` need tiktoken to encode, and the package tokenizers
+for what tiktoken cannot do.
 """
 
 import base64
@@ -14,6 +15,8 @@ import contextlib
 import glob
 import hashlib
 import http.client
+import importlib
+import json
 import os
 import socket
 import subprocess
@@ -37,7 +40,9 @@ HEADER_BYTES = 4 * HEADER_WORDS
 SHARD_FORMATS = {np.dtype(np.uint16): (20240520, 1), np.dtype(np.uint32): (20240801, 7)}
 MARKED = (20240801, 8)  # of uint32, too: conversations
 MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
-TOKENIZER_MAGIC, TOKENIZER_VERSION = 20240328, 2
+TOKENIZER_MAGIC, TOKENIZER_VERSION, TOKENIZER_VERSION_FLAGS = 20240328, 2, 3
+TOKEN_ORDINARY, TOKEN_ADDED, TOKEN_SPECIAL, TOKEN_NORMALIZED = 1, 2, 4, 8  # flags of a token, as in llmc/tokenizer.h
+MERGE_LISTED, MERGE_WHOLE = 1, 2
 KINDS = {"bytes": 1, "gpt2": 2, "llama3": 3, "qwen2": 4}  # TokenizerKind in llmc/tokenizer.h
 
 
@@ -158,84 +163,156 @@ def fnv1a(data):
     return h
 
 
-def read_tokenizer(path):
-    """(kind, tokens) of a tokenizer.bin; ValueError if it is none."""
-    data = open(path, "rb").read()
+def tokenizer_parts(path):
+    """(header, tokens, what follows them) of a tokenizer.bin; ValueError if it is none."""
+    with open(path, "rb") as f:
+        data = f.read()
     if len(data) < HEADER_BYTES:
         raise ValueError("is too short for a tokenizer file")
     h = np.frombuffer(data, np.int32, HEADER_WORDS)
+    if h[0] != TOKENIZER_MAGIC:
+        raise ValueError("is not a tokenizer file")
+    if h[1] not in (TOKENIZER_VERSION, TOKENIZER_VERSION_FLAGS):
+        raise ValueError(f"has version {h[1]}, which is unknown here")
     tokens, at = [], HEADER_BYTES
-    while at < len(data):
+    while at < len(data) and len(tokens) < h[2]:
         tokens.append(data[at + 1 : at + 1 + data[at]])
         at += 1 + data[at]
-    if h[0] != TOKENIZER_MAGIC or h[1] != TOKENIZER_VERSION or at != len(data) or len(tokens) != h[2]:
+    flagged = h[1] == TOKENIZER_VERSION_FLAGS
+    rest = len(data) - at - (len(tokens) + 1) * flagged
+    if len(tokens) != h[2] or rest < 0 or (rest % 8 if flagged else rest) or not 0 <= h[3] < h[2]:
         raise ValueError("is not a whole tokenizer file")
+    return h, tokens, data[at:]
+
+
+def read_tokenizer(path):
+    """(kind, tokens) of a tokenizer.bin; ValueError if it is none."""
+    h, tokens, _ = tokenizer_parts(path)
     return int(h[4]), tokens
+
+
+def tokenizer_hash(path):
+    """What Tokenizer.hash is of this tokenizer.bin."""
+    with open(path, "rb") as f:
+        return fnv1a(f.read()[HEADER_BYTES:])
 
 
 def open_tokenizer(path):
     """The Tokenizer of a tokenizer.bin, of ours or of llm.c's; ValueError if it is none, or does not say how to split
     text."""
-    kind, tokens = read_tokenizer(path)
+    h, tokens, rest = tokenizer_parts(path)
+    kind = int(h[4])
     name = next(
         (n for n, number in KINDS.items() if number == kind), "gpt2" if kind == 0 and len(tokens) == 50257 else None
     )
     if name is None:
         raise ValueError(f"is a tokenizer of the unknown kind {kind}")
-    return Tokenizer(name, tokens, int(np.fromfile(path, np.int32, 4)[3]), PATTERNS[name])
+    flags, merges, whole = None, None, True
+    if rest:
+        flags, whole = rest[: len(tokens)], bool(rest[len(tokens)] & MERGE_WHOLE)
+        if rest[len(tokens)] & MERGE_LISTED:
+            listed = np.frombuffer(rest, "<u4", offset=len(tokens) + 1).reshape(-1, 2)
+            merges = [(m >> 8, m & 255) for m in listed[np.argsort(listed[:, 1], kind="stable"), 0].tolist()]
+            if any(not (i < len(tokens) and 0 < left < len(tokens[i])) for i, left in merges):
+                raise ValueError("is damaged: a merge is none of two tokens")
+    return Tokenizer(name, tokens, int(h[3]), PATTERNS[name], flags, merges, whole)
 
 
 # ---- tokenizers
 
 
 class Tokenizer:
-    """Text (UTF-8 bytes) -> ids. Cheap to pickle: a worker process builds tiktoken's Encoding once, when it first
-    encodes."""
+    """Text (UTF-8 bytes) -> ids. Cheap to pickle: a worker process builds the Encoding once, when it first encodes.
 
-    def __init__(self, kind, tokens, eot, pattern=None):
+    flags: TOKEN_* of each token, as bytes; None: ids from eot on are special tokens, the others ordinary.
+    merges: (id, length of the left part) in the order of their ranks; None: all that make a token, in the order of ids.
+    whole: whether a chunk that is a token is that token, even if no merges make it.
+    source: the folder or file that it was read from, for messages.
+    """
+
+    def __init__(self, kind, tokens, eot, pattern=None, flags=None, merges=None, whole=True, source=None):
         self.kind, self.tokens, self.eot, self.pattern = kind, tokens, eot, pattern
+        self.merges, self.whole, self.source = merges, whole, source
         self.vocab_size = len(tokens)
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+        ordinary = 256 if kind == "bytes" else eot
+        usual = bytes(TOKEN_ORDINARY if i < ordinary else TOKEN_ADDED | TOKEN_SPECIAL for i in range(len(tokens)))
+        self.flags = flags or usual
         self.body = b"".join(bytes([len(t)]) + t for t in tokens)
+        self.version = TOKENIZER_VERSION
+        if self.flags != usual or merges is not None or not whole:
+            self.version = TOKENIZER_VERSION_FLAGS
+            listed = sorted((i << 8 | left, rank) for rank, (i, left) in enumerate(merges or []))
+            how = (merges is not None) * MERGE_LISTED | whole * MERGE_WHOLE
+            self.body += self.flags + bytes([how]) + np.array(listed, "<u4").tobytes()
         self.hash = fnv1a(self.body)
-        self.encoding = None
+        # names that are tokens in every text
+        self.names = [tokens[i].decode() for i in self.with_flags(TOKEN_ADDED) if not self.flags[i] & TOKEN_SPECIAL]
+        self.encoding = self.peer = None
 
     def __getstate__(self):
-        return {**self.__dict__, "encoding": None}
+        return {**self.__dict__, "encoding": None, "peer": None}
+
+    def __str__(self):
+        """For messages."""
+        name = self.source and os.path.basename(os.path.abspath(self.source))
+        return f"{name} (of {self.kind}'s kind)" if name else self.kind
+
+    def with_flags(self, flags):
+        return [i for i, f in enumerate(self.flags) if f & flags == flags]
+
+    def names_in_text(self):
+        """As UTF-8, the names of added tokens that a text may not be cut in."""
+        names = {*self.names, *(unicodedata.normalize("NFD", name) for name in self.names)}
+        return [name.encode() for name in names]
 
     def encode(self, text):
-        """Special tokens are never made from text: '<|endoftext|>' in a document is ordinary characters."""
+        """Special tokens are never made from text: '<|endoftext|>' in a document is ordinary characters. Added tokens
+        that are not special are."""
         if self.kind == "bytes":
             return np.frombuffer(text, np.uint8).astype(self.dtype)
-        if self.kind == "qwen2":
-            text = unicodedata.normalize("NFC", text.decode()).encode()
+        text = normal = text.decode()
+        if self.kind == "qwen2" and not text.isascii() and not unicodedata.is_normalized("NFC", text):
+            # not Python's, whose versions differ; but what one of them leaves alone, all do
+            normal = import_package("tokenizers").normalizers.NFC().normalize_str(text)
+        if self.merges is not None or not self.whole or any(n in text or n in normal for n in self.names):
+            return np.array(self.with_merges().encode(text, add_special_tokens=False).ids, self.dtype)
         if self.encoding is None:
-            ordinary = {t: i for i, t in enumerate(self.tokens[: self.eot])}
-            special = {t.decode(): self.eot + i for i, t in enumerate(self.tokens[self.eot :])}
-            self.encoding = import_tiktoken().Encoding(
-                self.kind, pat_str=self.pattern, mergeable_ranks=ordinary, special_tokens=special
+            self.encoding = import_package("tiktoken").Encoding(
+                self.kind,
+                pat_str=self.pattern,
+                mergeable_ranks={self.tokens[i]: i for i in self.with_flags(TOKEN_ORDINARY)},
+                special_tokens={},
             )
-        text = text.decode()
         if hasattr(self.encoding, "encode_to_numpy"):  # without a Python object for every token
-            return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(self.dtype)
-        return np.array(self.encoding.encode_ordinary(text), self.dtype)
+            return self.encoding.encode_to_numpy(normal, disallowed_special=()).astype(self.dtype)
+        return np.array(self.encoding.encode_ordinary(normal), self.dtype)
+
+    def with_merges(self):
+        """The same as a Tokenizer of the package tokenizers: slower, and exact whatever the merges are."""
+        if self.peer is None:
+            from tokenizer_json import tokenizer_json
+
+            self.peer = import_package("tokenizers").Tokenizer.from_str(json.dumps(tokenizer_json(self)))
+            self.peer.encode_special_tokens = True  # as ordinary text
+        return self.peer
 
     def decode(self, ids):
         return b"".join(self.tokens[i] for i in ids).decode("utf-8", "replace")
 
     def write(self, folder):
         header = np.zeros(HEADER_WORDS, np.int32)
-        header[:5] = TOKENIZER_MAGIC, TOKENIZER_VERSION, self.vocab_size, self.eot, KINDS[self.kind]
+        header[:5] = TOKENIZER_MAGIC, self.version, self.vocab_size, self.eot, KINDS[self.kind]
         atomic_write(os.path.join(folder, "tokenizer.bin"), header.data, self.body)
 
 
-def import_tiktoken():
+def import_package(name):
+    """tiktoken or tokenizers."""
     try:
-        import tiktoken
+        return importlib.import_module(name)
     except ImportError:
         hint = f"{missing_package.HINT}; or use --tokenizer bytes, which needs no package"
-        die("the package tiktoken is not installed", hint)
-    return tiktoken
+        die(f"the package {name} is not installed", hint)
 
 
 def make_tokenizer(kind, path=None):
@@ -249,7 +326,7 @@ def make_tokenizer(kind, path=None):
         return folder_tokenizer(kind)
     if kind == "bytes":
         return Tokenizer(kind, [bytes([b]) for b in range(256)], eot=0)  # NUL does not occur in text
-    import_tiktoken()
+    import_package("tiktoken")
     if path is not None and str(path).endswith(".json"):
         from tokenizer_json import read_tokenizer_json
 

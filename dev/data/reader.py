@@ -37,6 +37,7 @@ SAME_KIND = {".ndjson": ".jsonl"}
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".br", ".lzma", ".lz", ".z", ".zstd", ".snappy")
 KNOWN = f"{{}}, also with {' '.join(PACKED)}, in small letters or in capitals"
 PIECE_BYTES = 1 << 15  # long documents are tokenized in pieces of this size
+LONGEST_NAME = 255  # bytes of a token
 LONGEST_PIECE = 1 << 18  # where a text may be cut nowhere: tiktoken fails on a run of 2^20 spaces
 BLOCK_BYTES = 1 << 20  # what is read at a time
 LINE_BYTES = 128 << 20  # a row must fit into memory several times
@@ -211,7 +212,12 @@ def is_clean(window, at):
     return after.isspace() or unicodedata.category(after)[0] in "PS" and unicodedata.is_normalized("NFC", before)
 
 
-def clean_cut(text, begin, end):
+def in_name(text, at, names):
+    """Whether a cut at this byte would part the name of an added token, which is one token wherever it stands."""
+    return any(text.find(name, max(at - len(name) + 1, 0), at + len(name) - 1) >= 0 for name in names)
+
+
+def clean_cut(text, begin, end, names=()):
     """Where bytes begin..end-1 of a text may be cut so that no token changes; None: nowhere."""
     while begin < min(end, len(text)) and text[begin] & 0xC0 == 0x80:  # inside a character
         begin += 1
@@ -219,18 +225,20 @@ def clean_cut(text, begin, end):
     for pattern in CLEAN_CUTS:
         for found in pattern.finditer(window):
             if is_clean(window, found.start()):
-                return begin + len(window[: found.start()].encode("utf-8", "surrogateescape"))
+                at = begin + len(window[: found.start()].encode("utf-8", "surrogateescape"))
+                if not in_name(text, at, names):
+                    return at
     return None
 
 
-def cut(text, begin, at_end):
+def cut(text, begin, at_end, names=()):
     """Where the piece that begins at `begin` ends; None: not before more text has been read."""
     if at_end and len(text) <= begin + 2 * PIECE_BYTES:
         return len(text)
     for most in begin + 2 * PIECE_BYTES, begin + LONGEST_PIECE:
-        if len(text) <= most and not at_end:
+        if len(text) <= most + LONGEST_NAME and not at_end:
             return None
-        if found := clean_cut(text, begin + PIECE_BYTES, most):
+        if found := clean_cut(text, begin + PIECE_BYTES, most, names):
             return found
     most = min(most, len(text))
     while most < len(text) and text[most] & 0xC0 == 0x80:  # inside a character
@@ -238,24 +246,25 @@ def cut(text, begin, at_end):
     return most
 
 
-def pieces_of(text):
+def pieces_of(text, names=()):
     begin = 0
     while begin < len(text):
-        end = cut(text, begin, True)
+        end = cut(text, begin, True, names)
         yield text[begin:end]
         begin = end
 
 
-def text_start(f, at, size):
+def text_start(f, at, size, names=()):
     """The first good place to begin a span of text at or after `at`."""
     if at in (0, size):
         return at
-    f.seek(at)
-    window = f.read(LONGEST_PIECE)
+    before = min(at, LONGEST_NAME)  # where a name may begin
+    f.seek(at - before)
+    window = f.read(before + LONGEST_PIECE)
     for end in PIECE_BYTES, LONGEST_PIECE:
-        if found := clean_cut(window, 0, end):
-            return at + found
-    return at + next((i for i, byte in enumerate(window[:4]) if byte & 0xC0 != 0x80), 0)
+        if found := clean_cut(window, before, before + end, names):
+            return at - before + found
+    return at + next((i for i, byte in enumerate(window[before : before + 4]) if byte & 0xC0 != 0x80), 0)
 
 
 def line_start(f, at):
@@ -544,10 +553,11 @@ def rows(path):
 class Reader:
     """Opens spans, unpacks them and checks that they hold text. no_nul: the tokenizer has another use for that byte.
     skip_bad: rows of .jsonl and .json that are no documents are left out. It counts empty documents, rows left out, and
-    characters replaced or dropped."""
+    characters replaced or dropped. names: UTF-8, in which no text is cut."""
 
-    def __init__(self, field, errors, no_nul, skip_bad=False):
+    def __init__(self, field, errors, no_nul, skip_bad=False, names=()):
         self.field, self.errors, self.no_nul, self.skip_bad = field, errors, no_nul, skip_bad
+        self.names = names
         self.empty = self.skipped = self.replaced = 0
 
     def documents(self, span):
@@ -568,7 +578,7 @@ class Reader:
                 found = self.texts(json_rows(stream, path, self.errors, begin, end, self.bad, self.decode))
             for text, where in found:
                 at = 0
-                for piece in pieces_of(text):
+                for piece in pieces_of(text, self.names):
                     yield at == 0, self.checked(piece, path, where, at)
                     at += len(piece)
                 self.empty += not text
@@ -584,7 +594,7 @@ class Reader:
     def text(self, stream, path, begin, end):
         if end is not None:
             size = os.fstat(stream.fileno()).st_size
-            begin, end = text_start(stream, begin, size), text_start(stream, end, size)
+            begin, end = (text_start(stream, at, size, self.names) for at in (begin, end))
             stream.seek(begin)
         text, at, start, first = b"", 0, begin, begin == 0  # text[0] is byte `start` of the file
         where = functools.partial("'{}'".format, path)
@@ -596,7 +606,7 @@ class Reader:
                 text, start = text[3:], 3
             if first and start == 0 and self.errors == "strict" and (encoding := wide_encoding(text)):
                 die(f"'{path}' is {encoding}: byte 0 is not UTF-8", f"convert it: iconv -f {encoding} -t UTF-8")
-            while at < len(text) and (stop := cut(text, at, not block)):
+            while at < len(text) and (stop := cut(text, at, not block, self.names)):
                 yield first, self.checked(text[at:stop], path, where, start + at)
                 at, first = stop, False
             if not block:

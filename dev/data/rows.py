@@ -193,16 +193,19 @@ def rows(shards, T, seed=None, pack="no", documents=0, eot=0):
 
 
 def read_tokenizer(path):
-    """llm.c's tokenizer.bin -> (bytes of each token, id of end-of-text, the file behind its header, whose hash the
-    shards carry)."""
+    """tokenizer.bin of version 2, llm.c's, or 3 -> (bytes of each token, id of end-of-text, the file behind its header,
+    whose hash the shards carry)."""
     with open(path, "rb") as f:
         header, body = np.frombuffer(f.read(1024).ljust(16, b"\0"), "<i4", 4).tolist(), f.read()
     tokens, at = [], 0
-    while at < len(body):
+    while at < len(body) and len(tokens) < header[2]:
         tokens.append(body[at + 1 : at + 1 + body[at]])
         at += 1 + body[at]
     require(
-        header[:3] == [20240328, 2, len(tokens)] and at == len(body),
+        header[0] == 20240328
+        and header[1:3] in ([2, len(tokens)], [3, len(tokens)])
+        and at <= len(body)
+        and (header[1] == 3 or at == len(body)),
         f"'{path}' is not a whole tokenizer file",
         "make it with the script that made the shards",
     )

@@ -50,6 +50,7 @@ from data_common import (
     make_tokenizer,
     outlive_reader,
     read_tokenizer,
+    tokenizer_hash,
     write_shard,
 )
 from reader import Reader, once, plan
@@ -316,7 +317,8 @@ def tokenize_chunk(task):
     itemsize = worker.tokenizer.dtype.itemsize
     if not piece_trailer(path, itemsize):
         args = worker.args
-        reader = Reader(args.text_field, args.encoding_errors, worker.tokenizer.kind == "bytes", args.skip_bad)
+        no_nul, names = worker.tokenizer.kind == "bytes", worker.tokenizer.names_in_text()
+        reader = Reader(args.text_field, args.encoding_errors, no_nul, args.skip_bad, names)
         lengths = array.array("q")
 
         def body():
@@ -601,9 +603,10 @@ def write_tokenizer(tokenizer, folder, overwrite):
     path = os.path.join(folder, "tokenizer.bin")
     try:
         there = os.path.exists(path) and read_tokenizer(path)
-        if there == (KINDS[tokenizer.kind], tokenizer.tokens):
+        same = there and tokenizer_hash(path) == tokenizer.hash
+        if same and there[0] == KINDS[tokenizer.kind]:
             return
-        if there and there[1] != tokenizer.tokens and not overwrite:
+        if there and not same and not overwrite:
             die(
                 f"'{folder}' holds the tokenizer.bin of another tokenizer",
                 "one folder, one tokenizer: name another --output, or add --overwrite",
@@ -637,7 +640,7 @@ def begin(job, ranks, workers):
     files = len(job.paths) + len(job.val_paths)
     print(
         f"{files:,} file{'s' * (files != 1)}, {sum(c[0] for c in chunks) / 1e6:,.1f} MB, tokenizer "
-        f"{job.tokenizer.kind}, "
+        f"{job.tokenizer}, "
         + (f"{ranks.size} ranks of " if ranks.size > 1 else "")
         + f"{workers} process{'es' * (workers > 1)}",
         flush=True,

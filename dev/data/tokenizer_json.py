@@ -1,26 +1,34 @@
 """The tokenizer of a model's folder; and Hugging Face's tokenizer.json from our Tokenizer and back, with the same ids.
 
-Only byte-level BPE whose pieces are cut by a pattern that we know: GPT-2, Llama 3, Qwen2.5. Ids must be in the order of
-the merges, ordinary ones first, as in the published files: our tokenizer.bin has no list of merges, the ids are that
-list."""
+Only byte-level BPE whose pieces are cut by a pattern that we know: GPT-2, Llama 3, Qwen2.5. Tokens, merges and added
+tokens are taken as they are, in any order of ids."""
 
 import argparse
 import json
 import os
+import sys
+import unicodedata
 
 from data_common import (
     KINDS,
     PATTERNS,
+    TOKEN_ADDED,
+    TOKEN_NORMALIZED,
+    TOKEN_ORDINARY,
+    TOKEN_SPECIAL,
     Tokenizer,
     atomic_write,
     byte_characters,
     die,
     find_files,
-    fnv1a,
-    import_tiktoken,
+    import_package,
     make_folder,
     open_tokenizer,
+    tokenizer_hash,
 )
+
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from checked_json import BadFile, Object, read_object  # noqa: E402
 
 KNOWN = "only the byte-level BPE of GPT-2, Llama 3 and Qwen2.5 can be used"
 
@@ -71,8 +79,7 @@ def trained_with(folder):
         data = options.get("train-data") or "nothing/"
         beside = os.path.join(os.path.dirname((find_files(data) or [data])[0]), "tokenizer.bin")
         path = options.get("tokenizer") or beside
-        with open(path, "rb") as f:
-            same = known is None or int(known, 16) == fnv1a(f.read()[1024:])
+        same = known is None or int(known, 16) == tokenizer_hash(path)
     except (OSError, ValueError, AttributeError, TypeError):
         return None
     return path if same else None
@@ -91,82 +98,200 @@ def folder_tokenizer(folder):
         hint = "import the model again: python dev/eval/hf.py import"
         die(f"tokenizer '{path}' {getattr(e, 'strerror', None) or e}", hint)
     if tokenizer.kind != "bytes":
-        import_tiktoken()
+        import_package("tiktoken")
+    tokenizer.source = folder
     return tokenizer
 
 
 # ---- tokenizer.json
 
 
+def part_of(file, name):
+    """An object inside another; an empty one where it is absent or null."""
+    return file.read(name, dict) or Object({}, f"{file.where}: {name}")
+
+
 def patterns_of(pre_tokenizer):
     """By what text is cut: regular expressions, ByteLevel's own being GPT-2's; or the name of a step that we do not
     have."""
-    found = []
-    for step in pre_tokenizer.get("pretokenizers", [pre_tokenizer]):
-        if step["type"] != "ByteLevel":
-            found.append(step.get("pattern", {}).get("Regex", step["type"]))
-        elif step.get("add_prefix_space"):
+    if not pre_tokenizer:
+        return ["nothing"]
+    steps, found = [pre_tokenizer], []
+    if pre_tokenizer.read("type", str) == "Sequence":
+        steps = pre_tokenizer.read_list("pretokenizers", dict)
+    for step in steps:
+        kind = step.read("type", str)
+        if kind == "Split":
+            pattern = part_of(step, "pattern").get("Regex")
+            isolated = step.read("behavior", str) == "Isolated" and not step.read("invert", bool, False)
+            found.append(pattern if isolated and isinstance(pattern, str) else "another Split")
+        elif kind != "ByteLevel":
+            found.append(kind or "nothing")
+        elif step.read("add_prefix_space", bool, False):
             found.append("add_prefix_space")
-        elif step.get("use_regex", True):
+        elif step.read("use_regex", bool, True):
             found.append(PATTERNS["gpt2"])
+    if found and found[0] in PATTERNS.values() and steps[-1].read("type", str) != "ByteLevel":
+        found.append("no ByteLevel")
     return found
 
 
+def separator(path, names):
+    """The id of the token that stands before every document, and ends generation. names: {text: id} of the added
+    tokens. The end-of-text of a chat model's tokenizer_config.json ends turns, so known names come first: Llama 3's
+    <|begin_of_text|>, and <|endoftext|> of GPT-2, Qwen and others; then what the config says; then the first added."""
+    folder, chosen = os.path.dirname(path), ["<|begin_of_text|>", "<|endoftext|>"]
+    for field in "eos_token", "bos_token":
+        for name in "tokenizer_config.json", "special_tokens_map.json":
+            config = read_object(os.path.join(folder, name))
+            token = config.read(field, (str, dict))
+            chosen.append(token.read("content", str) if isinstance(token, dict) else token)
+    return next((names[text] for text in chosen if text in names), min(names.values()))
+
+
+def read_added(file, path):
+    """({id: text}, {id: flags}) of the added tokens."""
+    texts, flags = {}, {}
+    for token in file.read_list("added_tokens", dict):
+        content, number = token.read("content", str), token.read("id", int)
+        if not content or number is None or any("\ud800" <= c <= "\udfff" for c in content):
+            raise BadFile(f"{token.where} has no id, or no content that is a text")
+        if number in texts:
+            raise BadFile(f"{token.where}: another token has the id {number}, too")
+        special = token.read("special", bool, False)
+        for field in "single_word", "lstrip", "rstrip":
+            if token.read(field, bool, False):
+                hint = f"without {field} it would be found in other places: {KNOWN}"
+                die(f"'{path}': the added token {content!r} has {field}, which is not supported", hint)
+        normalized = token.read("normalized", bool, not special)
+        if normalized and file.get("normalizer") and not unicodedata.is_normalized("NFC", content):
+            die(f"'{path}': the added token {content!r} is looked for in NFC, and is not in NFC itself", KNOWN)
+        texts[number] = content
+        flags[number] = TOKEN_ADDED | special * TOKEN_SPECIAL | normalized * TOKEN_NORMALIZED
+    if len(set(texts.values())) < len(texts):
+        raise BadFile(f"{path}: two added tokens have the same content")
+    return texts, flags
+
+
+def read_merges(model, ordinary, path):
+    """[(id, length of the left part)] in the order of their ranks."""
+    id_of, byte_of = {token: i for i, token in ordinary.items()}, {c: b for b, c in byte_characters().items()}
+    ranks = {}
+    for rank, pair in enumerate(model.read_list("merges", (str, list))):
+        parts = pair.split(" ") if isinstance(pair, str) else pair
+        where = f"{path}: merge {rank}"
+        if len(parts) != 2 or not all(isinstance(part, str) and part for part in parts):
+            raise BadFile(f"{where} is no pair of two tokens")
+        try:
+            left, right = (bytes(byte_of[c] for c in part) for part in parts)
+        except KeyError as e:
+            raise BadFile(f"{where} has the character {e}, which stands for no byte") from None
+        if not {left, right, left + right} <= id_of.keys():
+            raise BadFile(f"{where} has a token that is not in the vocabulary")
+        merge = id_of[left + right], len(left)
+        ranks.pop(merge, None)  # the last one counts
+        ranks[merge] = rank
+    return list(ranks)
+
+
+def follow_ids(merges, whole, ordinary):
+    """Whether the same ids are made by joining, each time, the two parts whose token has the lowest id, whatever the
+    list says, and by taking a chunk that is a token. Then tokenizer.bin needs no list, and tiktoken can encode.
+
+    A token can only be made as it is made where it stands alone. So it is enough that the list has, in the order of
+    ids, the last merge of each token; others of the list never happen."""
+    if any(a[0] > b[0] for a, b in zip(merges, merges[1:])):
+        return False
+    listed, rank = set(merges), {token: i for i, token in ordinary.items()}
+    for i, token in ordinary.items():
+        parts = parts_of(token, rank)
+        if not (len(parts) == 1 or (i, len(parts[0])) in listed and len(parts) == 2 or whole and len(parts) > 2):
+            return False
+    return True
+
+
 def read_tokenizer_json(path):
+    """The Tokenizer of a tokenizer.json, and of the tokenizer_config.json beside it."""
+    path = os.fspath(path)
     try:
-        with open(path, encoding="utf-8") as f:
-            file = json.load(f)
-        model, added = file["model"], {t["id"]: t["content"].encode() for t in file.get("added_tokens") or []}
-        spelled, patterns = model["vocab"], patterns_of(file.get("pre_tokenizer") or {})
+        return tokenizer_of(read_object(path, required=True), path)
     except OSError as e:
         die(f"cannot read '{path}': {e.strerror}", "name the tokenizer.json of a model")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        die(f"'{path}' is not a tokenizer.json", "download it again")
-    if model.get("type") != "BPE" or model.get("byte_fallback") or not isinstance(spelled, dict):
-        die(
-            f"'{path}': the model is {model.get('type')}{' with byte_fallback' if model.get('byte_fallback') else ''}",
-            KNOWN,
-        )
+    except BadFile as e:
+        die(f"{e}: this is not a tokenizer.json that can be used", "download it again")
+
+
+def tokenizer_of(file, path):
+    model, spelled = part_of(file, "model"), part_of(file, "model").read("vocab", (dict, list))
+    normalizer, (added, flags) = part_of(file, "normalizer").read("type", str), read_added(file, path)
+    if model.read("type", str, "BPE") != "BPE" or isinstance(spelled, list):
+        die(f"'{path}': the model is {model.get('type')}", KNOWN)
+    for field in "byte_fallback", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix":
+        if model.get(field):
+            die(f"'{path}': the model is BPE with {field}", KNOWN)
+    if not spelled:
+        raise BadFile(f"{path}: model has no vocab")
+    patterns = patterns_of(part_of(file, "pre_tokenizer"))
     kind = next((k for k, p in PATTERNS.items() if p and patterns == [p]), None)
-    normalizer = (file.get("normalizer") or {}).get("type")
     if kind is None or normalizer != ("NFC" if kind == "qwen2" else None):
         die(f"'{path}': text is cut by {patterns} after the normalizer {normalizer}", KNOWN)
-    byte_of = {c: b for b, c in byte_characters().items()}
-    try:
-        ordinary = {i: bytes(byte_of[c] for c in text) for text, i in spelled.items() if i not in added}
-    except KeyError as e:
-        die(f"'{path}': a token has the character {e}, which stands for no byte", KNOWN)
-    tokens = [token for _, token in sorted((ordinary | added).items())]
-    if (
-        sorted(ordinary) != list(range(len(ordinary)))
-        or sorted(added) != list(range(len(ordinary), len(tokens)))
-        or not added
-    ):
-        die(
-            f"'{path}': its {len(added)} added tokens do not follow its {len(ordinary)} ordinary ones without a gap",
-            KNOWN,
-        )
-    if (
-        not {bytes([b]) for b in range(256)} <= set(tokens)
-        or not 0 < min(map(len, tokens)) <= max(map(len, tokens)) <= 255
-        or len(set(tokens)) < len(tokens)
-    ):
-        die(f"'{path}' lacks single bytes or has empty, double or over-long tokens", KNOWN)
-    return Tokenizer(kind, tokens, len(ordinary), PATTERNS[kind])
+    byte_of, ordinary = {c: b for b, c in byte_characters().items()}, {}
+    for text in spelled:
+        i = spelled.read(text, int)
+        if i is None or i in ordinary:
+            raise BadFile(f"{spelled.where}: {text!r} has no id, or that of another token")
+        if all(c in byte_of for c in text):
+            ordinary[i] = bytes(byte_of[c] for c in text)
+        elif i not in added:
+            die(f"'{path}': the token {text!r} has characters that stand for no byte", KNOWN)
+        if i in added and i in ordinary and ordinary[i] != added[i].encode():
+            die(f"'{path}': token {i} is {text!r} in the vocabulary and {added[i]!r} as an added token", KNOWN)
+    tokens = ordinary | {i: text.encode() for i, text in added.items()}
+    if not added:
+        hint = "add an end of text: tokenizer.add_special_tokens(['<|endoftext|>']) of the package tokenizers"
+        die(f"'{path}' has no added tokens, so none can stand between documents", hint)
+    if sorted(tokens) != list(range(len(tokens))):
+        die(f"'{path}': its {len(tokens)} ids have gaps: the highest is {max(tokens)}", KNOWN)
+    tokens = [tokens[i] for i in range(len(tokens))]
+    if not {bytes([b]) for b in range(256)} <= set(ordinary.values()):
+        hint = "train it with initial_alphabet=ByteLevel.alphabet(): other bytes would be dropped without a word"
+        die(f"'{path}' has no token for some of the 256 bytes", hint)
+    if not 0 < min(map(len, tokens)) <= max(map(len, tokens)) <= 255 or len(set(ordinary.values())) < len(ordinary):
+        die(f"'{path}' has empty, double or over-long tokens", KNOWN)
+    merges, whole = read_merges(model, ordinary, path), model.read("ignore_merges", bool, False)
+    if follow_ids(merges, whole, ordinary):
+        merges, whole = None, True
+    all_flags = bytes((i in ordinary) * TOKEN_ORDINARY | flags.get(i, 0) for i in range(len(tokens)))
+    eot = separator(path, {text: i for i, text in added.items()})
+    return Tokenizer(kind, tokens, eot, PATTERNS[kind], all_flags, merges, whole, source=path)
+
+
+def parts_of(token, rank):
+    """The two parts of the last merge that makes a token, where the pair with the lowest rank is joined each time; the
+    token itself if it is a byte; more than two parts: no merges make it."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        ids = [rank.get(a + b, len(token) << 32) for a, b in zip(parts, parts[1:])]
+        lowest = min(ids)
+        if lowest == len(token) << 32:
+            break
+        best = ids.index(lowest)
+        parts[best : best + 2] = [parts[best] + parts[best + 1]]
+    return parts
 
 
 def merges_of(tokenizer):
-    """Pairs of tokens in the order in which they are merged. GPT-2's files name one pair for each token, the one that
-    the merges before it leave; the others name every pair that makes the token, which is what tokenizer.h does."""
-    rank = {t: i for i, t in enumerate(tokenizer.tokens[: tokenizer.eot])}
-    for token, own in rank.items():
+    """Pairs of tokens in the order in which they are merged. Where the ids are that order, GPT-2's files name one pair
+    for each token, the one that the merges before it leave; the others name every pair that makes the token, which is
+    what tokenizer.h does."""
+    tokens = tokenizer.tokens
+    if tokenizer.merges is not None:
+        yield from ((tokens[i][:left], tokens[i][left:]) for i, left in tokenizer.merges)
+        return
+    rank = {tokens[i]: i for i in tokenizer.with_flags(TOKEN_ORDINARY)}
+    for token in rank:
         if tokenizer.kind == "gpt2":
-            parts = [token[i : i + 1] for i in range(len(token))]
-            while len(parts) > 2:
-                best = min(range(len(parts) - 1), key=lambda i: rank.get(parts[i] + parts[i + 1], own))
-                if rank.get(parts[best] + parts[best + 1], own) >= own:
-                    break
-                parts[best : best + 2] = [parts[best] + parts[best + 1]]
+            parts = parts_of(token, rank)
             pairs = [tuple(parts)] if len(parts) == 2 else []
         else:
             pairs = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in rank and token[i:] in rank]
@@ -175,11 +300,14 @@ def merges_of(tokenizer):
 
 def tokenizer_json(tokenizer):
     """The dict of a tokenizer.json."""
-    kind, character = tokenizer.kind, byte_characters()
+    kind, character, flags = tokenizer.kind, byte_characters(), tokenizer.flags
     spell = lambda token: "".join(character[b] for b in token)
-    ordinary = tokenizer.tokens if kind == "bytes" else tokenizer.tokens[: tokenizer.eot]
-    special = [t.decode() for t in tokenizer.tokens[len(ordinary) :]]
+    added = {i: tokenizer.tokens[i].decode() for i in tokenizer.with_flags(TOKEN_ADDED)}
     merges = [] if kind == "bytes" else [[spell(a), spell(b)] for a, b in merges_of(tokenizer)]
+    ignore_merges = tokenizer.whole
+    if tokenizer.merges is None and kind != "llama3":  # GPT-2's and Qwen's files do not say so: only where they must
+        rank = {tokenizer.tokens[i]: i for i in tokenizer.with_flags(TOKEN_ORDINARY)}
+        ignore_merges = any(len(parts_of(token, rank)) > 2 for token in rank)
     byte_level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -189,17 +317,18 @@ def tokenizer_json(tokenizer):
     split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
     post = byte_level
     if kind == "llama3":  # a text begins with the token that separates documents in training
-        first = {"SpecialToken": {"id": special[0], "type_id": 0}}
+        begin = added[tokenizer.eot]
+        first = {"SpecialToken": {"id": begin, "type_id": 0}}
         post = {
             "type": "TemplateProcessing",
             "single": [first, {"Sequence": {"id": "A", "type_id": 0}}],
             "pair": [
                 first,
                 {"Sequence": {"id": "A", "type_id": 0}},
-                {"SpecialToken": {"id": special[0], "type_id": 1}},
+                {"SpecialToken": {"id": begin, "type_id": 1}},
                 {"Sequence": {"id": "B", "type_id": 1}},
             ],
-            "special_tokens": {special[0]: {"id": special[0], "ids": [tokenizer.eot], "tokens": [special[0]]}},
+            "special_tokens": {begin: {"id": begin, "ids": [tokenizer.eot], "tokens": [begin]}},
         }
     return {
         "version": "1.0",
@@ -207,15 +336,15 @@ def tokenizer_json(tokenizer):
         "padding": None,
         "added_tokens": [
             {
-                "id": tokenizer.eot + i,
+                "id": i,
                 "content": text,
                 "single_word": False,
                 "lstrip": False,
                 "rstrip": False,
-                "normalized": False,
-                "special": True,
+                "normalized": bool(flags[i] & TOKEN_NORMALIZED),
+                "special": bool(flags[i] & TOKEN_SPECIAL),
             }
-            for i, text in enumerate(special)
+            for i, text in added.items()
         ],
         "normalizer": {"type": "NFC"} if kind == "qwen2" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]}
@@ -231,8 +360,8 @@ def tokenizer_json(tokenizer):
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": kind == "llama3",
-            "vocab": {spell(t): i for i, t in enumerate(ordinary)},
+            "ignore_merges": ignore_merges,
+            "vocab": {spell(tokenizer.tokens[i]): i for i in tokenizer.with_flags(TOKEN_ORDINARY)},
             "merges": merges,
         },
     }
@@ -260,7 +389,7 @@ def write_tokenizer_json(tokenizer, folder, context, model_type):
     }
     if tokenizer.kind != "bytes":  # its separator is the byte 0, no token beside the text's
         first = tokenizer.tokens[tokenizer.eot].decode()
-        last = "<|end_of_text|>" if tokenizer.kind == "llama3" and b"<|end_of_text|>" in tokenizer.tokens else first
+        last = "<|end_of_text|>" if first == "<|begin_of_text|>" and b"<|end_of_text|>" in tokenizer.tokens else first
         settings |= {"bos_token": first, "eos_token": last}
     if tokenizer.kind == "gpt2":
         settings |= {"unk_token": settings["eos_token"], "add_prefix_space": False}

@@ -894,7 +894,7 @@ def test_a_run_is_imported_whole(program, tmp_path, monkeypatch):  # noqa: F811
                 "pre_tokenizer": {
                     "type": "Sequence",
                     "pretokenizers": [
-                        {"type": "Split", "pattern": {"Regex": "\\d"}},
+                        {"type": "Split", "pattern": {"Regex": "\\d"}, "behavior": "Isolated"},
                         {"type": "ByteLevel", "use_regex": False},
                     ],
                 }
@@ -903,8 +903,10 @@ def test_a_run_is_imported_whole(program, tmp_path, monkeypatch):  # noqa: F811
         ),
         ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "add_prefix_space"),
         ({"normalizer": {"type": "Lowercase"}}, "normalizer Lowercase"),
-        ({"added_tokens": [{"id": 3, "content": "<s>"}]}, "do not follow"),
-        ({"added_tokens": []}, "do not follow"),
+        ({"added_tokens": [{"id": 3, "content": "<s>"}]}, "in the vocabulary and '<s>' as an added token"),
+        ({"added_tokens": [{"id": 300, "content": "<s>"}]}, "its 257 ids have gaps: the highest is 300"),
+        ({"added_tokens": [{"id": 256, "content": "<s>", "lstrip": True}]}, "has lstrip"),
+        ({"added_tokens": []}, "has no added tokens"),
         ({"model": None}, "is not a tokenizer.json"),
     ],
 )
