@@ -77,10 +77,10 @@ class Limited:
 
     def read_line(self, until):
         """A line of the child; b"" if it ends or the time is over."""
-        parts, source = [self.rest], self.child.stdout.fileno()
+        parts, source, ready = [self.rest], self.child.stdout.fileno(), select.poll()
+        ready.register(source, select.POLLIN)
         while b"\n" not in parts[-1]:
-            ready, _, _ = select.select([source], [], [], max(0, until - time.monotonic()))
-            piece = os.read(source, 1 << 16) if ready else b""
+            piece = os.read(source, 1 << 16) if ready.poll(max(0, until - time.monotonic()) * 1000) else b""
             if not piece:
                 return b""
             parts.append(piece)

@@ -80,7 +80,7 @@ class Job:
             raise Refusal(413, f"the prompt has more than {MOST_LINE} bytes", "send less")
         self.choices, self.answer = choices, answer
         self.running = len(choices)  # sequences that the program has not ended
-        self.child, self.accepted, self.dropped = None, False, False
+        self.child, self.dropped = None, False
 
 
 class Child:
@@ -177,13 +177,13 @@ class Child:
                     log.error("the model did not start: %s", e)
 
     def take(self, event):
-        """An event without an id: the program did not understand a line, the oldest that it has not answered."""
+        """Errors without an id answer no job: every line that is sent begins with its id."""
         self.heard, self.silent = time.monotonic(), False
-        unanswered = (job for job in self.jobs.values() if not job.line and not job.accepted)
-        job = self.jobs.get(event["id"]) if event["id"] else next(unanswered, None)
+        job = self.jobs.get(event["id"])
         if not job:
+            if event["id"] is None:
+                log.error("%s: %s", self.command[0], event["message"])
             return
-        job.accepted = True
         job.running -= {"end": 1, "error": job.running}.get(event["event"], 0)
         if job.running == 0:
             del self.jobs[job.id]

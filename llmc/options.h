@@ -9,7 +9,6 @@
 
 #include "recipe.h"
 
-enum { MOST_THREADS = 4096 };  // of a rank
 // KIND(field, llm.c's letters, effect, default, [choices,] [smallest, largest,] help)
 // The long name is the field's with '-' for '_'. STR is any text, ONE one of the choices, INT and FLT a number in the
 // range.
@@ -167,7 +166,7 @@ enum { MOST_THREADS = 4096 };  // of a rank
         "on a GPU: launch a micro-step as a CUDA graph, unless it is timed, meets other ranks or " \
         "offloads activations") \
     SECTION("processes") \
-    INT(threads, "", '=', 0, 0, MOST_THREADS, "CPU threads of a rank (0: OMP_NUM_THREADS or all cores)") \
+    INT(threads, "", '=', 0, 0, 4096, "CPU threads of a rank (0: OMP_NUM_THREADS or all cores)") \
     FLT(timeout, "", ' ', 300, 0, 1e9, \
         "seconds without progress after which every rank reports and ends (0: never); 4 times that in the first step") \
     INT(zero_stage, "z", '~', 0, 0, 3, \

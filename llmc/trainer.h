@@ -458,9 +458,10 @@ static inline int trainer_main(int argc, char **argv) {
     t->o = options_parse(argc, argv);
     const Options *o = &t->o;
     #ifdef _OPENMP
-    require(omp_get_max_threads() <= MOST_THREADS,
-            "OMP_NUM_THREADS asks for %d threads, more than %d\nunset it, or give a smaller number",
-            omp_get_max_threads(), MOST_THREADS);
+    const double most_threads = option_find("--threads", 9)->high;
+    require(omp_get_max_threads() <= most_threads,
+            "OMP_NUM_THREADS asks for %d threads, more than %g\nunset it, or give a smaller number",
+            omp_get_max_threads(), most_threads);
     #endif
     t->out = o->serve ? serve_take_output() : NULL;
     if (!o->resume) settle_options(t);  // else with the options of the checkpoint

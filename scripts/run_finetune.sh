@@ -94,7 +94,8 @@ while [ "$rows" -gt 1 ] && [ $((batch % (rows * T * GPUS))) != 0 ]; do rows=$((r
 epochs=$(last_value 3 '' epochs "$@")
 every=$((tokens / batch / 4 > 0 ? tokens / batch / 4 : 1))
 awk -v tokens="$tokens" -v epochs="$epochs" -v weights="$weights" -v lora="$lora" -v gpus="$GPUS" -v kind="$kind" 'BEGIN {
-    printf "tokens    %.2fM in at most %g epochs, model of %.3gB\n", tokens / 1e6, epochs, weights / 1e9
+    big = weights >= 1e9
+    printf "tokens    %.2fM in at most %g epochs, model of %.3g%s\n", tokens / 1e6, epochs, weights / (big ? 1e9 : 1e6), big ? "B" : "M"
     # 65k and 86k tokens/s of models of 1.5B and 1.2B, 19k with adapters at 8B: dev/bench/finetune_h200_2026-11-23.md
     speed = (lora ? 1.5e14 : 1e14) / weights
     if (speed > 5e5) speed = 5e5

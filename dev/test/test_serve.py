@@ -569,7 +569,7 @@ def test_a_template_that_never_ends(tmp_path, when):
         with s.raw(f"{head}Content-Length: {len(bomb)}\r\n\r\n".encode() + bomb) as first:
             begin = time.time()
             assert s.post("completions", {"prompt": "say hi"})[0] == 200 and time.time() - begin < 3
-            first.recv(4096).startswith(b"HTTP/1.1 400 ")
+            assert first.recv(4096).startswith(b"HTTP/1.1 400 ")
         if when:
             assert talk_to(s.client(), "say hi", model="model").message.content == "hi"
         with s.raw(f"{head}Content-Length: {len(bomb)}\r\n\r\n".encode() + bomb):
