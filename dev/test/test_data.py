@@ -892,7 +892,7 @@ def test_unwritable_places(corpus, tmp_path):
     prepare("--input", corpus, "--output", tmp_path / "file/out", fails="cannot make folder")
     if os.geteuid() != 0:  # nothing is read-only for root
         (tmp_path / "locked").mkdir(mode=0o555)
-        prepare("--input", corpus, "--output", tmp_path / "locked", fails="cannot write")
+        prepare("--input", corpus, "--output", tmp_path / "locked", fails="Permission denied")
 
     def small_files():
         resource.setrlimit(resource.RLIMIT_FSIZE, (50000, 50000))
