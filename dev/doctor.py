@@ -115,7 +115,10 @@ def host_compiler(build):
     command = shlex.split(cc)
     version = (run([*command, "--version"])[1].splitlines() or ["?"])[0]
     quiet = ["-Wno-pass-failed"] if "clang" in version else []  # it tells of each `omp simd` loop that stays scalar
-    for flags in (["-march=native", "-fopenmp"], ["-fopenmp"]):
+    # For AMD's processors gcc fuses some products with sums and leaves others, by the shape of the code around them. A
+    # row of a matmul would then depend on how many rows there are.
+    fuse = [] if "clang" in version else ["--param=avoid-fma-max-bits=0"]
+    for flags in (["-march=native", *fuse, "-fopenmp"], ["-march=native", "-fopenmp"], ["-fopenmp"]):
         if probe(build, HOST_PROBE, ".c", [*command, *flags, "-lm"])[0]:
             return cc, version, flags + quiet, True
     plain = "int main(void) { return 0; }\n"
