@@ -141,10 +141,8 @@ def import_hub(model, folder, revision):
         small.append(index)
     for name in weights:
         require_file(name)
-    print(
-        f"{model}: {sum(files[w][0] for w in weights) / 1e9:.2f} GB of weights in {len(weights)} file{'s' * (len(weights) > 1)}",
-        flush=True,
-    )
+    size, count = sum(files[w][0] for w in weights) / 1e9, len(weights)
+    print(f"{model}: {size:.2f} GB of weights in {count} file{'s' * (count > 1)}", flush=True)
     for name in [*small, *weights]:
         get(name)
     shutil.rmtree(os.path.join(folder, "tokenizer"), ignore_errors=True)
