@@ -640,7 +640,7 @@ def test_tinystories(tmp_path, kind):
     args = ["--local", tmp_path / "mirror", "--tokenizer", "bytes"]
     script("tinystories.py", *args, "--output", tmp_path / "out", fails="none of the 2 files is called validation")
     write_rows(tmp_path / f"mirror/validation-00000-of-00001.{kind}", [story(n) for n in range(5000, 5050)] + [""])
-    assert "1 empty documents" in script("tinystories.py", *args, "--output", tmp_path / "out", "-s", 300000)
+    assert "1 empty document" in script("tinystories.py", *args, "--output", tmp_path / "out", "-s", 300000)
     texts = texts_of(tmp_path / "out")
     assert sorted(texts[:50]) == sorted(story(n) for n in range(5000, 5050)) and sorted(texts[50:]) == sorted(
         story(n) for n in range(1000)

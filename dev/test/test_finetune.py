@@ -108,7 +108,7 @@ def test_adapters_by_the_same_script(tiny, tmp_path):
     losses = [e["loss"] for e in log if e["event"] == "eval"]
     assert losses[-1] < losses[0] - 0.1
     # on two GPUs the same steps of half the rows each, at which a new run's steps would be twice as large
-    assert "-b 2 -t 256 -d 1024" in run(SCRIPT, model, chats, "-o", out, DRY_RUN="1", GPUS="2")
+    assert "-b 2 -t 256 -d 1024" in run(SCRIPT, model, chats, "-o", out, CHAT="--too-long drop", DRY_RUN="1", GPUS="2")
     assert "-b 4 -t 256 -d 2048" in run(SCRIPT, model, chats, "-o", tmp_path / "new", DRY_RUN="1", GPUS="2")
 
 
