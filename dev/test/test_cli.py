@@ -1547,7 +1547,7 @@ def test_nobody_reads_the_output(trainer, tmp_path):
     process.stdout.close()
     assert process.wait(60) == STOPPED and process.stderr.read() == ""
     end = json.loads((tmp_path / "run/main.jsonl").read_text().splitlines()[-1])
-    assert end["reason"] == "Broken pipe" and (tmp_path / f"run/step_{end['step']:08}").exists()
+    assert "SIGPIPE" in end["reason"] and (tmp_path / f"run/step_{end['step']:08}").exists()
 
 
 @pytest.mark.parametrize("positions", ["qwen3:0.6B,layers=1,channels=16,head_dim=64", "d1,channels=64"])
@@ -1640,7 +1640,7 @@ def test_a_name_with_brackets_is_that_file(trainer, tmp_path):
     (tmp_path / "a1").mkdir()
     data = shard(tmp_path / "a[1]/x{2,3}.bin")
     shard(tmp_path / "a1/x2.bin", tokens=np.zeros(3))
-    assert "4000 tokens in 1 shards" in succeeds(trainer("-i", data, "-j", data, "-v", "2")).stdout
+    assert "4000 tokens in 1 shard" in succeeds(trainer("-i", data, "-j", data, "-v", "2")).stdout
     # which is a pattern, and matches a1/x2.bin
     fails(trainer("-i", str(data).replace("{2,3}", "2")), "too few for one row")
     succeeds(trainer("-i", tmp_path / "a[[]1]/*.bin"))
