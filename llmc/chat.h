@@ -5,8 +5,6 @@
 #ifndef LLMC_CHAT_H
 #define LLMC_CHAT_H
 
-#include <dlfcn.h>
-
 #include "generate.h"
 #include "json.h"
 
@@ -177,34 +175,10 @@ static void chat_answer(Chat *c) {
     free(text);
 }
 
-// ---- lines: with readline where the machine has it, which edits them and remembers those before
-
-static char *(*chat_edit)(const char *prompt);
-static void (*chat_remember)(const char *line);
-static int chat_on_wait(void) {
-    watchdog_beat(PHASE_SAMPLE, -1);
-    return 0;
-}
-static void chat_find_editor(void) {
-    void *library = dlopen("libreadline.so.8", RTLD_LAZY);
-    if (!library) return;
-    int (**on_wait)(void) = (int (**)(void))dlsym(library, "rl_event_hook");
-    int *no_file_names = (int *)dlsym(library, "rl_inhibit_completion");
-    *(void **)&chat_edit = dlsym(library, "readline");
-    *(void **)&chat_remember = dlsym(library, "add_history");
-    assert(on_wait && no_file_names && chat_edit && chat_remember);
-    *on_wait = chat_on_wait;  // ten times a second
-    *no_file_names = 1;       // for the tab key
-}
 // Asks for a line. free() it. NULL at the end.
 static char *chat_read(void) {
     char *line = NULL;
     size_t size = 0;
-    if (chat_edit) {
-        line = chat_edit("> ");
-        if (line && *line) chat_remember(line);
-        return line;
-    }
     fputs("> ", stdout);
     fflush(stdout);
     while (!input_wait()) {
@@ -226,7 +200,6 @@ static void chat_open(Chat *c, Generation *g, const ChatTemplate *style) {
     Engine *e = &g->engine;
     require(e->tokenizer, "talking to a model needs a tokenizer, and none lies beside it\ngive --tokenizer FILE");
     setvbuf(stdin, NULL, _IONBF, 0);  // so that poll sees all lines
-    chat_find_editor();
     memset(c, 0, sizeof *c);
     c->g = g;
     c->style = style;

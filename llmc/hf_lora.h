@@ -67,8 +67,8 @@ static inline Lora adapter_config_read(const char *folder, const Config *c) {
             "'%s': r is no rank from 1 to %d\ncorrect it", path.text, LORA_MOST_RANK);
     require(a == JSON_NONE || (json_double(&j, a, &alpha) && isfinite((float)alpha) && (float)alpha > 0),
             "'%s': lora_alpha is no number above 0 of fp32\ncorrect it", path.text);
-    require(rs == JSON_NONE || json_bool(&j, rs, &l.rank_stabilised), "'%s': use_rslora is neither true nor false\ncorrect it",
-            path.text);
+    require(rs == JSON_NONE || json_bool(&j, rs, &l.rank_stabilised),
+            "'%s': use_rslora is neither true nor false\ncorrect it", path.text);
     l.rank = (int)rank;
     l.alpha = (float)alpha;
     const int targets = json_get(&j, 0, "target_modules");

@@ -1,7 +1,6 @@
 """Text from a model: the cache of keys and values changes no token, samples beside each other do not meet, a long
 sample slides."""
 
-import ctypes
 import fcntl
 import json
 import os
@@ -723,26 +722,6 @@ def test_random_requests_on_ranks():
 # ---- on a terminal
 
 
-@pytest.fixture(params=["readline", "plain"])
-def editor(request, tmp_path, monkeypatch):
-    """With the machine's readline, if it has one, and where it cannot be loaded."""
-    monkeypatch.setenv("TERM", "dumb")
-    if request.param == "plain":
-        (tmp_path / "none").mkdir()
-        (tmp_path / "none/libreadline.so.8").touch()
-        monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path}/none")
-    elif not has_readline():
-        pytest.skip("no libreadline.so.8")
-    return request.param
-
-
-def has_readline():
-    try:
-        return bool(ctypes.CDLL("libreadline.so.8"))
-    except OSError:
-        return False
-
-
 def talk(folder, *lines, options=()):
     """What a terminal shows after each line, which is typed when the program asks. [line]: Ctrl-C when the answer has
     begun."""
@@ -759,7 +738,7 @@ def talk(folder, *lines, options=()):
         stderr=theirs,
         preexec_fn=begin,
         cwd=ROOT,
-        env=launcher.ENVIRONMENT | {k: os.environ[k] for k in ("TERM", "LD_LIBRARY_PATH") if k in os.environ},
+        env=launcher.ENVIRONMENT,
     )
     os.close(theirs)
     shown, parts = b"", []
@@ -787,7 +766,7 @@ def talk(folder, *lines, options=()):
     return status, parts
 
 
-def test_a_text_goes_on_on_a_terminal(runs, editor):
+def test_a_text_goes_on_on_a_terminal(runs):
     """What is shown is what --prompt makes of it. Ctrl-C stops an answer, Ctrl-D ends."""
     options = ["-g", 30, "--temperature", 0]
     status, parts = talk(runs / "big", "static int", "", "const ", options=options)
@@ -800,7 +779,7 @@ def test_a_text_goes_on_on_a_terminal(runs, editor):
     assert status == 0 and parts[1].startswith("int\nint") and time.time() - begin < 60
 
 
-def test_a_conversation_on_a_terminal(runs, tmp_path, editor):
+def test_a_conversation_on_a_terminal(runs, tmp_path):
     """With ChatML's template: what --serve makes of the same text."""
     folder = tmp_path / "chat"
     shutil.copytree(runs / "big/step_00000040", folder)
@@ -880,17 +859,6 @@ def test_an_end_of_several_tokens_ends_an_answer(tmp_path, monkeypatch):
     assert not server.close() and all("<|im_end|>" in answer for answer in answers), answers
     shown = [answer.partition("<|im_end|>")[0] for answer in answers]
     assert [part.partition("\n")[2].rstrip("\n") for part in parts[1:3]] == shown
-
-
-@pytest.mark.skipif(not has_readline(), reason="no libreadline.so.8")
-def test_a_line_can_be_edited_and_comes_again(runs, monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    options = ["-g", 5, "--temperature", 0]
-    status, parts = talk(runs / "big", "int", "stxatix\x7fc\x01\x06\x06\x04", "\x10\x10", options=options)
-    assert status == 0
-    for prompt, part in (("int", parts[1]), ("static", parts[2]), ("int", parts[3])):
-        said = samples(run("-e", runs / "big", "--generate", *options, "--prompt", prompt))[0]
-        assert part.splitlines()[-1].startswith(prompt) and said.splitlines()[0] in part, (prompt, part)
 
 
 # ---- a prompt that is piped
