@@ -857,7 +857,7 @@ def test_an_end_of_several_tokens_ends_an_answer(tmp_path, monkeypatch):
         answers.append("".join(e["text"] for e in server.until_ended(1) if e["event"] in ("token", "end")))
         said += answers[-1].partition("<|im_end|>")[0] + "<|im_end|>\n"
     assert not server.close() and all("<|im_end|>" in answer for answer in answers), answers
-    shown = [answer.partition("<|im_end|>")[0] for answer in answers]
+    shown = [answer.partition("<|im_end|>")[0].rstrip("\n") for answer in answers]
     assert [part.partition("\n")[2].rstrip("\n") for part in parts[1:3]] == shown
 
 
