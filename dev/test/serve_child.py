@@ -110,7 +110,8 @@ def main():
                 kept.write(line)
                 kept.flush()
                 if "garble" in line:
-                    tell("error", id=None, message="a line is no JSON", hint="mend it")
+                    begins = re.match(r'\{"id": "(\w+)"', line)  # as the program finds the id of what it cannot read
+                    tell("error", id=begins[1], message="a line is no JSON", hint="mend it")
                 else:
                     accept(json.loads(line), running, waiting)
                 running += [waiting.pop(0) for _ in range(min(slots - len(running), len(waiting)))]
