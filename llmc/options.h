@@ -42,8 +42,7 @@
     INT(seq_len, "t", '*', 1024, 1, 1 << 24, "tokens in a sequence (T)") \
     INT(total_batch, "d", '*', -1, -1, 1ll << 40, "tokens in an optimiser step, in one or more micro-steps (-1: one)") \
     INT(max_steps, "x", '*', -1, -1, 1 << 30, "optimiser steps to run (-1: those of --epochs)") \
-    FLT(epochs, "", '*', 1.0, 1e-6, 1e6, \
-        "passes over the training data, where --max-steps is not given") \
+    FLT(epochs, "", '*', 1.0, 1e-6, 1e6, "passes over the training data, where --max-steps is not given") \
     INT(overfit, "a", '*', 0, 0, 1, "1: train on the first batch of the validation data only") \
     ONE(pack, "", '*', "auto", "auto|no|whole|cut", \
         "rows of the data: no: cut from the stream of documents; whole: documents, packed into rows with padding; " \

@@ -452,17 +452,38 @@ static void open_models(Trainer *t) {
     if (*o->draft) open_draft(t, &model_options);
 }
 
+static void require_threads(void) {
+    #ifdef _OPENMP
+    const double most = option_find("--threads", 9)->high;
+    require(omp_get_max_threads() <= most,
+            "OMP_NUM_THREADS asks for %d threads, more than %g\nunset it, or give a smaller number",
+            omp_get_max_threads(), most);
+    #endif
+}
+// The prompt of --generate that standard input holds, where it is no terminal.
+static void take_piped_prompt(Trainer *t) {
+    int waiting = 0;
+    if (!t->o.generate || t->o.serve || *t->o.prompt || isatty(STDIN_FILENO)) return;
+    if (t->comm.world == 1) t->o.prompt = piped_prompt();
+    // some versions of mpirun never pass on the end
+    if (t->comm.world > 1 && t->comm.rank == 0) ioctl(STDIN_FILENO, FIONREAD, &waiting);
+    require(!waiting, "a prompt on standard input is for one process\ngive --prompt");
+}
+// Closes the log. Returns 0 if some of it was never written.
+static int log_is_whole(Trainer *t) {
+    const size_t lost = logger_close(&t->log);
+    if (lost)
+        fprintf(stderr, "error: %zu bytes of the log in '%s' were never written, see above\n  hint: make room there\n",
+                lost, t->o.output);
+    return !lost;
+}
+
 static inline int trainer_main(int argc, char **argv) {
     open_standard_streams();
     Trainer *t = new_zeros(Trainer, 1);
     t->o = options_parse(argc, argv);
     const Options *o = &t->o;
-    #ifdef _OPENMP
-    const double most_threads = option_find("--threads", 9)->high;
-    require(omp_get_max_threads() <= most_threads,
-            "OMP_NUM_THREADS asks for %d threads, more than %g\nunset it, or give a smaller number",
-            omp_get_max_threads(), most_threads);
-    #endif
+    require_threads();
     t->out = o->serve ? serve_take_output() : NULL;
     if (!o->resume) settle_options(t);  // else with the options of the checkpoint
     t->comm = comm_open(&argc, &argv, o->timeout);
@@ -482,12 +503,7 @@ static inline int trainer_main(int argc, char **argv) {
                  "--generate 1 needs one process, or as many as --tp says; this job has %d\nstart it without mpirun",
                  comm->world);
     t->talks = o->generate && !o->serve && chat_can_talk(o) && comm->world == 1;
-    if (o->generate && !o->serve && !*o->prompt && !isatty(STDIN_FILENO)) {
-        int waiting = 0;  // some versions of mpirun never pass on the end
-        if (comm->world > 1 && comm->rank == 0) ioctl(STDIN_FILENO, FIONREAD, &waiting);
-        require(!waiting, "a prompt on standard input is for one process\ngive --prompt");
-        if (comm->world == 1) t->o.prompt = piped_prompt();
-    }
+    take_piped_prompt(t);
     require(t->talks || !*o->system, "--system begins a conversation on a terminal, and this is none\n"
                                      "use --generate on a terminal, without --prompt and mpirun; or leave it out");
     comm_use_cores(comm, o->threads);
@@ -504,12 +520,7 @@ static inline int trainer_main(int argc, char **argv) {
     logger_open(&t->log, o->generate || comm->rank > 0 ? "" : o->output, o->evaluate ? "evaluate.jsonl" : "main.jsonl");
     log_start(t);
     int status = run(t);
-    const size_t lost = logger_close(&t->log);
-    if (lost) {
-        fprintf(stderr, "error: %zu bytes of the log in '%s' were never written, see above\n  hint: make room there\n",
-                lost, o->output);
-        if (!status) status = EXIT_FAILURE;
-    }
+    if (!log_is_whole(t) && !status) status = EXIT_FAILURE;
     model_close(&t->model);
     if (*o->draft) model_close(&t->draft);
     if (t->has_tokenizer) tokenizer_close(&t->tokenizer);

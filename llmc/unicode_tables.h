@@ -1,4 +1,7 @@
 // Made by dev/unicode_tables.py, which says of what: not to be edited.
+#ifndef LLMC_UNICODE_TABLES_H
+#define LLMC_UNICODE_TABLES_H
+
 static const char unicode_runs[] =
     "=1V%M 6l&4l&@%l&%;#7'$#+$%%*$e%l5%~&.DL/7#%#p=/%&(,%#4#%)%#%!%nA%pY:qb%lJ(#4lSmgl).,lalYa -&%o)%#O&7&>+(#R#%l2l1nS"
     "C#L l==&.#1b.#=#+#gl#7A1h%2UlVm@m2+#X#7>. $P.8(&(b%5%#+,+#R#I&%). ((3'#:2.&(b%5%&%&%&l7,%#7 ')R;%)%b%5%&%/+#X#O&. "
@@ -91,3 +94,5 @@ static const char unicode_marks[] =
     "}g#'','C$'l+$'n_#UmP#U>4'!%,H#Ul:#W/#Un:#'$$'##,%$'($'$#'W#UnA#UylK#DuT)'#),#$'xH#,n-#,m(''ln=#,$#'K#'##X##,'#Um8#"
     "'##,~*#U[#U!#U##Wh%'S$Ua#Wl'#U,#WlE#U##WmE#W##Ul,#W3#U;)'&''m`#U&#WlV#U##WnF#U##WlY#UlQ#U##WlN#U}&#Ux~['X^)'ytB#Xn"
     "xa$.#%X&#)#'.+*,%''#$,A&'m'%'ms^)'$3'%)'$$'$''luX),lH('##W";
+
+#endif

@@ -19,8 +19,8 @@ sys.path += [str(ROOT / "dev"), str(ROOT / "dev/data")]
 import chat  # noqa: E402
 import data_common  # noqa: E402
 import tokenizer_json  # noqa: E402
-from chat_template import Renderer, Task, TemplateError, Writer, end_of_turn, ends_of_folder, read_template  # noqa: E402
-from chat_template import with_end  # noqa: E402
+from chat_template import Renderer, Task, TemplateError, Writer, end_of_turn, ends_of_folder  # noqa: E402
+from chat_template import read_template, with_end  # noqa: E402
 from checked_json import BadFile  # noqa: E402
 
 TRAINER = ROOT / "build/train_gpt2"

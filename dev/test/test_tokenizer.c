@@ -362,6 +362,8 @@ static void test_refusals(void) {
     check_refused("an empty token", open_it, NULL, "token 258 is empty");
     write_file(TOKENIZER_GPT2, VOCAB, EOT, 0, 0, 200, "xyz");
     check_refused("a byte without a token", open_it, NULL, "byte 200 has no token");
+}
+static void test_damaged_flags(void) {
     static const struct {
         int at, value, drop;
         const char *expected;
@@ -384,6 +386,8 @@ static void test_refusals(void) {
         snprintf(name, sizeof name, "byte %d behind the tokens = %d", damages[i].at, damages[i].value);
         check_refused(name, open_it, NULL, damages[i].expected);
     }
+}
+static void test_what_is_no_tokenizer(void) {
     write_good(TOKENIZER_UNKNOWN);
     check_refused("encoding when the kind is unknown", encode_unknown, NULL, "does not say how to split text");
     require(truncate(path, 1000) == 0, "truncate");
@@ -446,5 +450,7 @@ int main(int argc, char **argv) {
     test_nfc();
     test_long_marks();
     test_refusals();
+    test_damaged_flags();
+    test_what_is_no_tokenizer();
     return checks_report("test_tokenizer");
 }
