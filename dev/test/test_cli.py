@@ -1635,14 +1635,15 @@ def test_the_tokenizer_lies_beside_the_first_shard(trainer, tmp_path):
 
 
 def test_a_name_with_brackets_is_that_file(trainer, tmp_path):
-    """A name that is there is no pattern, not even where it would match another file."""
-    (tmp_path / "a[1]").mkdir()
-    (tmp_path / "a1").mkdir()
+    """A name of a file or folder that is there is no pattern, not even where it would match another."""
+    for folder in "a[1]", "a1", "b1":
+        (tmp_path / folder).mkdir()
     data = shard(tmp_path / "a[1]/x{2,3}.bin")
     shard(tmp_path / "a1/x2.bin", tokens=np.zeros(3))
+    shard(tmp_path / "b1/x2.bin", tokens=np.zeros(3))
     assert "4000 tokens in 1 shard" in succeeds(trainer("-i", data, "-j", data, "-v", "2")).stdout
-    # which is a pattern, and matches a1/x2.bin
-    fails(trainer("-i", str(data).replace("{2,3}", "2")), "too few for one row")
+    fails(trainer("-i", tmp_path / "a[1]/x2.bin"), "no file matches")
+    fails(trainer("-i", tmp_path / "b[1]/x2.bin"), "too few for one row")  # a pattern
     succeeds(trainer("-i", tmp_path / "a[[]1]/*.bin"))
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from test_build import ROOT, tracked
 
-WITHOUT_HELP = {"dev/venv.py", "dev/test/sanitize.py", "dev/test/serve_child.py"}  # make and tests call them
+# programs and tests call them
+WITHOUT_HELP = {"dev/limited.py", "dev/venv.py", "dev/test/sanitize.py", "dev/test/serve_child.py"}
 TOOLS = [
     str(f)
     for f in tracked(".py")
