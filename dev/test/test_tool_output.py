@@ -153,7 +153,7 @@ def test_a_missing_package_is_named():
         results = dict(zip(TOOLS, pool.map(run, TOOLS)))
     failed = {tool: done for tool, done in results.items() if done.returncode}
     for tool, done in failed.items():
-        package, command = r"numpy|matplotlib|pytest|torch", "make venv"
+        package, command = r"numpy|matplotlib|pytest|tokenizers|torch", "make venv"
         if tool == "dev/serve.py":
             package, command = "aiohttp", "python3 dev/venv.py serve"
         said = rf"error: the package ({package}) is not installed for \S+\n  hint: "
