@@ -59,8 +59,8 @@ RANKED := dev/cuda/p2p.cu dev/cuda/tp.cu dev/cuda/decode.cu
 nvflags = $(NVFLAGS) $(if $(filter-out $(RANKED),$(filter dev/cuda/%,$<)),,$(GPU_RANKS)) $(REVISION_FLAGS)
 LADDERS := $(patsubst dev/cuda/%.cu,%,$(wildcard dev/cuda/*.cu))
 HOST_TESTS := $(patsubst dev/test/%.c,%,$(wildcard dev/test/test_*.c))
-C_HEADERS := $(wildcard llmc/*.h)
-HEADERS := $(C_HEADERS) $(wildcard llmc/*.cuh llmc/*/*.cuh)
+C_HEADERS := $(wildcard llmc/*.h llmc/*/*.h)
+HEADERS := $(C_HEADERS) $(wildcard llmc/*/*.cuh)
 
 # An unfinished dependency file would stop every later make, so it is renamed before its object. Makes may run beside each other: each has its own partial files.
 PARTIAL := $(shell echo $$PPID).partial
@@ -186,11 +186,11 @@ $(BUILD)/fuzz/%.fuzzer: dev/fuzz/%.c dev/fuzz/fuzz.h $(C_HEADERS) $(CONFIG) Make
 
 # A header is included by a file that has nothing else (what comes after a backend: a Model and nothing else). C headers serve
 # C and C++; device code is compiled for one GPU only, and not optimised (-G), which would take six times as long.
-AFTER_BACKEND := chat hf_weights checkpoint engine evaluate generate serve trainer trainer_report trainer_setup
+AFTER_BACKEND := files/hf_weights files/checkpoint talk/chat talk/engine talk/generate talk/serve run/evaluate run/loop run/report run/setup
 headers: $(HEADERS:llmc/%=$(BUILD)/headers/%.ok)
 $(BUILD)/headers/%.h.ok: llmc/%.h $(C_HEADERS) $(CONFIG)
 	@mkdir -p $(@D)
-	@printf '$(if $(filter $*,$(AFTER_BACKEND)),#include "llmc/backend.h"\nstruct Model { Config config; Lora lora; ParamTable table; ParamTable frozen; const Mesh *mesh; };\n)#include "llmc/$*.h"\n' > $(@:.ok=.c)
+	@printf '$(if $(filter $*,$(AFTER_BACKEND)),#include "llmc/model/backend.h"\nstruct Model { Config config; Lora lora; ParamTable table; ParamTable frozen; const Mesh *mesh; };\n)#include "llmc/$*.h"\n' > $(@:.ok=.c)
 	@$(CC) -std=gnu11 $(WARNINGS) -I. -fsyntax-only $(@:.ok=.c)
 	@$(if $(CXX),$(CXX) -x c++ -std=c++17 $(WARNINGS) -I. -fsyntax-only $(@:.ok=.c))
 	@touch $@ && echo 'ok llmc/$*.h'

@@ -1001,7 +1001,8 @@ void newton_schulz_cpu(float *x, float *scratch, int rows, int cols, const Muon 
 }
 
 #ifndef LLMC_ORACLE
-// ---- the model, as the training loop (llmc/trainer.h) sees it through llmc/backend.h: the functions of train_gpt2.cu
+// ---- the model, as the training loop (llmc/run/loop.h) sees it through llmc/model/backend.h: the functions of
+// train_gpt2.cu
 // in the same order.
 //
 // One block, for every family:
@@ -1011,14 +1012,14 @@ void newton_schulz_cpu(float *x, float *scratch, int rows, int cols, const Muon 
 // Backward reads all of these. --recompute 1 keeps one `a` for all blocks, 2 also one of what norms give, 3 one of all
 // but x_out; backward recomputes what was not kept.
 //
-// With --tp (llmc/mesh.h) `local` has this rank's sizes. x, h and their statistics are this rank's N/tp rows of N. All
-// other activations have all N rows, of some heads, of a part of F or of a part of the vocabulary. gather_rows and
-// scatter_rows convert; without --tp they do nothing.
+// With --tp (llmc/ranks/mesh.h) `local` has this rank's sizes. x, h and their statistics are this rank's N/tp rows of
+// N. All other activations have all N rows, of some heads, of a part of F or of a part of the vocabulary. gather_rows
+// and scatter_rows convert; without --tp they do nothing.
 #include <sys/mman.h>
 
-#include "llmc/backend.h"
+#include "llmc/model/backend.h"
 #include "llmc/cpu_decode.h"
-#include "llmc/documents.h"
+#include "llmc/data/documents.h"
 #include "llmc/rope_table.h"
 
 // ---- what is kept
@@ -2315,7 +2316,7 @@ void model_fp8_begin(Model *m) { memset(m->fp8_counts, 0, sizeof m->fp8_counts);
 void model_fp8_end(Model *m, Fp8Counts counts[NUM_FP8_TENSORS]) { memcpy(counts, m->fp8_counts, sizeof m->fp8_counts); }
 
 #ifndef LLMC_NO_MAIN  // test_model.c has its own
-#include "llmc/trainer.h"
+#include "llmc/run/loop.h"
 
 int main(int argc, char **argv) { return trainer_main(argc, argv); }
 #endif

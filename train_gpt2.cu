@@ -1,7 +1,7 @@
 // GPT-2, Llama 3, Qwen2.5 and Qwen3 on GPUs: what a model keeps, block, forward, backward, update, in the order of
 // train_gpt2.c, which computes the same in plain loops. Below each call lies one header: a kernel (llmc/kernels), a
-// linear layer with all that belongs to it (llmc/ranks/linear.cuh), a decision that was taken before the first step
-// (llmc/model/plan.cuh). The training loop is llmc/trainer.h, all options are --help.
+// linear layer with all that belongs to it (llmc/model/linear.cuh), a decision that was taken before the first step
+// (llmc/model/plan.cuh). The training loop is llmc/run/loop.h, all options are --help.
 //   make train_gpt2cu && ./train_gpt2cu -i "data/train_*.bin" -j "data/val_*.bin" -e gpt2:124M -b 64 -d 524288 -o out
 //
 // One block, for every family:
@@ -13,8 +13,8 @@
 // The first micro-step of a step overwrites gradients, the others add. The head runs in --head-chunks parts, forward
 // and backward of each before the next: losses and the gradient of h are those of one part, bit for bit. Where many
 // targets of a micro-step are not learned, as in conversations, it runs on the rows of the others alone.
-#include "llmc/documents.h"
-#include "llmc/mfu.h"
+#include "llmc/data/documents.h"
+#include "llmc/run/mfu.h"
 #include "llmc/model/decoder.cuh"
 #include "llmc/model/hints.cuh"
 #include "llmc/model/offload.cuh"
@@ -61,7 +61,7 @@ typedef struct {
 typedef struct { const floatX *x, *branch; } Residual;
 
 // ---- units: weights are there between get and release; gradients are added up and go to other ranks when they are
-// released (ranks/zero.cuh)
+// released (model/zero.cuh)
 
 static Unit unit_get(Model *m, const Pass *p, int unit, UnitUse use) {
     const Unit u = zero_get(&m->links.zero, unit, use, p->fp8.weights);
@@ -851,7 +851,9 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     m->links.rows.ranks = mesh->tp.world;
     m->links.rows.nccl = nccl_open(&mesh->tp, m->gpu.compute, TENSOR_CTAS, LANE_TENSOR);
     run_request(&m->plan, &m->b, &m->links, &m->memory);
-    memory_allocate(&m->memory, &mesh->job, run_memory_hint, &m->plan);
+    const MemoryBytes room = memory_room(mesh->job.local_world);
+    comm_barrier(&mesh->job);  // no rank of a host takes any before all have looked
+    memory_allocate(&m->memory, room, mesh->job.rank == 0 ? stdout : NULL, run_memory_hint, &m->plan);
     buffers_place(&m->plan, &m->b);
     matmul_open(&m->matmul, m->b.matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)o->tf32, (int)o->autotune);
     open_decode_matmul(m);
@@ -973,7 +975,7 @@ void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, fl
 }
 
 #ifndef TESTING  // test_gpt2.cu includes this file: what is tested is what ships
-#include "llmc/trainer.h"
+#include "llmc/run/loop.h"
 
 int main(int argc, char **argv) { return trainer_main(argc, argv); }
 #endif

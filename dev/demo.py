@@ -27,7 +27,7 @@ DATA = "dev/data/python"
 PROBE_SECONDS, PROBE_STEPS = 6, 4  # at least so long, and so many steps
 EVALS, EVAL_BATCHES = 8, 20  # evaluations after the first, and batches in each where that takes a tenth of the time
 PLANNED = 0.85  # of the time: what is left is for the text, and for what slows the machine down
-STOPPED = 75  # the trainer's exit status when a signal has ended a run that can go on (llmc/stop.h)
+STOPPED = 75  # the trainer's exit status when a signal has ended a run that can go on (llmc/ranks/stop.h)
 PROMPT = ["-g", 600, "--temperature", 0.7, "--prompt", "def "]
 # What writes recognisable Python after two minutes: on two CPU cores, and on one data-centre GPU. On the CPU a short
 # context is what lets so few tokens go far: each learned position is seen the more often.

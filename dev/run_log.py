@@ -1,5 +1,5 @@
-"""A run's log, read as it grows: main.jsonl of our trainers (llmc/logger.h), or llm.c's main.log. plot.py, watch.py and
-export_log.py all read through here. Standard library only.
+"""A run's log, read as it grows: main.jsonl of our trainers (llmc/run/log.h), or llm.c's main.log. plot.py, watch.py
+and export_log.py all read through here. Standard library only.
 
 A log may end in the middle of a line (it is being written, or the run was killed), go on behind such a line (it was
 resumed), go back to an earlier step (then what was logged beyond that step no longer counts), or be begun anew under

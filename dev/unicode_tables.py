@@ -1,10 +1,10 @@
-"""Makes llmc/unicode_tables.h: the letters, numbers and spaces of Unicode, and its normal form NFC.
+"""Makes llmc/data/unicode_tables.h: the letters, numbers and spaces of Unicode, and its normal form NFC.
 
     .venv/bin/python dev/unicode_tables.py [--check]
 
 Both are what the package `tokenizers` does, found by asking it about every character. So the C tokenizer splits a text
 as the published ones do, whatever version of Unicode Python has. --check changes nothing and exits with 1 if the file
-differs. llmc/unicode.h reads the tables and says how they are coded.
+differs. llmc/data/unicode.h reads the tables and says how they are coded.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import missing_package  # noqa: F401, before tokenizers
 from tokenizers import Regex, normalizers, pre_tokenizers
 from tool_output import outlive_reader
 
-FILE = Path(__file__).resolve().parent.parent / "llmc/unicode_tables.h"
+FILE = Path(__file__).resolve().parent.parent / "llmc/data/unicode_tables.h"
 CODES, END = [*range(0xD800), *range(0xE000, 0x110000)], 0x110000
 HANGUL = range(0xAC00, 0xD7A4)  # composed by arithmetic
 LETTER, NUMBER, SPACE, OTHER = range(4)

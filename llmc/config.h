@@ -12,8 +12,6 @@
 #ifndef LLMC_CONFIG_H
 #define LLMC_CONFIG_H
 
-#include <math.h>
-
 #include "utils.h"
 
 typedef enum { NORM_LAYER, NORM_RMS } NormKind;

@@ -15,7 +15,6 @@
 #ifndef LLMC_LORA_H
 #define LLMC_LORA_H
 
-#include "options.h"
 #include "params.h"
 
 #define LORA_PREFIX "base_model.model."
@@ -66,11 +65,6 @@ static inline unsigned lora_targets(const Config *c, const char *targets, const 
     }
     require(bits, "%s names no matrices\nuse all, or names with commas between", from);
     return bits;
-}
-static inline Lora lora_of(const Config *c, const Options *o) {
-    Lora l = {(int)o->lora, (int)o->lora_rs, (float)(o->lora_alpha < 0 ? 2.0 * o->lora : o->lora_alpha), 0, 0};
-    if (l.rank) l.targets = lora_targets(c, o->lora_targets, "--lora-targets");
-    return l;
 }
 
 // ---- the table of adapters

@@ -5,7 +5,6 @@
 #define LLMC_OPTIONS_H
 
 #include <stddef.h>
-#include <math.h>
 
 #include "recipe.h"
 

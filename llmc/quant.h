@@ -15,8 +15,6 @@
 #ifndef LLMC_QUANT_H
 #define LLMC_QUANT_H
 
-#include <math.h>
-
 #include "bf16.h"
 #include "fp8.h"
 

@@ -4,8 +4,6 @@
 #ifndef LLMC_RAND_H
 #define LLMC_RAND_H
 
-#include <math.h>
-
 #include "utils.h"
 
 // Purposes of numbers. No two share a stream.

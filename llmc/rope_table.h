@@ -4,8 +4,6 @@
 #ifndef LLMC_ROPE_TABLE_H
 #define LLMC_ROPE_TABLE_H
 
-#include <math.h>
-
 #include "config.h"
 
 static inline double rope_inv_freq(const Config *c, int i) {

@@ -17,8 +17,6 @@
 #ifndef LLMC_SAMPLER_H
 #define LLMC_SAMPLER_H
 
-#include <math.h>
-
 #include "rand.h"
 #include "utils.h"
 

@@ -4,7 +4,6 @@
 #define LLMC_STEP_H
 
 #include <float.h>
-#include <math.h>
 
 #include "utils.h"
 

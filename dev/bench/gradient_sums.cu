@@ -3,7 +3,7 @@
 //   gradient_sums NUM_MICRO fp32|bf16 OUT.bin SHARDS
 #define TESTING
 #include "../../train_gpt2.cu"
-#include "../../llmc/trainer.h"
+#include "../../llmc/run/loop.h"
 
 int main(int argc, char **argv) {
     require(argc == 5, "usage: gradient_sums NUM_MICRO fp32|bf16 OUT.bin SHARDS\n-");

@@ -7,7 +7,7 @@
 // dev/cuda/attention.cu -o build/attention -lcublasLt -lcublas
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
-#include "../../llmc/documents.h"
+#include "../../llmc/data/documents.h"
 #include "../../llmc/kernels/attention.cu"  // its kernels in other shapes, too
 #include "../../llmc/kernels/kv_cache.cuh"
 #include "common.cuh"

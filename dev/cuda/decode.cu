@@ -1,4 +1,4 @@
-// Ladder for llmc/kernels/decode.cuh, a step of generation as one kernel, and llmc/ranks/decode_lines.cuh, what ranks
+// Ladder for llmc/kernels/decode.cuh, a step of generation as one kernel, and llmc/model/decode_lines.cuh, what ranks
 // that divide a model exchange in it.
 //   decode --check, --bench                 one GPU
 //   mpirun -np W decode --check, --bench    a GPU for each rank: logits of the whole model, bitwise identical on all
@@ -19,7 +19,7 @@ static __device__ void delay_block(int rank, uint32_t epoch) {
     if (r % 4 == 0 && threadIdx.x % WARP == 0) __nanosleep((unsigned)(r >> 8) % 100000);
 }
 #define P2P_DELAY(rank, epoch, place) delay_block(rank, epoch)
-#include "../../llmc/ranks/decode_lines.cuh"
+#include "../../llmc/model/decode_lines.cuh"
 #include "../../llmc/ranks/p2p.cuh"
 #include "decode_model.h"
 
@@ -52,7 +52,7 @@ static void group_open(const Decode *d, double patience) {
     if (group.comm.world == 1) return;
     memset(&group.memory, 0, sizeof group.memory);
     p2p_request(&group.p2p, &group.memory, group.comm.world, 0, decode_lines_bytes(d, group.comm.world));
-    memory_allocate(&group.memory, NULL, NULL, NULL);
+    memory_allocate(&group.memory, memory_room(1), NULL, NULL, NULL);
     const int opened = p2p_open(&group.p2p, &group.comm, ladder.gpu.compute, patience, why, sizeof why);
     require(opened, "%s\nstart this on GPUs that reach each other, one for each rank", why);
 }

@@ -1,9 +1,9 @@
-// Ladder of llmc/kernels/lora.cuh and of the gradients of adapters (llmc/ranks/linear.cuh): what is merged, bit for bit
+// Ladder of llmc/kernels/lora.cuh and of the gradients of adapters (llmc/model/linear.cuh): what is merged, bit for bit
 // as llmc/lora.h does it, from floatX and from few bits; gradients against the loops of train_gpt2.c; speed on the
 // layers of Llama-3-8B.
 // Build and run: make bench, or see dev/cuda/common.cuh.
 #include "common.cuh"
-#include "../../llmc/ranks/linear.cuh"
+#include "../../llmc/model/linear.cuh"
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
 

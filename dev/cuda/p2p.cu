@@ -178,7 +178,7 @@ static void group_open(int world, size_t max_bytes, double timeout) {
         memory_request(&m->memory, &m->data, "data", max_bytes + (2 * STRIP + SHIFTS) * sizeof(float));
         memory_request(&m->memory, &m->from, "a piece", max_bytes / (size_t)world + SHIFTS * sizeof(float));
         memory_request(&m->memory, &m->progress, "progress", 1);
-        memory_allocate(&m->memory, NULL, NULL, NULL);
+        memory_allocate(&m->memory, memory_room(1), NULL, NULL, NULL);
         cudaCheck(cudaStreamCreateWithFlags(&m->stream, cudaStreamNonBlocking));
         if (apart)
             require(p2p_open(&m->p2p, &m->comm, m->stream, timeout, why, sizeof why),

@@ -2,7 +2,7 @@
 #ifndef DEV_CUDA_RANKS_CUH
 #define DEV_CUDA_RANKS_CUH
 
-#include "../../llmc/comm.h"
+#include "../../llmc/ranks/comm.h"
 
 static bool ranks_on_one_gpu;  // --one-gpu: all ranks take turns on the first GPU
 static bool ranks_expire;      // --expire: rank 1 does not come, and the job must end with a message that names it

@@ -182,7 +182,7 @@ static void group_open(size_t bytes, double patience) {
     memory_request(&group.memory, &group.rows, "rows, or slots, of NCCL", bytes);
     memory_request(&group.memory, &group.workspace, "matmul workspace", MATMUL_WORKSPACE_BYTES);
     memory_request(&group.memory, &group.wrong, "wrong words", 1);
-    memory_allocate(&group.memory, NULL, NULL, NULL);
+    memory_allocate(&group.memory, memory_room(1), NULL, NULL, NULL);
     const int opened = p2p_open(&group.p2p, &group.comm, ladder.gpu.compute, patience, why, sizeof why);
     require(opened, "%s\nstart this on GPUs that reach each other, one for each rank", why);
     push_open(&group.push, &group.p2p, bytes);

@@ -1,10 +1,10 @@
 """What all data scripts share: tokenizers, the files that the trainers read, errors and progress.
 
-Token shard (llmc/dataloader.h reads it): 256 int32 words {magic, version, tokens, vocab_size, tokenizer, hash_lo,
+Token shard (llmc/data/dataloader.h reads it): 256 int32 words {magic, version, tokens, vocab_size, tokenizer, hash_lo,
 hash_hi, eot, 0...}, then the tokens as uint16, or as uint32 where the vocabulary needs it. llm.c's format; it leaves
 the words from vocab_size on at zero. Shards of conversations have marked tokens: rows.py.
-tokenizer.bin (llmc/tokenizer.h reads it and says how it is coded): 256 int32 words {magic, version, vocab_size, eot,
-kind, 0...}, then for each token a length byte and its bytes; in version 3 flags and merges.
+tokenizer.bin (llmc/data/tokenizer.h reads it and says how it is coded): 256 int32 words {magic, version, vocab_size,
+eot, kind, 0...}, then for each token a length byte and its bytes; in version 3 flags and merges.
 
 Tokenizers: `bytes` needs numpy only; `gpt2`, `llama3` and `qwen2` need tiktoken to encode, and the package tokenizers
 for what tiktoken cannot do.
@@ -41,9 +41,10 @@ SHARD_FORMATS = {np.dtype(np.uint16): (20240520, 1), np.dtype(np.uint32): (20240
 MARKED = (20240801, 8)  # of uint32, too: conversations
 MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
 TOKENIZER_MAGIC, TOKENIZER_VERSION, TOKENIZER_VERSION_FLAGS = 20240328, 2, 3
-TOKEN_ORDINARY, TOKEN_ADDED, TOKEN_SPECIAL, TOKEN_NORMALIZED = 1, 2, 4, 8  # flags of a token, as in llmc/tokenizer.h
+# flags of a token, as in llmc/data/tokenizer.h
+TOKEN_ORDINARY, TOKEN_ADDED, TOKEN_SPECIAL, TOKEN_NORMALIZED = 1, 2, 4, 8
 MERGE_LISTED, MERGE_WHOLE = 1, 2
-KINDS = {"bytes": 1, "gpt2": 2, "llama3": 3, "qwen2": 4}  # TokenizerKind in llmc/tokenizer.h
+KINDS = {"bytes": 1, "gpt2": 2, "llama3": 3, "qwen2": 4}  # TokenizerKind in llmc/data/tokenizer.h
 
 
 def printable(text):
@@ -156,7 +157,7 @@ def read_shard(path):
 
 
 def fnv1a(data):
-    """64-bit FNV-1a, as in llmc/tokenizer.h."""
+    """64-bit FNV-1a, as in llmc/data/tokenizer.h."""
     h = 0xCBF29CE484222325
     for byte in data:
         h = (h ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF

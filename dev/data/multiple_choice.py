@@ -10,8 +10,8 @@ Text: query and choices lose the space around them, as in llm-foundry; --delimit
 belongs to the choice, as in llm.c and lm-eval: " warm" is one token of GPT-2, "Answer: " would end in half of one. So
 the context is query + delimiter without that space, the ending is the space + choice, and each is encoded by itself. An
 empty context becomes the end-of-text token; with llama3 tokens every context begins with it, as in lm-eval.
-The trainers cut contexts that are too long for --seq-len at their beginning. The format: llmc/eval_set.h, version 2.
-"""
+The trainers cut contexts that are too long for --seq-len at their beginning. The format: llmc/data/eval_set.h, version
+2."""
 
 import argparse
 import os
@@ -27,7 +27,7 @@ from tokenizer_json import add_tokenizer_arguments, tokenizer_suffix
 MAGIC = 20240522
 # 1 is llm.c's: no token from 65,535 on, no lengths in characters
 VERSIONS = {1: np.dtype(np.uint16), 2: np.dtype(np.uint32)}
-MAX_CHOICES = 64  # EVAL_MAX_CHOICES in llmc/eval_set.h
+MAX_CHOICES = 64  # EVAL_MAX_CHOICES in llmc/data/eval_set.h
 
 
 def add_arguments(parser):

@@ -1,5 +1,5 @@
 """What the trainers draw and read, in numpy: random numbers (llmc/rand.h), token shards and the order of their rows
-(llmc/dataloader.h), tokenizer.bin (llmc/tokenizer.h). The PyTorch reference stands on it."""
+(llmc/data/dataloader.h), tokenizer.bin (llmc/data/tokenizer.h). The PyTorch reference stands on it."""
 
 import bisect
 import os
@@ -48,7 +48,7 @@ def rand_normal(seed, stream, counters):
     return (np.sqrt(-2.0 * np.log(u)) * np.cos(6.283185307179586 * v)).astype(np.float32)
 
 
-# ---- data: token shards and the order of rows (llmc/dataloader.h), tokenizer.bin
+# ---- data: token shards and the order of rows (llmc/data/dataloader.h), tokenizer.bin
 TOKEN_BEGINS, TOKEN_NOT_LEARNED = 1 << 31, 1 << 30  # marks of tokens in a shard of conversations
 
 
@@ -119,7 +119,7 @@ def row_order(n, seed, part):
 
 
 def best_fit(lengths, T):
-    """llmc/packing.h: the longest first, each into the fullest row that has room. Returns rows of indices."""
+    """llmc/data/packing.h: the longest first, each into the fullest row that has room. Returns rows of indices."""
     filled, rooms, newest = [], [], [[] for _ in range(T + 1)]  # rooms: those that rows have, rising
     for i in np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist():
         at = bisect.bisect_left(rooms, lengths[i])
@@ -164,7 +164,7 @@ def places(shards, T, pack, eot):
 
 
 def read_row(tokens, pieces, T, pack, documents, eot):
-    """Inputs and targets of a row: see llmc/dataloader.h."""
+    """Inputs and targets of a row: see llmc/data/dataloader.h."""
     pack, documents = row_kind(tokens, pack, documents)
     inputs, targets = np.full(T, ~eot if documents else eot), np.full(T, -1)
     used, marked = 0, isinstance(tokens, Conversations)

@@ -76,7 +76,7 @@ def says_nothing(value):
 
 
 def check_options(path, config):
-    """The rules of llmc/hf_lora.h, and what it does not have: patterns and layers_to_transform."""
+    """The rules of llmc/files/hf_lora.h, and what it does not have: patterns and layers_to_transform."""
     for key, value in config.items():
         if key not in USED + IGNORED and not says_nothing(value):
             die(f"'{path}': {key} is {json.dumps(value)[:80]}, which is more than W + scale B A", WITH_PEFT)

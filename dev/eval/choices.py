@@ -1,4 +1,5 @@
-"""Multiple-choice sets for train_gpt2.py: llmc/eval_set.h and llmc/evaluate.h in PyTorch, with the same figures."""
+"""Multiple-choice sets for train_gpt2.py: llmc/data/eval_set.h and llmc/run/evaluate.h in PyTorch, with the same
+figures."""
 
 import os
 from collections import namedtuple

@@ -16,7 +16,7 @@
 //   hf logits FOLDER         token ids (int32) from stdin -> logits (T, V) as fp32 to stdout, by the CPU trainer
 #define LLMC_NO_MAIN
 #include "../../train_gpt2.c"
-#include "../../llmc/checkpoint.h"
+#include "../../llmc/files/checkpoint.h"
 
 static void print_table(const ParamTable *t) {
     for (int i = 0; i < t->count; i++) {

@@ -1,7 +1,7 @@
 // hf_config.h: any bytes as config.json. What is accepted is written, reads back alike, and has a table of parameters.
 #include "fuzz.h"
 
-#include "../../llmc/hf_config.h"
+#include "../../llmc/files/hf_config.h"
 #include "../../llmc/params.h"
 
 static char *text_of(const Config *c) {

@@ -2,7 +2,7 @@
 // or what NFC makes of it.
 #include "fuzz.h"
 
-#include "../../llmc/tokenizer.h"
+#include "../../llmc/data/tokenizer.h"
 
 enum { MERGES = 2000, LONGEST = 1 << 16 };
 

@@ -1,7 +1,7 @@
 // eval_set.h: any bytes as a multiple-choice file. Every row of what is accepted can be scored.
 #include "fuzz.h"
 
-#include "../../llmc/eval_set.h"
+#include "../../llmc/data/eval_set.h"
 
 enum { T = 8, VOCAB = 300 };
 

@@ -1,14 +1,14 @@
 // options.h, config.h: any bytes as a command line, one word a line. What is accepted prints and reads back alike.
 #include "fuzz.h"
 
-#include "../../llmc/backend.h"
+#include "../../llmc/model/backend.h"
 struct Model {
     Config config;
     Lora lora;
     ParamTable table, frozen;
     const Mesh *mesh;
 };
-#include "../../llmc/trainer.h"
+#include "../../llmc/run/loop.h"
 
 static void fuzz_one(const uint8_t *data, size_t size) {
     static char text[1 << 16], values[NUM_OPTIONS][OPTION_NUMBER];

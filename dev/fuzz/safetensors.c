@@ -1,7 +1,7 @@
 // safetensors.h: any bytes as a file of tensors or, if they begin with '{', as the index of a folder of one file.
 #include "fuzz.h"
 
-#include "../../llmc/safetensors.h"
+#include "../../llmc/files/safetensors.h"
 
 static const char *folder;
 static void make_folder(const char *index) {

@@ -1,7 +1,7 @@
 // dataloader.h: any bytes as a token shard, behind 16 bytes that say where in the data a run goes on, and its rows.
 #include "fuzz.h"
 
-#include "../../llmc/dataloader.h"
+#include "../../llmc/data/dataloader.h"
 
 enum { B = 2, T = 4, VOCAB = 300 };
 

@@ -1,10 +1,10 @@
-// checkpoint.h, trainer.h: any bytes as the train_state.json of a checkpoint, all the way: a run is resumed from it as
+// checkpoint.h, loop.h: any bytes as the train_state.json of a checkpoint, all the way: a run is resumed from it as
 // from the command line, goes to its place in the data, and takes its first steps. The checkpoint's other files are
 // good, and the model computes nothing.
 #include "fuzz.h"
 
 #define HF_PIECE ((size_t)4096)  // floats
-#include "../../llmc/backend.h"
+#include "../../llmc/model/backend.h"
 struct Model {
     Config config;
     Lora lora;
@@ -13,9 +13,9 @@ struct Model {
     float *weights;
     int micro_steps;
 };
-#include "../../llmc/checkpoint.h"
+#include "../../llmc/files/checkpoint.h"
 #include "../test/save_model.h"
-#include "../../llmc/stop.h"
+#include "../../llmc/ranks/stop.h"
 
 // What a process does once, and what would leave threads or signal handlers behind.
 static Comm comm_alone(void) {
@@ -26,7 +26,7 @@ static Comm comm_alone(void) {
 #define comm_close(comm) ((void)(comm))
 #define comm_record(comm) ((HandshakeRecord){.devices = 0})
 #define catch_signals(forward_only) ((void)0)
-#include "../../llmc/trainer.h"
+#include "../../llmc/run/loop.h"
 
 // ---- a model of the right size
 

@@ -2,7 +2,7 @@
 // NFC may make others of them, so Qwen's tokenizer only has to come to an end there.
 #include "fuzz.h"
 
-#include "../../llmc/tokenizer.h"
+#include "../../llmc/data/tokenizer.h"
 
 static void fuzz_one(const uint8_t *data, size_t size) {
     enum { MOST = 256 };

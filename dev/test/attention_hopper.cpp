@@ -7,7 +7,7 @@
 #define SHARED_MEMORY attention_shared
 #include "dev/test/block_on_cpu.h"
 #include "dev/test/hopper_on_cpu.h"
-#include "llmc/documents.h"
+#include "llmc/data/documents.h"
 #include "dev/test/check.h"
 
 // Of absmax.cuh and common.cuh: what is not asked for here.

@@ -9,7 +9,7 @@
 #include "dev/test/block_on_cpu.h"
 #include "llmc/kernels/attention_mma.cuh"
 static void vec_store(bf16 *p, const VecX &x) { memcpy(p, x.v, sizeof x); }
-#include "llmc/documents.h"
+#include "llmc/data/documents.h"
 #include "llmc/kernels/kv_cache.cuh"
 #include "dev/test/check.h"
 

@@ -15,7 +15,7 @@
 static int late_rank = -1;
 static void be_late(int rank, uint32_t epoch, int place);
 #define P2P_DELAY be_late
-#include "llmc/ranks/decode_lines.cuh"
+#include "llmc/model/decode_lines.cuh"
 #include "dev/cuda/decode_model.h"
 #include "dev/test/check.h"
 

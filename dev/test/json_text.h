@@ -2,7 +2,7 @@
 #ifndef JSON_TEXT_H
 #define JSON_TEXT_H
 
-#include "../../llmc/json.h"
+#include "../../llmc/files/json.h"
 
 static inline int json_parse(Json *j, const char *text, size_t length) {
     return json_parse_owned(j, (char *)memcpy(malloc_or_die(length + 1), text, length), length);

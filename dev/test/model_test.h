@@ -19,9 +19,9 @@
 #ifndef LLMC_MODEL_TEST_H
 #define LLMC_MODEL_TEST_H
 
-#include "../../llmc/backend.h"
-#include "../../llmc/checkpoint.h"
-#include "../../llmc/trainer.h"
+#include "../../llmc/model/backend.h"
+#include "../../llmc/files/checkpoint.h"
+#include "../../llmc/run/loop.h"
 #include "save_model.h"
 
 static int tests_passed, tests_failed;

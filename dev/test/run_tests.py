@@ -191,7 +191,7 @@ def build_all(config, wanted):
         if config.get("MPI_LIBS") and Path("dev/test/test_comm.c").exists()
         else []
     )
-    headers = sorted(Path("llmc").glob("*.h"))
+    headers = sorted(Path("llmc").rglob("*.h"))
     if config["NVCC"]:
         runs = config["GPUS"] != "0"  # what cannot run is compiled only: the trainers have the same kernels, and link
         targets = {"test_gpt2cu": ("test_gpt2.ptx", "test_gpt2cu")} | {

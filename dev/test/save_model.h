@@ -1,9 +1,9 @@
 // Saving that only tests need: files of slots, folders of weights and checkpoints, written in one call. Include it
-// after llmc/checkpoint.h.
+// after llmc/files/checkpoint.h.
 #ifndef SAVE_MODEL_H
 #define SAVE_MODEL_H
 
-#include "../../llmc/checkpoint.h"
+#include "../../llmc/files/checkpoint.h"
 
 // Returns the checksum of what this rank wrote.
 static inline uint64_t save_slots(const Model *m, const SlotName *slots, int num_slots, const char *path) {

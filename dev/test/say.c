@@ -2,13 +2,13 @@
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
 #include "../../llmc/options.h"
-#include "../../llmc/dataloader.h"
-#include "../../llmc/gpu_monitor.h"
-#include "../../llmc/mfu.h"
+#include "../../llmc/data/dataloader.h"
+#include "../../llmc/run/gpu_monitor.h"
+#include "../../llmc/run/mfu.h"
 #include "../../llmc/params.h"
 #include "../../llmc/rope_table.h"
 #include "../../llmc/sampler.h"
-#include "../../llmc/schedule.h"
+#include "../../llmc/run/schedule.h"
 
 static float *read_values(size_t count) {
     float *x = (float *)malloc_or_die(count * sizeof(float));

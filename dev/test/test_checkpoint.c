@@ -28,7 +28,7 @@ static int noted_unlink(const char *path);
 #define unlink noted_unlink
 
 #define HF_PIECE ((size_t)512)  // many pieces even in small tensors
-#include "llmc/backend.h"
+#include "llmc/model/backend.h"
 // fake_model.h
 struct Model {
     Config config;
@@ -38,7 +38,7 @@ struct Model {
     float *slots[NUM_SLOTS];
     int bf16, master, bf16_states;
 };
-#include "llmc/checkpoint.h"
+#include "llmc/files/checkpoint.h"
 #undef fsync
 #undef rename
 #undef unlink

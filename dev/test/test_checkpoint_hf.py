@@ -1,5 +1,6 @@
-"""What llmc/checkpoint.h writes, others read with the same values, and the other way round: the safetensors package,
-and transformers if it is installed. The C side is dev/test/test_checkpoint.c, compiled here into a temporary folder."""
+"""What llmc/files/checkpoint.h writes, others read with the same values, and the other way round: the safetensors
+package, and transformers if it is installed. The C side is dev/test/test_checkpoint.c, compiled here into a temporary
+folder."""
 
 import json
 import os

@@ -1,7 +1,7 @@
 """Bad input to the trainers gets a clear error, a non-zero exit status, and loses nothing.
 
 Every case runs the CPU trainer built with ASan and UBSan (so that hostile files are caught reading out of bounds), and
-the GPU trainer where there is a GPU: both share options.h, trainer.h, dataloader.h, safetensors.h and checkpoint.h.
+the GPU trainer where there is a GPU: both share options.h, loop.h, dataloader.h, safetensors.h and checkpoint.h.
 """
 
 import contextlib

@@ -8,9 +8,9 @@
 //   test_comm fail RANK            require() fails in one rank, the others wait in a collective
 //   test_comm late RANK TIMEOUT    one rank never comes to a collective although it is alive
 #include "check.h"
-#include "llmc/handshake.h"
+#include "llmc/ranks/handshake.h"
 #include "llmc/rand.h"
-#include "llmc/mesh.h"
+#include "llmc/ranks/mesh.h"
 
 // order of adding shows
 static float value(int rank, size_t i) {

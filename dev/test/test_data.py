@@ -330,7 +330,7 @@ def test_names_of_inputs(tmp_path, monkeypatch, capsys):
 
 
 def test_what_is_there_by_a_name_is_no_pattern(tmp_path, monkeypatch):
-    """Nor are the folders in front of a pattern. llmc/dataloader.h has the same rule, and its own test."""
+    """Nor are the folders in front of a pattern. llmc/data/dataloader.h has the same rule, and its own test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in "a[1].txt", "a1.txt", "n[1]/s[0].txt", "n[1]/s0.txt", "n1/s0.txt", "n[1]/deep/[x]/y.txt":

@@ -1,5 +1,5 @@
-// Tests of llmc/dataloader.h: order, positions, ranks, big and many shards, and every refusal.
-#include "llmc/dataloader.h"
+// Tests of llmc/data/dataloader.h: order, positions, ranks, big and many shards, and every refusal.
+#include "llmc/data/dataloader.h"
 
 #include "dev/test/check.h"
 #include <sys/resource.h>

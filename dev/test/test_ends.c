@@ -1,6 +1,6 @@
-// llmc/ends.h: stop texts against a plain search; that no more is held back than must be, and that long ones cost
+// llmc/talk/ends.h: stop texts against a plain search; that no more is held back than must be, and that long ones cost
 // linear time.
-#include "../../llmc/ends.h"
+#include "../../llmc/talk/ends.h"
 #include "../../llmc/rand.h"
 #include "check.h"
 

@@ -1,5 +1,5 @@
-// Tests of llmc/eval_set.h, both versions of the file: what is read, the rows that are scored, and every refusal.
-#include "llmc/eval_set.h"
+// Tests of llmc/data/eval_set.h, both versions of the file: what is read, the rows that are scored, and every refusal.
+#include "llmc/data/eval_set.h"
 
 #include "dev/test/check.h"
 

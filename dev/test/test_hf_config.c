@@ -1,6 +1,6 @@
 // hf_config.h: config.json of every preset reads back the same; transformers' defaults and both places of rope
 // settings; and what Config cannot express is refused.
-#include "llmc/hf_config.h"
+#include "llmc/files/hf_config.h"
 
 #include "dev/test/check.h"
 

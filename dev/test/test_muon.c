@@ -2,7 +2,7 @@
 // that are known, the optimiser's columns, matrices of every layout of ranks, and how they are dealt out.
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
-#include "llmc/backend.h"
+#include "llmc/model/backend.h"
 #include "check.h"
 
 static Muon muon_with(const char *polynomials, int steps) {

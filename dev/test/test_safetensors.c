@@ -1,6 +1,6 @@
 // safetensors.h: conversions against their definitions, spans in any order and from several processes, and every kind
 // of hostile file.
-#include "llmc/safetensors.h"
+#include "llmc/files/safetensors.h"
 #include "llmc/rand.h"
 
 #include "dev/test/check.h"

@@ -4,7 +4,7 @@
 #include "llmc/utils.h"
 
 #define HF_PIECE ((size_t)150)  // so little that pieces begin and end inside of rows
-#include "llmc/backend.h"
+#include "llmc/model/backend.h"
 struct Model {
     Config config;
     Lora lora;
@@ -12,7 +12,7 @@ struct Model {
     const Mesh *mesh;
     float *slots[NUM_SLOTS], *copies[NUM_SLOTS];
 };
-#include "llmc/checkpoint.h"
+#include "llmc/files/checkpoint.h"
 
 #include "check.h"
 #include "save_model.h"

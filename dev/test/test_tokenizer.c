@@ -1,9 +1,9 @@
-// Tests of llmc/tokenizer.h. With arguments it is a tool for the Python tests, which compare with other packages:
+// Tests of llmc/data/tokenizer.h. With arguments it is a tool for the Python tests, which compare with other packages:
 //   test_tokenizer TOKENIZER.BIN TEXT [special]    the ids of TEXT, one a line; fails if they do not decode to TEXT, or
 //                                                  to what NFC makes of it
 //   test_tokenizer KIND                            the chunks of standard input, a NUL behind each
 #include "llmc/rand.h"
-#include "llmc/tokenizer.h"
+#include "llmc/data/tokenizer.h"
 
 #include "dev/test/check.h"
 

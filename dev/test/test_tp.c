@@ -4,7 +4,7 @@
 // mpirun, computes with it.
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
-#include "llmc/mesh.h"
+#include "llmc/ranks/mesh.h"
 
 #include "check.h"
 

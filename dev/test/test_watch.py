@@ -190,7 +190,7 @@ def test_odd_logs(tmp_path):
 
 
 def test_durations():
-    # as in llmc/logger.h
+    # as in llmc/run/log.h
     assert [watch.duration_text(s) for s in (-1, 0.4, 59, 75, 4000, 100000)] == [
         "0s",
         "0s",

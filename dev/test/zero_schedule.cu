@@ -46,7 +46,7 @@ static cudaError_t fake_wait(cudaStream_t s, cudaEvent_t e, unsigned) {
 #define cudaEventDestroy fake_destroy
 #define cudaEventRecord fake_record
 #define cudaStreamWaitEvent fake_wait
-#include "llmc/backend.h"
+#include "llmc/model/backend.h"
 #include "llmc/kernels/grad_sum.cuh"
 #include "llmc/kernels/quantise.cuh"
 #include "llmc/ranks/nccl.cuh"
@@ -129,7 +129,7 @@ static void fake_transpose(uint8_t *to, const uint8_t *from, int rows, int colum
 #define absmax_tensor fake_absmax
 #define quantise_part fake_quantise
 #define transpose_fp8 fake_transpose
-#include "llmc/ranks/zero.cuh"
+#include "llmc/model/zero.cuh"
 
 // The compute stream reads it, and it is of a unit's last update.
 static void expect(const void *begin, int unit, int version) {

@@ -4,7 +4,8 @@
 //   memory_group(&memory, "activations");                                         // what follows belongs to it
 //   memory_request(&memory, &acts.qkv, "qkv (L,B,T,3C)", count);                  // acts must not move
 //   memory_alias(&memory, &acts.scratch, "logits", &acts.qkv, count);             // the same bytes under another name
-//   memory_allocate(&memory, job, hint, context);                                 // fills every pointer; all bytes 0
+//   MemoryBytes room = memory_room(1);                                            // what is free
+//   memory_allocate(&memory, room, stdout, hint, context);                        // fills every pointer; all bytes 0
 //   memory_free(&memory);
 //
 // One cudaMalloc per buffer, not one for all: compute-sanitizer then sees a write past the end of any buffer, and every
@@ -14,7 +15,6 @@
 
 #include <sys/resource.h>
 
-#include "../comm.h"
 #include "common.cuh"
 
 enum MemoryKind { MEMORY_DEVICE, MEMORY_PINNED, MEMORY_ALIAS };
@@ -121,14 +121,17 @@ static inline void memory_pin(Buffer *b) {
             mib(b->bytes), b->name, cudaGetErrorString(status),
             limit.rlim_cur < b->bytes ? "; or raise what a process may lock (ulimit -l)" : "");
 }
-// All ranks of the job together: a host's share what it has. The first one prints the table. NULL: alone, in silence.
-static inline void memory_allocate(Memory *m, const Comm *job, MemoryHint *hint, void *context) {
+// What this process may take: what the GPU has free, and of the host's memory one of `sharers` equal parts.
+static inline MemoryBytes memory_room(int sharers) {
     size_t all_bytes;
-    MemoryBytes room = {0, host_bytes_free() / (size_t)(job ? job->local_world : 1)};
+    MemoryBytes room = {0, host_bytes_free() / (size_t)sharers};
     cudaCheck(cudaMemGetInfo(&room.device, &all_bytes));
-    if (job) comm_barrier(job);  // nobody takes any before all have looked
+    return room;
+}
+// Prints the table into `f`, unless it is NULL. Stops the program if the memory is not there.
+static inline void memory_allocate(Memory *m, MemoryBytes room, FILE *f, MemoryHint *hint, void *context) {
     if (!bytes_fit(m->bytes, room)) memory_does_not_fit(m, room, hint, context);
-    if (job && job->rank == 0) memory_print(m, stdout, room);
+    if (f) memory_print(m, f, room);
     for (int i = 0; i < m->count; i++) {
         Buffer *b = &m->buffers[i];
         if (b->kind == MEMORY_ALIAS) b->pointer = m->buffers[b->alias_of].pointer;

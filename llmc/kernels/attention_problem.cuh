@@ -17,8 +17,8 @@ typedef struct {
     float scale, scale2;  // of the scores; scale * log2(e), for powers of two
     AttentionPath path;
     int group;  // heads of keys and values that stay in L2 together
-    // (B,T), both rise along a row: the first key that a query sees, the last query that sees a key (llmc/documents.h).
-    // NULL: a query sees the keys up to its own position
+    // (B,T), both rise along a row: the first key that a query sees, the last query that sees a key
+    // (llmc/data/documents.h). NULL: a query sees the keys up to its own position
     const int *first, *last;
     // (T,HD/2,2) of rope.cuh: backward rotates the gradients of q and k back. NULL: no rotation
     const float *cos_sin;

@@ -14,7 +14,7 @@
 //   decode_prepare(&d);  memory (decode_workspace(&d, NULL)) of zeros;  decode_workspace(&d, memory);
 //   decode_launch(&d, ranks, rows, stream);    any number of times, also in a graph
 //
-// ranks: several may have a part of the model each, and exchange what ranks/decode_lines.cuh says. One has all of it.
+// ranks: several may have a part of the model each, and exchange what model/decode_lines.cuh says. One has all of it.
 //
 // decode_stream.cuh has how weights arrive, decode_product.cuh how they are multiplied. Ladder: dev/cuda/decode.cu.
 // decode_fits says which sizes it does not have.

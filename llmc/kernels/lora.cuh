@@ -8,7 +8,7 @@
 //
 // q, k, v are rows of one product and have adapters of their own. In A they lie below each other; in B each has rows
 // and columns of its own, and all else is 0. Ranks are padded with zeros to a multiple of 8. So the gradients of a
-// layer take four products, whatever its adapters are (ranks/linear.cuh):
+// layer take four products, whatever its adapters are (model/linear.cuh):
 //   down (N,columns) = inp A^T        dB (out,columns) = dout^T down
 //   up (N,columns)   = dout B         dA (columns,in)  = up^T inp
 // Of dB only the parts that belong to an adapter are used. Columns are so few that the time is that of reading inp and

@@ -15,7 +15,7 @@
 #include "../cuda/memory.cuh"
 #include "../kernels/norm.cuh"
 #include "../rope_table.h"
-#include "../ranks/zero.cuh"
+#include "zero.cuh"
 #include "muon.cuh"
 #include "quantised.cuh"
 

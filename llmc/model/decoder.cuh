@@ -1,7 +1,7 @@
 // Steps of generation on a GPU: queued without waiting for the host, each an upload of what its rows are, the model,
 // and the draw. The model is one kernel (kernels/decode.cuh), and the three are a CUDA graph for each number of rows.
 // With --tp every rank runs them on its part of the model: the kernels exchange sums and logits by peer-to-peer lines
-// (ranks/decode_lines.cuh), and all draw the same. Where ranks do not reach each other's memory, with --zero-stage 3,
+// (model/decode_lines.cuh), and all draw the same. Where ranks do not reach each other's memory, with --zero-stage 3,
 // products in fp8 and sizes that the kernel does not have, the model runs row by row through the training forward
 // instead (train_gpt2.cu).
 //
@@ -12,7 +12,7 @@
 
 #include "../cuda/graph.cuh"
 #include "../kernels/draw.cuh"
-#include "../ranks/decode_lines.cuh"
+#include "decode_lines.cuh"
 #include "../ranks/p2p.cuh"
 #include "buffers.cuh"
 
@@ -120,7 +120,6 @@ static inline void decoder_open_exchange(Decoder *d, const Plan *p, cudaStream_t
 // reaches: ranks of --tp write to each other's memory from inside the kernel.
 static inline void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int reaches, int slots, int room,
                                 int known, cudaStream_t stream) {
-    static const Comm alone = COMM_ALONE;  // other ranks may not sample
     const Config *c = &p->local;
     KvCache *k = &d->cache;
     Decode *kernel = &d->kernel;
@@ -134,7 +133,7 @@ static inline void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int
     kernel->room = room;
     d->has_kernel = plan_has_decode_kernel(p) && (!plan_is_split(p) || reaches);
     decoder_request(p, d);
-    memory_allocate(&d->memory, &alone, decode_memory_hint, (void *)p);
+    memory_allocate(&d->memory, memory_room(1), stdout, decode_memory_hint, (void *)p);
     if (k->cos_sin) upload_rope_table(c, k->cos_sin, room, stream);
     for (cudaEvent_t &e : d->done) cudaCheck(cudaEventCreateWithFlags(&e, cudaEventDisableTiming));
     if (!d->has_kernel) return;

@@ -3,7 +3,7 @@
 #ifndef LLMC_HINTS_CUH
 #define LLMC_HINTS_CUH
 
-#include "../ranks/links.cuh"
+#include "links.cuh"
 #include "buffers.cuh"
 
 // All buffers of a run; b and k must not move.

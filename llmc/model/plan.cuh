@@ -5,7 +5,7 @@
 
 #include "../muon.h"
 #include "../quant.h"
-#include "../ranks/linear.cuh"
+#include "linear.cuh"
 
 typedef struct {
     Options options;  // what plan_make read

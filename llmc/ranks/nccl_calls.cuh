@@ -4,7 +4,7 @@
 #ifndef LLMC_NCCL_CALLS_CUH
 #define LLMC_NCCL_CALLS_CUH
 
-#include "../comm.h"
+#include "comm.h"
 #include "../cuda/common.cuh"
 
 inline bool ranks_share_gpu = false;  // true in these tests only

@@ -7,7 +7,7 @@
 #ifndef LLMC_OVERLAP_CUH
 #define LLMC_OVERLAP_CUH
 
-#include "../comm.h"
+#include "comm.h"
 #include "../cuda/common.cuh"
 
 // A block's four products: two read gathered rows, two give parts that are scattered. The same in backward.

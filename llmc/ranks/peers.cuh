@@ -31,7 +31,7 @@
 #ifndef LLMC_PEERS_CUH
 #define LLMC_PEERS_CUH
 
-#include "../comm.h"
+#include "comm.h"
 #include "../cuda/memory.cuh"
 
 #ifndef P2P_DELAY

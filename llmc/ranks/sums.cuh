@@ -14,7 +14,7 @@
 #ifndef LLMC_SUMS_CUH
 #define LLMC_SUMS_CUH
 
-#include "../mesh.h"
+#include "mesh.h"
 #include "nccl.cuh"
 
 enum { SUM_THREADS = 256, SUM_IN_FLIGHT = 4 /*parts that a thread reads before it adds the first*/ };

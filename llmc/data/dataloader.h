@@ -1,0 +1,475 @@
+// Token shards -> batches, for both trainers.
+//
+//   dataloader_open(&d, "data/x_train_*.bin", B, T, row_kind, rank, world, shuffle, seed, vocab_size);
+//   dataloader_next(&d);                       d.inputs, d.targets: this rank's next (B,T)
+//   dataloader_read_ahead(&d);                 a thread reads the next batch while this one is used
+//   dataloader_position, dataloader_seek       (epoch, row) where the next call begins, the same on every rank
+//
+// A shard has llm.c's format: 256 int32 {magic, version, tokens, vocab_size, tokenizer, hash_lo, hash_hi, eot, 0...},
+// then the tokens: uint16 (magic 20240520, version 1) or uint32 (20240801, 7). vocab_size and all after it may be 0:
+// unknown. A document is an end-of-text token and all until the next one.
+//
+// A shard of conversations has marked tokens, uint32 (20240801, 8): bits 0 to 29 are the id, bit 31 says that a
+// document begins here, bit 30 that this token is not learned. End-of-text has no meaning in it.
+//
+// Row r of a shard is its tokens [r*T, r*T + T]: T inputs, and T targets one position later. Or (RowKind) documents are
+// packed into rows: each token but a document's first is a target once, and so is the end-of-text that follows it. What
+// is left of a row is padding, end-of-text with targets of -1, which are not learned. In a shard of conversations
+// targets are -1 as well where a token is not learned, and where a document ends. One epoch visits every row
+// of every shard once: shards in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, epoch), shard), the rows of one
+// shard in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, (epoch << 24) + shard + 1), row). A call of
+// dataloader_next takes the next world * B rows. Rank k takes those from k * B on, so a step's tokens depend on the
+// global batch alone. An epoch may end inside a step. One shard is open at a time, and at most one batch is read ahead.
+//
+// A shard is identified by a hash of up to 64 KiB of it (shard_hash), which the handshake and a resumed run compare.
+// The hash is checked again when the shard is opened, and when the file was written to while open: no batch of a
+// changed shard is used.
+#ifndef LLMC_DATALOADER_H
+#define LLMC_DATALOADER_H
+
+#include <glob.h>
+#include <pthread.h>
+
+#include "packing.h"
+#include "../rand.h"
+#include "tokenizer.h"
+
+enum { SHARD_MAGIC_16 = 20240520, SHARD_VERSION_16 = 1, SHARD_MAGIC_32 = 20240801, SHARD_VERSION_32 = 7 };
+enum { SHARD_VERSION_MARKED = 8, TOKEN_ID = (1 << 30) - 1, TOKEN_NOT_LEARNED = 1 << 30 };
+enum { SHARD_SAMPLES = 16, SHARD_SAMPLE_BYTES = 4096 };
+
+typedef enum {
+    PACK_NO,     // rows are cut from the stream of documents
+    PACK_WHOLE,  // rows are documents, packed; one that is longer than a row is refused
+    PACK_CUT,    // such a one is cut into rows, and what is left of it is packed
+    PACK_AUTO    // conversations are packed whole, other shards not
+} Pack;
+typedef struct {
+    Pack pack;
+    int marks;  // an input where a document begins, and padding, is ~id: so a model sees where documents end; -1: auto
+} RowKind;
+typedef struct {
+    char *path;
+    int64_t tokens, rows;
+    uint64_t hash;
+} Shard;
+typedef struct {
+    uint64_t key;
+    int64_t index;
+} ShuffleKey;
+
+typedef struct DataLoader {
+    int B, T;
+    int *inputs, *targets;  // (B,T) each, in one buffer
+    // what the shards say
+    int num_shards;
+    int64_t num_tokens, rows_per_epoch;
+    int vocab_size;  // 0: not said
+    TokenizerKind tokenizer;
+    uint64_t hash;  // of the tokenizer's tokens, as in tokenizer.h; 0: not said
+    int eot;
+    int64_t cut_documents;  // longer than a row
+    // private
+    RowKind kind;     // never auto once the first shard is open
+    int marked;       // shards of conversations
+    Packing packing;  // of the open shard
+    Shard *shards;
+    int32_t header[HEADER_WORDS];  // of the first shard
+    int token_bytes, rank, world, shuffle, check_vocab;
+    uint64_t seed;
+    int64_t next;             // rows of all epochs and ranks before the next call's
+    int64_t order_epoch;      // the epoch of shard_order, -1: none yet
+    ShuffleKey *shard_order;  // [num_shards]
+    int64_t *slot_begin;      // [num_shards + 1] first row of the epoch in the i-th shard of the order
+    int slot;
+    int open_shard, fd;        // -1: none
+    struct timespec modified;  // when the open shard was last written to
+    ShuffleKey *row_order;     // rows of the open shard, if shuffled
+    void *raw;                 // tokens as they are in the file: T + 1, or those of a block
+    // read ahead: while `reading` all of the above but `next` belongs to the thread
+    pthread_t thread;
+    int reading;
+    int *ahead;          // (2,B,T): inputs and targets of the call that
+    int64_t ahead_next;  // begins here; -1: none
+} DataLoader;
+
+// ---- shards
+
+#define DATA_HINT \
+    "make shards with: python dev/data/tinyshakespeare.py, or of your own text: python dev/data/prepare.py"
+
+static inline int compare_paths(const void *a, const void *b) {
+    return strcmp(((const Shard *)a)->path, ((const Shard *)b)->path);
+}
+static inline int compare_keys(const void *a, const void *b) {
+    const ShuffleKey *x = (const ShuffleKey *)a, *y = (const ShuffleKey *)b;
+    return x->key != y->key ? (x->key < y->key ? -1 : 1) : (x->index > y->index) - (x->index < y->index);
+}
+// 0..n-1 in the order of their random keys; in their own order if not shuffled.
+static inline void fill_order(ShuffleKey *order, int64_t n, int shuffle, uint64_t seed, uint64_t part) {
+    for (int64_t i = 0; i < n; i++) {
+        order[i].key = shuffle ? rand_u64(seed, rand_stream(RAND_SHUFFLE, part), i) : 0;
+        order[i].index = i;
+    }
+    if (shuffle) qsort(order, n, sizeof *order, compare_keys);
+}
+// glob(), sorted. The name of an existing file means that file, whatever characters it has, and so do the names of
+// folders in front of a pattern.
+static inline int find_files(const char *pattern, glob_t *found) {
+    char *escaped = new_array(char, 2 * strlen(pattern) + 1), *to = escaped, *slash = strcpy(escaped, pattern);
+    while (slash && !file_exists(escaped))
+        if ((slash = strrchr(escaped, '/'))) *slash = 0;
+    const char *literal = pattern + (slash ? strlen(escaped) : 0);
+    for (const char *from = pattern; *from; *to++ = *from++)
+        if (from < literal && strchr("\\*?[{~", *from)) *to++ = '\\';
+    *to = 0;
+    int status = glob(escaped, GLOB_TILDE | GLOB_BRACE, NULL, found);
+    free(escaped);
+    return status;
+}
+
+// Tells a shard from another one of the same name and size: FNV-1a of 16 blocks of 4 KiB at equal distances. The first
+// begins with the header, the last ends with the file. A file of up to 64 KiB is read whole.
+static inline uint64_t shard_hash(int fd, int64_t bytes, const char *path) {
+    unsigned char samples[SHARD_SAMPLES * SHARD_SAMPLE_BYTES];
+    int64_t at[SHARD_SAMPLES];
+    int64_t block = bytes < SHARD_SAMPLE_BYTES ? bytes : (int64_t)SHARD_SAMPLE_BYTES;
+    posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);  // else the system reads up to megabytes around each block
+    for (int i = 0; i < SHARD_SAMPLES; i++) {
+        at[i] = i * (bytes - block) / (SHARD_SAMPLES - 1);
+        posix_fadvise(fd, at[i], block, POSIX_FADV_WILLNEED);  // a network disk then fetches all blocks at once
+    }
+    for (int i = 0; i < SHARD_SAMPLES; i++) pread_or_die(fd, samples + i * block, block, at[i], path);
+    posix_fadvise(fd, 0, 0, POSIX_FADV_NORMAL);
+    return fnv1a(FNV1A, samples, SHARD_SAMPLES * block);
+}
+// The open shard must be the file that was there at the start.
+static inline void shard_require_same(DataLoader *d) {
+    const Shard *s = &d->shards[d->open_shard];
+    int64_t bytes = HEADER_BYTES + s->tokens * d->token_bytes;
+    struct stat now;
+    require(fstat(d->fd, &now) == 0 && now.st_size == bytes && shard_hash(d->fd, bytes, s->path) == s->hash,
+            "'%s' holds other tokens than at the start of this run\n"
+            "leave shards alone while a run reads them; bring this one back and resume, or start anew",
+            s->path);
+    d->modified = now.st_mtim;
+}
+// After reading: nothing may be used that was written since the last check.
+static inline void shard_require_unchanged(DataLoader *d) {
+    struct stat now;
+    if (fstat(d->fd, &now) != 0 || memcmp(&now.st_mtim, &d->modified, sizeof now.st_mtim) != 0) shard_require_same(d);
+}
+static inline void shard_leave(DataLoader *d) {
+    if (d->open_shard < 0) return;
+    shard_require_unchanged(d);
+    close(d->fd);
+    d->open_shard = d->fd = -1;
+}
+
+// ---- documents
+
+static inline uint32_t raw_token(const DataLoader *d, int64_t i) {
+    return d->token_bytes == 2 ? ((const uint16_t *)d->raw)[i] : ((const uint32_t *)d->raw)[i];
+}
+static inline int begins_document(const DataLoader *d, uint32_t token) {
+    return d->marked ? token >> 31 : token == (uint32_t)d->eot;
+}
+static const int64_t SCAN_TOKENS = 1 << 18;  // that are read at a time
+static inline void packing_add_document(DataLoader *d, const Shard *s, Packing *p, int64_t begin, int64_t end) {
+    const int64_t T = d->T, length = end - begin;
+    require(d->kind.pack == PACK_CUT || length <= T,
+            "'%s': the document at token %ld has %ld tokens, a row %ld\n"
+            "use a longer --seq-len, or --pack cut, which cuts such a document into rows",
+            s->path, begin, length, T);
+    for (; begin + T < end; begin += T) packing_add(p, (int)begin, (int)T);
+    if (begin < end) packing_add(p, (int)begin, (int)(end - begin));
+}
+// The rows of a shard, whose documents are found by reading all of it. Returns how many are longer than a row.
+static inline int64_t shard_pack(DataLoader *d, const Shard *s, int fd, Packing *p) {
+    int64_t begin = 0, cut = 0;
+    packing_free(p);
+    for (int64_t at = 0, n; at < s->tokens; at += n) {
+        n = s->tokens - at < SCAN_TOKENS ? s->tokens - at : SCAN_TOKENS;
+        pread_or_die(fd, d->raw, n * d->token_bytes, HEADER_BYTES + at * d->token_bytes, s->path);
+        for (int64_t i = 0; i < n; i++) {
+            if (!begins_document(d, raw_token(d, i))) continue;
+            cut += at + i - begin > d->T;
+            packing_add_document(d, s, p, begin, at + i);
+            begin = at + i;
+        }
+    }
+    packing_add_document(d, s, p, begin, s->tokens);
+    packing_fill(p, d->T);
+    return cut + (s->tokens - begin > d->T);
+}
+
+// Whether all is known to be one document. Data too large to be read for that are not.
+static inline int dataloader_is_one_document(const DataLoader *d) {
+    enum { MOST_TOKENS = 1 << 24 };
+    const Shard *s = d->shards;
+    if (d->num_shards > 1 || s->tokens > MOST_TOKENS || !d->vocab_size) return 0;
+    const int fd = open_or_die(s->path, O_RDONLY, DATA_HINT);
+    char *tokens = new_array(char, s->tokens * d->token_bytes);
+    int64_t i = 1;
+    pread_or_die(fd, tokens, s->tokens * d->token_bytes, HEADER_BYTES, s->path);
+    close(fd);
+    while (i < s->tokens &&
+           !begins_document(d, d->token_bytes == 2 ? ((const uint16_t *)tokens)[i] : ((const uint32_t *)tokens)[i]))
+        i++;
+    free(tokens);
+    return i >= s->tokens;
+}
+// What the first shard says of all.
+static inline void shard_first(DataLoader *d, const Shard *s, const int32_t *h) {
+    memcpy(d->header, h, sizeof d->header);
+    d->marked = h[1] == SHARD_VERSION_MARKED;
+    d->eot = h[7];
+    if (d->kind.pack == PACK_AUTO) d->kind.pack = d->marked ? PACK_WHOLE : PACK_NO;
+    if (d->kind.marks < 0) d->kind.marks = d->marked;
+    require(!d->marked || d->kind.pack,
+            "'%s' holds conversations: rows cannot be cut from it as from a text\n"
+            "use --pack whole or --pack cut",
+            s->path);
+}
+// Checks one shard. All must have the tokenizer of the first.
+static inline void shard_open(DataLoader *d, Shard *s) {
+    #define SHARD_REQUIRE(ok, what, ...) require(ok, "'%s' " what, s->path, __VA_ARGS__)
+    int64_t bytes;
+    int32_t h[HEADER_WORDS];
+    int fd = open_with_header(s->path, "a token shard", DATA_HINT, h, &bytes);
+    SHARD_REQUIRE(h[0] == SHARD_MAGIC_16 || h[0] == SHARD_MAGIC_32,
+                  "is not a token shard (magic %d, not %d or %d)\n" DATA_HINT, h[0], SHARD_MAGIC_16, SHARD_MAGIC_32);
+    int narrow = h[0] == SHARD_MAGIC_16, version = narrow ? SHARD_VERSION_16 : SHARD_VERSION_32;
+    d->token_bytes = narrow ? 2 : 4;
+    SHARD_REQUIRE(h[1] == version || (!narrow && h[1] == SHARD_VERSION_MARKED),
+                  "is a token shard of version %d, this program reads %d\n" DATA_HINT, h[1], version);
+    SHARD_REQUIRE(h[2] >= 0,
+                  "is no shard: its header counts %d tokens\n"
+                  "at most 2^31 - 1 fit: make smaller shards with --shard-tokens 100000000",
+                  h[2]);
+    int64_t expected = HEADER_BYTES + (int64_t)h[2] * d->token_bytes;
+    SHARD_REQUIRE(bytes == expected, "is %s: %ld bytes, its header promises %ld\nmake or download it again",
+                  bytes < expected ? "truncated" : "too long", bytes, expected);
+    if (s == d->shards) shard_first(d, s, h);
+    SHARD_REQUIRE(
+        h[2] > (d->kind.pack ? 0 : d->T),
+        "has %d tokens: too few for one row of T = %d (T + 1 are needed)\n"
+        "use a shorter --seq-len, or more text; prepare.py --val-fraction says how much of it is for validation",
+        h[2], d->T);
+    SHARD_REQUIRE(h[3] >= 0 && h[4] >= 0 && h[4] < NUM_TOKENIZERS && h[7] >= 0 && (h[3] == 0 || h[7] < h[3]),
+                  "has vocabulary size %d, tokenizer %d and end-of-text %d in its header: one of them is out of "
+                  "range\n" DATA_HINT,
+                  h[3], h[4], h[7]);
+    require(h[3] > 0 || (!d->kind.pack && !d->kind.marks),
+            "'%s' does not say which token ends a text: nobody knows where its documents begin\n"
+            "make shards with dev/data/prepare.py, or leave --documents and --pack out",
+            s->path);
+    SHARD_REQUIRE(h[0] == d->header[0] && h[1] == d->header[1] &&
+                      !memcmp(h + 3, d->header + 3, sizeof h - 3 * sizeof *h),
+                  "and '%s' were made with different tokenizers, or one of them of conversations\n"
+                  "name shards of one kind only",
+                  d->shards[0].path);
+    s->tokens = h[2];
+    s->hash = shard_hash(fd, bytes, s->path);
+    if (d->kind.pack) d->cut_documents += shard_pack(d, s, fd, &d->packing);
+    s->rows = d->kind.pack ? d->packing.num_rows : (s->tokens - 1) / d->T;
+    close(fd);
+}
+
+// Stops with a message if anything is wrong with any shard. vocab_size > 0: every token id must be below it.
+static inline void dataloader_open(DataLoader *d, const char *pattern, int B, int T, RowKind kind, int rank, int world,
+                                   int shuffle, uint64_t seed, int vocab_size) {
+    size_t tokens = (size_t)B * T;
+    memset(d, 0, sizeof *d);
+    require(tokens <= INT32_MAX / 4, "batch size %d times sequence length %d is too large\nuse a smaller --batch-size",
+            B, T);
+    assert(B > 0 && T > 0 && 0 <= rank && rank < world);
+    d->B = B;
+    d->T = T;
+    d->kind = kind;
+    d->rank = rank;
+    d->world = world;
+    d->shuffle = shuffle;
+    d->seed = seed;
+    d->check_vocab = vocab_size;
+    glob_t found;
+    int status = find_files(pattern, &found);
+    require(status == 0 || status == GLOB_NOMATCH, "cannot list '%s': %s\ncheck the folder", pattern, strerror(errno));
+    require(status == 0 && found.gl_pathc > 0, "no file matches '%s'\n" DATA_HINT, pattern);
+    require(found.gl_pathc < (1 << 24) - 1, "%zu files match '%s': too many\nmake larger shards", found.gl_pathc,
+            pattern);
+    size_t n = found.gl_pathc, most = kind.pack && T < SCAN_TOKENS ? SCAN_TOKENS : T + 1;
+    d->num_shards = n;
+    d->raw = malloc_or_die(most * sizeof(uint32_t));
+    d->shards = new_array(Shard, n);
+    for (size_t i = 0; i < n; i++)
+        require((d->shards[i].path = strdup(found.gl_pathv[i])), "out of memory\nuse fewer shards");
+    globfree(&found);
+    qsort(d->shards, n, sizeof(Shard), compare_paths);
+    for (size_t i = 0; i < n; i++) {
+        shard_open(d, &d->shards[i]);
+        d->num_tokens += d->shards[i].tokens;
+        d->rows_per_epoch += d->shards[i].rows;
+    }
+    d->vocab_size = d->header[3];
+    d->tokenizer = (TokenizerKind)d->header[4];
+    d->hash = header_hash(d->header + 5);
+    require(!vocab_size || d->vocab_size <= vocab_size,
+            "'%s' was made with a vocabulary of %d tokens, the model has %d\n"
+            "use a model with that vocabulary, or other shards",
+            d->shards[0].path, d->vocab_size, vocab_size);
+    d->inputs = new_array(int, 2 * tokens);
+    d->targets = d->inputs + tokens;
+    d->ahead = new_array(int, 2 * tokens);
+    d->shard_order = new_array(ShuffleKey, n);
+    d->slot_begin = new_array(int64_t, n + 1);
+    d->order_epoch = d->open_shard = d->fd = -1;
+    d->ahead_next = -1;
+}
+// The vocabulary that the first shard names; 0: none. dataloader_open says what is wrong with it.
+static inline int shards_vocabulary(const char *pattern) {
+    glob_t found;
+    int32_t h[HEADER_WORDS] = {0};
+    int64_t bytes;
+    if (find_files(pattern, &found)) return 0;
+    close(open_with_header(found.gl_pathv[0], "a token shard", DATA_HINT, h, &bytes));
+    globfree(&found);
+    return h[0] == SHARD_MAGIC_16 || h[0] == SHARD_MAGIC_32 ? h[3] : 0;
+}
+// The share of all places in rows that is padding.
+static inline double dataloader_padding(const DataLoader *d) {
+    const double places = (double)d->rows_per_epoch * d->T;
+    return d->kind.pack ? 1 - d->num_tokens / places : 0;
+}
+
+// Turns (epoch, row of the epoch) into (open shard, row of the shard). Rows come in rising order but for a seek.
+static inline int64_t dataloader_locate(DataLoader *d, int64_t epoch, int64_t row) {
+    if (epoch != d->order_epoch) {
+        fill_order(d->shard_order, d->num_shards, d->shuffle, d->seed, epoch);
+        d->slot_begin[0] = 0;
+        for (int i = 0; i < d->num_shards; i++)
+            d->slot_begin[i + 1] = d->slot_begin[i] + d->shards[d->shard_order[i].index].rows;
+        d->order_epoch = epoch;
+        d->slot = 0;
+        shard_leave(d);
+    }
+    if (row < d->slot_begin[d->slot]) d->slot = 0;
+    while (row >= d->slot_begin[d->slot + 1]) d->slot++;
+    int index = (int)d->shard_order[d->slot].index;
+    const Shard *s = &d->shards[index];
+    if (index != d->open_shard) {
+        int64_t bytes;
+        shard_leave(d);
+        d->fd = open_data_file(s->path, DATA_HINT, &bytes);
+        d->open_shard = index;
+        shard_require_same(d);
+        if (d->kind.pack) shard_pack(d, s, d->fd, &d->packing);
+        if (d->shuffle) {
+            free(d->row_order);
+            d->row_order = new_array(ShuffleKey, s->rows);
+            fill_order(d->row_order, s->rows, 1, d->seed, ((uint64_t)epoch << 24) + index + 1);
+        }
+    }
+    int64_t at = row - d->slot_begin[d->slot];
+    return d->shuffle ? d->row_order[at].index : at;
+}
+
+// A piece of the open shard as inputs and targets.
+static inline void dataloader_read_piece(DataLoader *d, Piece piece, int *inputs, int *targets) {
+    const Shard *s = &d->shards[d->open_shard];
+    const int check = d->check_vocab ? d->check_vocab : d->vocab_size, n = piece.length;
+    const int follows = piece.begin + (int64_t)n < s->tokens;  // else the text ends with the shard
+    const uint32_t limit = check ? check : INT32_MAX;
+    const size_t token_bytes = d->token_bytes;
+    pread_or_die(d->fd, d->raw, (n + follows) * token_bytes, HEADER_BYTES + piece.begin * token_bytes, s->path);
+    for (int t = 0; t < n + follows; t++) {
+        const uint32_t token = raw_token(d, t), id = d->marked ? token & TOKEN_ID : token;
+        const int begins = begins_document(d, token), marked = d->kind.marks && ((d->kind.pack && t == 0) || begins);
+        const int learned = !d->marked || !(begins || token & TOKEN_NOT_LEARNED);
+        require(id < limit,
+                "'%s': token %d is %u, outside the vocabulary of %u\n"
+                "use a model with the vocabulary that the shards were made for (--model ...,vocab=N)",
+                s->path, piece.begin + t, id, limit);
+        if (t < n) inputs[t] = marked ? ~(int)id : (int)id;
+        if (t > 0) targets[t - 1] = learned ? (int)id : -1;
+    }
+    if (!follows) targets[n - 1] = d->marked ? -1 : d->eot;
+}
+// Row `r` of the open shard as T inputs and T targets.
+static inline void dataloader_read_row(DataLoader *d, int64_t r, int *inputs, int *targets) {
+    const Piece cut = {(int)(r * d->T), d->T};
+    const int pack = d->kind.pack != PACK_NO, padding = d->kind.marks ? ~d->eot : d->eot;
+    const Piece *pieces = pack ? d->packing.pieces + d->packing.row_begin[r] : &cut;
+    const int64_t count = pack ? d->packing.row_begin[r + 1] - d->packing.row_begin[r] : 1;
+    int used = 0;
+    for (int64_t i = 0; i < count; used += pieces[i++].length)
+        dataloader_read_piece(d, pieces[i], inputs + used, targets + used);
+    for (; used < d->T; used++) {
+        inputs[used] = padding;
+        targets[used] = -1;
+    }
+}
+
+// Reads this rank's B rows of the call that begins at row `next`. The only function that touches the disk after open.
+static inline void dataloader_read_batch(DataLoader *d, int64_t next, int *inputs) {
+    int *targets = inputs + d->B * d->T;
+    for (int b = 0; b < d->B; b++) {
+        int64_t at = next + (int64_t)d->rank * d->B + b;
+        int64_t r = dataloader_locate(d, at / d->rows_per_epoch, at % d->rows_per_epoch);
+        dataloader_read_row(d, r, inputs + b * d->T, targets + b * d->T);
+    }
+    shard_require_unchanged(d);
+}
+
+static inline void *dataloader_thread(void *loader) {
+    DataLoader *d = (DataLoader *)loader;
+    dataloader_read_batch(d, d->ahead_next, d->ahead);
+    return NULL;
+}
+// Waits for the thread. Returns whether the next batch has been read.
+static inline int dataloader_wait(DataLoader *d) {
+    if (d->reading) pthread_join(d->thread, NULL);
+    d->reading = 0;
+    return d->ahead_next == d->next;
+}
+static inline void dataloader_read_ahead(DataLoader *d) {
+    if (dataloader_wait(d)) return;
+    d->ahead_next = d->next;
+    d->reading = pthread_create(&d->thread, NULL, dataloader_thread, d) == 0;
+    if (!d->reading) d->ahead_next = -1;  // there is no thread: the next call reads by itself
+}
+static inline void dataloader_position(const DataLoader *d, int64_t *epoch, int64_t *row) {
+    *epoch = d->next / d->rows_per_epoch;
+    *row = d->next % d->rows_per_epoch;
+}
+static inline void dataloader_seek(DataLoader *d, int64_t epoch, int64_t row) {
+    require(epoch >= 0 && row >= 0 && epoch <= (INT64_MAX - row) / d->rows_per_epoch,
+            "epoch %ld, row %ld is no place in the data\n"
+            "the saved training state is damaged: use an older one",
+            epoch, row);
+    d->next = epoch * d->rows_per_epoch + row;
+}
+static inline void dataloader_next(DataLoader *d) {
+    if (dataloader_wait(d)) {
+        int *used = d->inputs;
+        d->inputs = d->ahead;
+        d->targets = d->inputs + d->B * d->T;
+        d->ahead = used;
+        d->ahead_next = -1;
+    } else {
+        dataloader_read_batch(d, d->next, d->inputs);
+    }
+    d->next += (int64_t)d->world * d->B;
+}
+static inline void dataloader_reset(DataLoader *d) { dataloader_seek(d, 0, 0); }  // to the first row of the first epoch
+static inline void dataloader_close(DataLoader *d) {
+    dataloader_wait(d);
+    for (int i = 0; i < d->num_shards; i++) free(d->shards[i].path);
+    if (d->fd >= 0) close(d->fd);
+    packing_free(&d->packing);
+    void *const owned[] = {d->inputs, d->ahead, d->shards, d->raw, d->shard_order, d->slot_begin, d->row_order};
+    for (int i = 0; i < COUNT_OF(owned); i++) free(owned[i]);
+    memset(d, 0, sizeof *d);
+}
+
+#endif

@@ -1,0 +1,228 @@
+// The interface of a model: train_gpt2.c implements it on the CPU, train_gpt2.cu on a GPU. loop.h, checkpoint.h and
+// the tests use nothing else of a model. A backend defines `struct Model { Config config; Lora lora; ParamTable
+// table, frozen; const Mesh *mesh; ... }` and all functions below. `config` is that of the whole model. `table` is what
+// is trained, and so every offset and count of elements, of this rank's part (params_of_rank). With --lora these are
+// the adapters (lora.h), and `frozen` is the table of the model's weights; else it has no tensors.
+//
+// All ranks of the mesh call these in the same order, with the same arguments but for the tokens, which are the same in
+// a tensor-parallel group. The gradients of a unit are summed over the data-parallel ranks as soon as the last
+// micro-step's backward has them. Each stage of ZeRO keeps less on a rank:
+//   0   all of everything
+//   1   of m, v and masters, data-parallel rank k has those of param_shard(unit, k), which it updates; then the weights
+//       are gathered
+//   2   of blocks' gradients also its shards alone: each micro-step's are summed over ranks and added to them
+//   3   of blocks' weights, too: each pass gathers them block by block
+#ifndef LLMC_BACKEND_H
+#define LLMC_BACKEND_H
+
+#include "../lora.h"
+#include "../ranks/handshake.h"
+#include "../ranks/mesh.h"
+#include "../sampler.h"
+#include "../step.h"
+#include "../timing.h"
+#include "optimiser.h"
+
+typedef struct Model Model;
+
+// Buffers in the layout of the parameters.
+typedef enum {
+    SLOT_WEIGHT,  // the weights of forward, in the build's dtype
+    SLOT_GRAD,
+    SLOT_M,       // AdamW's first moment, Muon's momentum, fp32 or bf16 (--state-dtype)
+    SLOT_V,       // AdamW's second moment: of Muon's matrices there is none
+    SLOT_MASTER,  // fp32 weights that are updated, if those of forward are bf16
+    SLOT_FROZEN,  // with --lora: the model's weights, in the layout of `frozen`
+    NUM_SLOTS
+} Slot;
+
+// What a rank keeps of a slot in memory. stage: of ZeRO, see zero_stage_of.
+static inline Keep slot_keeps(int stage, Slot s) {
+    switch (s) {
+    case SLOT_WEIGHT: return stage >= 3 ? KEEP_BLOCK_SHARDS : KEEP_WHOLE;
+    case SLOT_GRAD: return stage >= 2 ? KEEP_BLOCK_SHARDS : KEEP_WHOLE;
+    case SLOT_FROZEN: return KEEP_WHOLE;
+    default: return stage >= 1 ? KEEP_SHARDS : KEEP_WHOLE;
+    }
+}
+// What counts of it: of gradients that are kept whole the shard alone is a sum over ranks.
+static inline Keep slot_owns(int stage, Slot s) {
+    return s == SLOT_GRAD && stage >= 1 ? KEEP_SHARDS : slot_keeps(stage, s);
+}
+// Muon's matrices have no second moment.
+static inline int slot_holds(Slot s, const Param *p) { return s != SLOT_V || p->optimiser == OPTIMISER_ADAMW; }
+// What a rank keeps of a unit's elements that the slot holds.
+static inline Span slot_span(const Comm *dp, const ParamTable *t, Keep keep, Slot s, int unit) {
+    const Span kept = kept_span(dp, t, keep, unit), all = param_unit(t, unit);
+    const size_t muon = s == SLOT_V && unit_is_block(t, unit) ? t->muon : 0;
+    return span_overlap(kept, all.begin + muon, all.count - muon);
+}
+// Elements of a slot that a rank keeps of the units before `unit`; of all, if it is num_units.
+static inline size_t slot_before(const Comm *dp, const ParamTable *t, Keep keep, Slot s, int unit) {
+    size_t count = 0;
+    if (s != SLOT_V || !t->muon) return kept_before(dp, t, keep, unit);
+    for (int u = 0; u < unit; u++) count += slot_span(dp, t, keep, s, u).count;
+    return count;
+}
+// Where an element of a unit, at `offset` of the table, lies among those.
+static inline size_t slot_at(const Comm *dp, const ParamTable *t, Keep keep, Slot s, int unit, size_t offset) {
+    return slot_before(dp, t, keep, s, unit) + offset - slot_span(dp, t, keep, s, unit).begin;
+}
+// One data-parallel rank has nothing to share.
+static inline int zero_stage_of(const Options *o, const Comm *dp) { return dp->world > 1 ? (int)o->zero_stage : 0; }
+// ZeRO 3: a pass needs the shards of all data-parallel ranks, so one that has nothing to compute goes along.
+static inline int computes_together(const Options *o, const Comm *dp) { return zero_stage_of(o, dp) >= 3; }
+
+// Rows of B*T that the head processes at a time: one of --head-chunks parts, but at least the B of sampling.
+static inline size_t head_rows(const Options *o, int B, int T) {
+    size_t rows = ceil_div((size_t)B * T, o->head_chunks ? o->head_chunks : 1);
+    return rows > (size_t)B ? rows : (size_t)B;
+}
+static inline Lora lora_of(const Config *c, const Options *o) {
+    Lora l = {(int)o->lora, (int)o->lora_rs, (float)(o->lora_alpha < 0 ? 2.0 * o->lora : o->lora_alpha), 0, 0};
+    if (l.rank) l.targets = lora_targets(c, o->lora_targets, "--lora-targets");
+    return l;
+}
+static inline int weights_are_quantised(const Options *o) { return strcmp(o->weights, "native") != 0; }
+static inline int writes_text(const Options *o) { return o->generate || (o->sample_every && !o->evaluate); }
+static inline int cache_is_fp8(const Options *o) { return strcmp(o->cache_dtype, "native") != 0; }
+// Whether checkpoints are written during training, from a copy in host memory. One at the end of a run needs no copy.
+static inline int saves_beside_training(const Options *o) {
+    return o->save_every > 0 && o->save_async && !forward_only(o);
+}
+
+// What --offload names, as bits.
+enum { OFFLOAD_STATES = 1, OFFLOAD_MASTER = 2, OFFLOAD_ACTIVATIONS = 4 };
+static inline int offloads(const Options *o) {
+    static const char *const names[] = {"states", "master", "activations"};
+    int bits = 0;
+    for (const char *at = o->offload; *at; at += *at == ',') {
+        const int length = (int)strcspn(at, ",");
+        int i = 0;
+        while (i < 3 && (strncmp(names[i], at, length) || names[i][length])) i++;
+        require(i < 3, "unknown --offload '%.*s'\nuse states, master, activations, with commas between", length, at);
+        bits |= 1 << i;
+        at += length;
+    }
+    return bits;
+}
+
+// The blocks' products, forward and of the inputs' gradients, round their operands to fp8 / the head's forward does /
+// those of the weights' gradients do (with --lora weights have none). --matmul-dtype has more values: what is neither
+// is native or bf16.
+static inline int matmul_is_fp8(const Options *o) { return !strncmp(o->matmul_dtype, "fp8", 3); }
+static inline int head_is_fp8(const Options *o) { return !strcmp(o->head_dtype, "fp8"); }
+static inline int matmul_weight_gradient_is_fp8(const Options *o) {
+    return !o->lora && !strcmp(o->matmul_dtype, "fp8");
+}
+// Instructions take 16 fp8 of a row at a time. local: the sizes of one rank (tp_config).
+static inline void matmul_check(const Comm *job, const Config *local, const Options *o) {
+    const int blocks = matmul_is_fp8(o), head = head_is_fp8(o);
+    const struct {
+        const char *name;
+        int in_fp8;
+        long long size;
+    } sizes[] = {{"channels", blocks || head, local->channels},
+                 {"width of q, k and v", blocks, qkv_width(local)},
+                 {"width of all heads", blocks, local->num_heads * local->head_dim},
+                 {"MLP width", blocks, local->ffn_dim},
+                 {"tokens of a micro-step", !forward_only(o) && matmul_weight_gradient_is_fp8(o),
+                  o->batch_size * o->seq_len}};
+    for (int i = 0; i < 5; i++)
+        comm_require(job, !sizes[i].in_fp8 || sizes[i].size % 16 == 0,
+                     "fp8 needs multiples of 16, but %s: %lld\n"
+                     "choose --model, --tp, --batch-size and --seq-len so, or another --matmul-dtype or --head-dtype",
+                     sizes[i].name, sizes[i].size);
+}
+
+// Fills in the fields of this rank's device for the handshake; allocates nothing.
+void model_identify(HandshakeRecord *r);
+// Allocates everything for micro-steps of (o->batch_size, o->seq_len) tokens of this rank. Weights are zero afterwards.
+void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh);
+void model_close(Model *m);
+const char *model_device(const Model *m);    // for people: "NVIDIA H200", "CPU, 2 threads"
+const char *model_dtype(const Model *m);     // "fp32" or "bf16"
+const char *model_carriers(const Model *m);  // for people: the transports between ranks; "": there is no choice
+double model_peak_flops(const Model *m);     // FLOP/s of the hardware at that dtype, 0 if unknown
+double model_peak_bytes(const Model *m);     // bytes/s of its memory, 0 if unknown
+double model_memory_gib(const Model *m);     // all that was allocated
+
+int model_has_slot(const Model *m, Slot s);
+int model_slot_is_bf16(const Model *m, Slot s);  // what it stores; else fp32
+// The elements of a unit that this rank holds: all, or its shard. That of gradients holds after the last micro-step.
+Span model_owned(const Model *m, Slot s, int unit);
+// fp32 values in and out, converted to and from the slot's dtype, within model_owned. Writing SLOT_WEIGHT sets the
+// master, too, without rounding. With --weights other than native it takes whole rows of one tensor, and they cannot be
+// read again.
+void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values);
+void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values);
+// A copy in host memory of this rank's shard (param_shard) of every unit, for a checkpoint that is written during
+// training. Its memory exists if saves_beside_training. Any thread may read it, without a GPU.
+void model_snapshot(Model *m, Slot s);
+void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values);
+
+// Once, with the weights and before the first step: chooses by measuring. Changes no weights and no states.
+void model_tune(Model *m);
+// One optimiser step = num_micro calls of model_micro_step, then model_update.
+// inputs, targets (B,T). A target < 0 is not learned. With --documents an input is ~id where a document begins. The
+// gradient is that of the sum of losses, divided by the num_micro * B * T tokens of all ranks; micro-step 0 overwrites
+// it.
+void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro);
+// Computes the mean loss of the step's learned tokens, of all ranks, and the global norm of its gradient (step.h),
+// where every weight counts once; either may be NaN or Inf. Then updates the weights if the verdict is STEP_APPLIED.
+// Bitwise identical on all ranks. Waits for the GPU once, after everything is queued.
+StepResult model_update(Model *m, const UpdateParams *p);
+// Between these two calls every lap of a step is timed, into timing.h. Losses and weights stay bitwise identical.
+void model_timing_begin(Model *m);
+void model_timing_end(Model *m);
+// Between these two calls the values that a step's products round to fp8 are counted: all of them, those that became 0
+// and were not, and those above the largest fp8. A value that is rounded several times counts each time.
+typedef enum { FP8_INPUTS, FP8_WEIGHTS, FP8_GRADIENTS, NUM_FP8_TENSORS } Fp8Tensor;
+typedef struct { double values, flushed, saturated; } Fp8Counts;
+void model_fp8_begin(Model *m);
+void model_fp8_end(Model *m, Fp8Counts counts[NUM_FP8_TENSORS]);
+// How often the last step exchanged rows between tensor-parallel ranks: gathers and scatters under matmuls, and those
+// apart from any matmul.
+typedef struct { int gathers, scatters, apart; } OverlapCounts;
+OverlapCounts model_overlap(const Model *m);
+// Prints the plan, which was made before the first step, a line a subject.
+void model_print_plan(const Model *m, FILE *f);
+// Prints what the first steps chose by measuring: a summary, then a line each. Nothing if nothing was chosen.
+void model_report(const Model *m, FILE *f);
+
+// Forward only, within one tensor-parallel group (but see computes_together): the loss of each of batch_size * seq_len
+// tokens, in rows of T, 0 where the target is < 0. T is seq_len or, for short rows, a smaller divisor of batch_size *
+// seq_len.
+void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses);
+
+// Generation by one tensor-parallel group (but see computes_together). A slot holds the keys and values of one
+// sequence. A row is one token of a slot that the model runs on. A row's bits depend on the earlier tokens of its slot
+// alone, not on other rows of the step nor on their number.
+enum {
+    DECODE_ROWS = 64,  // of a step, at most
+    DECODE_STEPS = 2,  // that are queued, at most
+    DECODE_DRAWN = -1  // as a token: the one that its slot's latest row drew
+};
+typedef struct {
+    int slot, token;
+    Draw draw;  // of the token that follows
+} DecodeRow;
+// Once, before the first step: room for `slots` sequences of up to `room` tokens, room <= the model's context. Tokens
+// from `known` on are never drawn, because a vocabulary may be padded.
+void model_decode_open(Model *m, int slots, int room, int known);
+int model_length(const Model *m, int slot);         // tokens that a slot has, those of queued steps included
+void model_forget(Model *m, int slot, int length);  // keeps the first `length` tokens of a slot
+// Appends n tokens to a slot: bitwise identical however they are divided into calls.
+void model_prompt(Model *m, int slot, const int *tokens, int n);
+// Queues a step: appends each row's token to its slot, rows of one slot in their order, and draws what follows each.
+void model_decode(Model *m, const DecodeRow *rows, int count);
+void model_drawn(Model *m, Drawn *drawn);  // waits for the oldest queued step: drawn (count), the same on all ranks
+// logits (V) of a row of the last step that was waited for. Call it before the next step is queued.
+void model_logits(Model *m, int row, float *logits);
+// What rank 0 drew becomes that of its group; together: of all groups (computes_together).
+static inline void share_drawn(const Mesh *mesh, int together, Drawn *drawn, int count) {
+    comm_broadcast(&mesh->tp, drawn, (size_t)count * sizeof *drawn, 0);
+    if (together) comm_broadcast(&mesh->dp, drawn, (size_t)count * sizeof *drawn, 0);
+}
+
+#endif

@@ -1,0 +1,65 @@
+// What all calls of a block share: one pass, forward or backward, over the tokens of a micro-step.
+#ifndef LLMC_PASS_CUH
+#define LLMC_PASS_CUH
+
+#include "../kernels/attention.cuh"
+#include "../kernels/attention_decode.cuh"
+#include "../kernels/kv_cache.cuh"
+#include "../kernels/matmul.cuh"
+#include "../kernels/quantise.cuh"
+#include "../ranks/overlap.cuh"
+#include "../ranks/push.cuh"
+#include "../ranks/sums.cuh"
+#include "backend.h"
+
+// Rows of the stream's width; in fp8 each with its absmax. NULL: they are floatX.
+typedef struct {
+    const void *x;
+    const float *absmax;
+} Rows;
+
+// How a rank exchanges rows with its group.
+typedef struct {
+    Nccl nccl;              // one after the other, on the compute stream
+    Push push;              // under products, by copy engine
+    OverlapChoice overlap;  // which kinds of operation do
+    OverlapCounts met;      // since the step began
+    floatX *gathered;       // (B T,C): all rows, or what other ranks have of this rank's
+    int rank, ranks;        // this rank of the group
+} RowExchange;
+
+// Where operands of fp8 products are quantised, for the width of the widest layer. Counts: NULL, or of what is
+// quantised.
+typedef struct {
+    uint8_t *rows, *left, *right;  // rows of a; for a weight's gradient: its two operands, transposed
+    float *row_absmax;             // (N)
+    Fp8Count *inputs, *weights, *gradients;
+} Fp8Scratch;
+
+// One pass over N = B T tokens: all that the calls of a block share.
+typedef struct {
+    int B, T, N;           // sequences, tokens of each, all of them
+    int rows;              // of the residual stream that are here: N / spread
+    int logit_rows;        // of N: those that the head multiplies. Fewer than N: the learned ones and some others
+    int spread;            // ranks that these rows are spread over: the group; 1 while decoding, where all have all
+    int C;                 // channels
+    int accumulate;        // backward adds to the gradients instead of writing them
+    int sum;               // GradSum: what becomes of a unit's gradients when they are complete
+    int reduce;            // backward hands over each unit's gradients when they are complete
+    const float *cos_sin;  // rotary angles of the T positions (T,HD/2,2)
+    AttentionProblem attention;
+    KvCache *cache;  // decoding: keys and values of the tokens before; NULL otherwise
+    Matmul *matmul;
+    RowExchange *exchange;
+    Fp8Scratch fp8;
+    int quantises;   // weights have changed since they were quantised
+    floatX *branch;  // (N,C) what a branch adds to the stream; backward: the gradient of its input
+    void *scratch;   // of reductions
+    cudaStream_t stream;
+} Pass;
+
+static inline int pass_is_split(const Pass *p) { return p->exchange->ranks > 1; }
+// Elements of the residual stream that are here.
+static inline size_t pass_piece(const Pass *p) { return (size_t)p->rows * (size_t)p->C; }
+
+#endif

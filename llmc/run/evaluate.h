@@ -1,0 +1,292 @@
+// The loss on the validation set, and the accuracy on multiple-choice sets. Every rank takes part, rank 0 prints and
+// logs. Batch size and number of ranks change results by fp32's rounding only.
+#ifndef LLMC_EVALUATE_H
+#define LLMC_EVALUATE_H
+
+#include "../model/backend.h"
+#include "../data/eval_set.h"
+#include "log.h"
+#include "../ranks/stop.h"
+
+typedef struct {
+    int B, T, has_val, num_sets;
+    int64_t val_batches;  // in a validation loss, of each rank; -1: the whole set
+    DataLoader val;       // if has_val
+    EvalSet *sets;        // multiple choice
+    int together;         // all ranks go through each pass: computes_together
+    int stopped;          // a signal has ended the evaluation: it has no result
+} Evaluation;
+
+typedef struct { double loss, bpb; } ValScore;  // nats a token; bits a byte of text, NAN without a tokenizer
+typedef struct {
+    double acc;       // share of examples whose right choice has the smallest loss, summed over its tokens
+    double acc_norm;  // the same, the sum divided by the number of tokens, as in llm.c
+    double acc_char;  // the same, divided by the number of characters, as lm-eval's acc_norm; NAN: not in the file
+    double loss;      // mean loss of a token of the right choices; falls long before accuracy rises
+} ChoiceScore;
+
+// ---- what is evaluated
+
+// Opens data in rows as the options ask for. What they leave to conversations, they then say.
+static inline void open_rows(DataLoader *d, Options *o, const char *pattern, const Comm *dp, int shuffle,
+                             int vocab_size) {
+    static const char *const names[] = {"no", "whole", "cut", "auto"};  // by Pack
+    RowKind kind = {PACK_NO, (int)o->documents};
+    while (strcmp(o->pack, names[kind.pack])) kind.pack = (Pack)(kind.pack + 1);
+    dataloader_open(d, pattern, o->batch_size, o->seq_len, kind, dp->rank, dp->world, shuffle, o->seed, vocab_size);
+    if (d->marked) o->pack = names[d->kind.pack];
+    if (d->marked) o->documents = d->kind.marks;
+}
+// `patterns`: files or globs with commas between.
+static void evaluation_add_sets(Evaluation *e, const char *patterns, int vocab_size) {
+    char *copy = strdup(patterns), *rest = copy;
+    require(copy, "out of memory\nname fewer sets");
+    for (char *pattern; (pattern = strsep(&rest, ","));) {
+        glob_t found;
+        if (!*pattern) continue;
+        require(find_files(pattern, &found) == 0 && found.gl_pathc > 0,
+                "no file matches '%s'\n"
+                "make multiple-choice sets with: python dev/data/multiple_choice.py",
+                pattern);
+        grow_array(e->sets, e->num_sets + found.gl_pathc);
+        for (size_t i = 0; i < found.gl_pathc; i++) {
+            EvalSet *added = &e->sets[e->num_sets];
+            eval_open(added, found.gl_pathv[i], e->T, vocab_size);
+            for (int k = 0; k < e->num_sets; k++)
+                require(strcmp(e->sets[k].name, added->name),
+                        "two multiple-choice sets have the name '%s'\n"
+                        "name each set once; sets are known by their files' names",
+                        added->name);
+            e->num_sets++;
+        }
+        globfree(&found);
+    }
+    free(copy);
+}
+// Hash of the tokenizer of the evaluation data; 0: unknown.
+static uint64_t evaluation_tokenizer(const Evaluation *e) {
+    uint64_t hash = e->val.hash;
+    for (int i = 0; i < e->num_sets && !hash; i++) hash = e->sets[i].hash;
+    return hash;
+}
+static inline void evaluation_open(Evaluation *e, Options *o, const Comm *comm, int vocab_size) {
+    const char *hellaswag = "dev/data/hellaswag/hellaswag_val.bin";
+    memset(e, 0, sizeof *e);
+    e->B = o->batch_size;
+    e->T = o->seq_len;
+    e->val_batches = o->eval_steps;
+    e->together = computes_together(o, comm);
+    if (!o->eval_every && !o->evaluate) return;
+    e->has_val = *o->val_data != 0;
+    if (e->has_val) open_rows(&e->val, o, o->val_data, comm, 0, vocab_size);
+    int found = o->hellaswag && file_exists(hellaswag);
+    if (found) evaluation_add_sets(e, hellaswag, vocab_size);
+    if (o->hellaswag && !found)
+        printf("HellaSwag is skipped: there is no %s\nmake it with: python dev/data/hellaswag.py\n", hellaswag);
+    evaluation_add_sets(e, o->choice_data, vocab_size);
+    for (int i = 0; i < e->num_sets; i++)
+        require(!e->sets[i].hash || e->sets[i].hash == evaluation_tokenizer(e),
+                "multiple-choice set '%s' and %s were made with different tokenizers\nmake all with the model's",
+                e->sets[i].name, e->has_val ? "the validation data" : "another");
+}
+static inline void evaluation_close(Evaluation *e) {
+    if (e->has_val) dataloader_close(&e->val);
+    for (int i = 0; i < e->num_sets; i++) eval_close(&e->sets[i]);
+    free(e->sets);
+    memset(e, 0, sizeof *e);
+}
+static inline void evaluation_print(const Evaluation *e) {
+    for (int i = 0; i < e->num_sets; i++) {
+        const EvalSet *s = &e->sets[i];
+        printf("choices   %s: %d examples, %d choices", s->name, s->num_examples, s->num_choices);
+        if (s->num_cut) printf(", %d lose the beginning of their context: longer than T = %d", s->num_cut, e->T);
+        putchar('\n');
+    }
+}
+// Files for the handshake: all ranks must have the same. Both return their number.
+static inline int list_shards(const DataLoader *d, DataFile *files) {
+    for (int i = 0; i < d->num_shards; i++) files[i] = (DataFile){file_name(d->shards[i].path), d->shards[i].hash};
+    return d->num_shards;
+}
+static inline int list_sets(const Evaluation *e, DataFile *files) {
+    for (int i = 0; i < e->num_sets; i++) {
+        const EvalSet *s = &e->sets[i];
+        files[i] = (DataFile){s->name, fnv1a(FNV1A, s->stream, s->words * sizeof *s->stream)};
+    }
+    return e->num_sets;
+}
+
+// ---- ends early
+
+// Called before each batch with MEET_ON. After a signal a job has seconds, but an evaluation may take an hour: all
+// ranks end it at the same batch.
+static int evaluation_goes_on(Evaluation *e, const Model *m, int on) {
+    watchdog_beat(PHASE_EVALUATE, -1);
+    int all = e->stopped ? 0 : stop_meet(&m->mesh->job, on);
+    e->stopped |= all & MEET_ON && all & MEET_STOP;
+    return all & MEET_ON && !e->stopped;
+}
+// A batch in which nothing is scored.
+static void empty_batch(const Evaluation *e, Model *m) {
+    const size_t count = (size_t)e->B * e->T;
+    int *inputs = new_zeros(int, count), *targets = new_array(int, count);
+    float *losses = new_array(float, count);
+    memset(targets, -1, count * sizeof(int));
+    model_losses(m, inputs, targets, e->T, losses);
+    free(inputs);
+    free(targets);
+    free(losses);
+}
+// After its last batch a rank meets those that have more, and goes along with them if it must.
+static void evaluation_end(Evaluation *e, Model *m) {
+    while (evaluation_goes_on(e, m, 0))
+        if (e->together) empty_batch(e, m);
+    if (m->mesh->tp.world > 1) comm_align(&m->mesh->job);  // tensor-parallel groups have different numbers of batches
+}
+
+// ---- validation set
+
+// Over the first sequences of the validation set, divided among ranks. Every learned token counts once, at any batch
+// size. Bits
+// per byte of text (end-of-text has no bytes) compare models with different tokenizers.
+static ValScore validation_score(Evaluation *e, Model *m, const Tokenizer *tokenizer) {
+    const Comm *dp = &m->mesh->dp;
+    int B = e->B, T = e->T, step = B * dp->world;
+    int64_t rows = e->val.rows_per_epoch, bytes = 0, learned = 0;
+    if (e->val_batches > 0 && e->val_batches * step < rows) rows = e->val_batches * step;
+    float *losses = new_array(float, (B * (size_t)T));
+    double sum = 0;
+    dataloader_reset(&e->val);
+    for (int64_t row = 0; row < rows && evaluation_goes_on(e, m, MEET_ON); row += step) {
+        // The last batch may continue in the next epoch.
+        int64_t left = rows - row - (int64_t)dp->rank * B, counted = (left < B ? left : B) * T;
+        dataloader_next(&e->val);
+        if (row + step < rows) dataloader_read_ahead(&e->val);
+        model_losses(m, e->val.inputs, e->val.targets, T, losses);
+        for (int64_t i = 0; i < counted; i++) {
+            if (e->val.targets[i] < 0) continue;
+            sum += losses[i];
+            learned++;
+            if (tokenizer) bytes += tokenizer_bytes(tokenizer, e->val.targets[i]);
+        }
+    }
+    free(losses);
+    evaluation_end(e, m);
+    double total = comm_sum(dp, sum), text = comm_sum(dp, bytes), tokens = comm_sum(dp, learned);
+    require(tokens > 0 || e->stopped,
+            "the first %ld rows of the validation data have no token that is learned\n"
+            "use more --eval-steps, other --val-data, or --eval-every 0",
+            rows);
+    const ValScore r = {total / tokens, text > 0 ? total / log(2) / text : NAN};
+    return r;
+}
+
+// ---- multiple choice
+
+// Rows to score, up to the model's B * T tokens at a time.
+typedef struct {
+    Model *m;
+    int T, rows, filled, *inputs, *targets, *choice;
+    float *losses;
+} ChoiceBatch;
+
+static void choice_flush(ChoiceBatch *b, Evaluation *e, double *sums) {
+    if (b->filled == 0) return;
+    size_t T = b->T, used = b->filled * T, rest = (b->rows - b->filled) * T * sizeof(int);
+    b->filled = 0;
+    if (!evaluation_goes_on(e, b->m, MEET_ON)) return;
+    memset(b->inputs + used, 0, rest);
+    memset(b->targets + used, -1, rest);
+    model_losses(b->m, b->inputs, b->targets, b->T, b->losses);
+    for (size_t i = 0; i < used; i++) sums[b->choice[i / T]] += b->losses[i];  // 0 where nothing is scored
+}
+// sums[choice]: the loss of its ending, for every world-th example. Most rows are much shorter than T. Those of at most
+// T/2, T/4, ... tokens are scored separately, 2, 4, ... times as many at a time, in an order that depends on lengths
+// only.
+static void choice_losses(Evaluation *e, const EvalSet *s, Model *m, double *sums) {
+    enum { SHORTEST = 16 };
+    size_t most = e->B * (size_t)e->T;
+    int *tokens = new_array(int, 3 * most);
+    ChoiceBatch b = {m, e->T, e->B, 0, tokens, tokens + most, tokens + 2 * most, new_array(float, most)};
+    for (int last = 0; !last; b.T /= 2, b.rows *= 2) {
+        last = b.T % 2 || b.T / 2 < SHORTEST;
+        for (int k = 0; k < s->num_choices; k++) {
+            int length = eval_row_length(s, k, e->T), fits = length <= b.T && (last || length > b.T / 2);
+            if (!fits || s->choices[k].example % m->mesh->dp.world != m->mesh->dp.rank) continue;
+            size_t at = b.filled * (size_t)b.T;
+            eval_row(s, k, b.T, b.inputs + at, b.targets + at);
+            b.choice[b.filled++] = k;
+            if (b.filled == b.rows) choice_flush(&b, e, sums);
+        }
+        choice_flush(&b, e, sums);
+    }
+    free(tokens);
+    free(b.losses);
+}
+
+// Whether the right choice has the smallest measure; of equal ones the first counts.
+static int choice_is_right(const EvalExample *x, const double *measure) {
+    int best = 0;
+    for (int c = 1; c < x->num_choices; c++)
+        if (measure[c] < measure[best]) best = c;
+    return best == x->label;
+}
+static ChoiceScore choice_score(Evaluation *e, const EvalSet *s, Model *m) {
+    const Comm *dp = &m->mesh->dp;
+    double *sums = new_zeros(double, s->num_choices);
+    double total[5] = {0};  // right by each measure; loss and tokens of right choices
+    choice_losses(e, s, m, sums);
+    for (int i = dp->rank; i < s->num_examples; i += dp->world) {
+        const EvalExample *x = &s->examples[i];
+        const EvalChoice *choices = &s->choices[x->first_choice];
+        double by_token[EVAL_MAX_CHOICES], by_character[EVAL_MAX_CHOICES], *sum = &sums[x->first_choice];
+        for (int c = 0; c < x->num_choices; c++) {
+            by_token[c] = sum[c] / choices[c].length;
+            by_character[c] = sum[c] / choices[c].characters;
+        }
+        total[0] += choice_is_right(x, sum);
+        total[1] += choice_is_right(x, by_token);
+        total[2] += choice_is_right(x, by_character);
+        total[3] += sum[x->label];
+        total[4] += choices[x->label].length;
+    }
+    evaluation_end(e, m);
+    free(sums);
+    for (int k = 0; k < 5; k++) total[k] = comm_sum(dp, total[k]);
+    double n = s->num_examples;
+    const ChoiceScore r = {total[0] / n, total[1] / n, s->choices->characters ? total[2] / n : NAN,
+                           total[3] / total[4]};
+    return r;
+}
+
+// ---- everything
+
+// After `step` optimiser steps and `tokens` tokens. tokenizer: of the data, or NULL. Prints nothing that a signal
+// ended. Returns the validation loss, the same on all ranks; NaN: there is none.
+static inline double evaluate(Evaluation *e, Model *m, const Tokenizer *tokenizer, Logger *log, long long step,
+                              long long tokens) {
+    double begin = now_seconds(), loss = NAN;
+    if (e->has_val) {
+        const ValScore v = validation_score(e, m, tokenizer);
+        if (e->stopped) return NAN;
+        loss = v.loss;
+        printf("eval %6lld | val loss %.4f", step, v.loss);
+        if (!isnan(v.bpb)) printf(" | %.4f bits/byte", v.bpb);
+        printf(" | %.1f s\n", now_seconds() - begin);
+        logger_event(log, "eval", step, "loss %g bpb %f tokens %lld", v.loss, v.bpb, tokens);
+    }
+    for (int i = 0; i < e->num_sets; i++) {
+        const EvalSet *s = &e->sets[i];
+        begin = now_seconds();
+        const ChoiceScore c = choice_score(e, s, m);
+        if (e->stopped) return NAN;
+        printf("eval %6lld | %s acc %.4f, by token %.4f", step, s->name, c.acc, c.acc_norm);
+        if (!isnan(c.acc_char)) printf(", by character %.4f", c.acc_char);
+        printf(" of %d | loss %.4f | %.1f s\n", s->num_examples, c.loss, now_seconds() - begin);
+        logger_event(log, "eval_choice", step, "name %s acc %g acc_norm %g acc_char %f loss %g count %d tokens %lld",
+                     s->name, c.acc, c.acc_norm, c.acc_char, c.loss, s->num_examples, tokens);
+    }
+    return loss;
+}
+
+#endif

@@ -1,0 +1,139 @@
+// Samples: --samples texts after one prompt, during training or with --generate. A sample that exceeds the window
+// continues from the last half of the window (engine.h). --kv-cache 0 recomputes everything for each token: the same
+// tokens, slowly. Include this after a backend.
+#ifndef LLMC_GENERATE_H
+#define LLMC_GENERATE_H
+
+#include "engine.h"
+#include "../ranks/stop.h"
+
+typedef struct {
+    Engine engine;  // its public fields are given, but for `hear`
+    const Options *o;
+    // private
+    int streams;          // prints tokens as they come
+    int stopped;          // by a signal
+    int not_finite;       // a sample ended so
+    int made;             // tokens of all samples
+    double begin, clock;  // when it began; when the first token was there
+} Generation;
+
+// Bounds the tokens of a sample: a token of text has at least one byte.
+static int64_t generation_longest(const Options *o) {
+    return 1 + tokenizer_most(o->prompt, (int)strlen(o->prompt)) + o->sample_tokens;
+}
+// Sequences at a time, each with a row of its own and one for each token of the draft. The others follow as these end.
+static int generation_slots(const Options *o) {
+    const int most = DECODE_ROWS / (*o->draft ? 1 + (int)o->draft_tokens : 1);
+    return o->serve ? (int)o->serve : o->samples < most ? (int)o->samples : most;
+}
+static Draw generation_draw(const Options *o, uint64_t part) {
+    const Draw d = {
+        (float)o->temperature, (int)o->top_k, (float)o->top_p, (uint64_t)o->seed, rand_stream(RAND_SAMPLE, part), 0};
+    return d;
+}
+// The text of a sequence from one of its tokens on, where `said` begins. free() it.
+static char *generation_text(const Generation *g, const Sequence *s, int from, int escape) {
+    char *raw = tokenizer_text(g->engine.tokenizer, s->tokens + from, s->count - from, 0);
+    if (s->search.found) raw[s->search.said] = 0;
+    char *text = text_of_bytes((unsigned char *)raw, strlen(raw), escape);
+    free(raw);
+    return text;
+}
+static int generation_hear(void *generation, Sequence *s, const Drawn *drawn, SequenceEnd end) {
+    Generation *g = (Generation *)generation;
+    if (g->clock == 0) g->clock = now_seconds();
+    g->made += drawn != NULL;
+    g->not_finite |= end == SEQUENCE_NOT_FINITE;
+    char *piece = tokenizer_stream(g->engine.tokenizer, &s->tail, drawn ? drawn->token : -1, 0);
+    char *text = stop_search(g->engine.ends, &s->search, piece, !drawn);
+    char *shown = text_of_bytes((unsigned char *)text, g->streams ? strlen(text) : 0, 1);
+    fputs(shown, stdout);
+    fflush(stdout);
+    free(piece);
+    free(text);
+    free(shown);
+    return s->search.found;
+}
+static void generation_open(Generation *g, int streams) {
+    g->engine.hear = generation_hear;
+    g->engine.caller = g;
+    g->streams = streams;
+    g->begin = now_seconds();
+}
+
+// While a group of ranks samples, the job's other ranks meet it here.
+enum { GENERATE_MEETING = 32 /*steps*/ };
+static inline void generate_elsewhere(const Comm *job) {
+    while (stop_meet(job, 0) & MEET_ON) {
+    }
+}
+static void generation_run(Generation *g) {
+    Engine *e = &g->engine;
+    const Comm *job = &e->m->mesh->job;
+    for (int step = 1; engine_step(e) && !g->stopped; step++)
+        if (step % GENERATE_MEETING == 0) g->stopped = (stop_meet(job, MEET_ON) & MEET_STOP) != 0;
+    if (g->stopped) engine_clear(e);
+    stop_meet(job, 0);
+}
+// Prints how it went, and the samples that were not streamed. A rate leaves out each sample's first token, which is
+// part of the prompt's time.
+static void generation_print(const Generation *g, const Sequence *samples, int64_t step) {
+    const int S = g->o->samples;
+    const double rate = g->made > S ? (g->made - S) / (now_seconds() - g->clock) : 0;
+    if (g->stopped) {
+        printf("---- the sample of step %ld was ended by a signal\n", step);
+        return;
+    }
+    for (int i = 0; i < S && !g->streams; i++) {
+        char *text = generation_text(g, &samples[i], 1, 1), which[48] = "";
+        if (S > 1) snprintf(which, sizeof which, ", %d of %d", i + 1, S);
+        printf("---- sample of step %ld%s (%d tokens, %.1f tokens/s)\n%s\n", step, which,
+               samples[i].count - samples[i].prompt, rate / S, text);
+        free(text);
+    }
+    if (g->streams)
+        printf("\n---- %d tokens, %.1f tokens/s; prompt of %d tokens %.0f ms", g->made, rate, samples->prompt - 1,
+               1e3 * (g->clock - g->begin));
+    else
+        printf(S > 1 ? "---- %d tokens in all, %.1f tokens/s" : "----", g->made, rate);
+    engine_print_end(&g->engine);
+}
+// What generates texts alone has failed without; a run that trains goes on.
+static void generation_require_finite(const Generation *g) {
+    comm_require(&g->engine.m->mesh->job, !g->not_finite || !g->o->generate, NOT_FINITE "\n" NOT_FINITE_HINT);
+    if (g->not_finite) printf("warning: " NOT_FINITE "\n");
+}
+// step: names the samples and, with --seed, determines them. streams: prints a single sample token by token. Returns
+// the first sample's text; NULL if a signal ended them.
+static inline char *generate(Generation *g, int64_t step, int streams) {
+    const Options *o = g->o;
+    const size_t bytes = strlen(o->prompt);
+    Sequence *samples = new_zeros(Sequence, o->samples);
+    generation_open(g, streams && o->samples == 1);
+    for (int i = 0; i < o->samples; i++) {
+        Sequence *s = &samples[i];
+        s->tokens = new_array(int, generation_longest(o));
+        s->tokens[0] = g->engine.eot;
+        s->count = 1;
+        if (bytes) s->count += tokenizer_encode(g->engine.tokenizer, o->prompt, (int)bytes, s->tokens + 1);
+        s->most = s->count + (int)o->sample_tokens;
+        s->draw = generation_draw(o, (uint64_t)i << 40 | (uint64_t)step);
+        char *prompt = generation_text(g, s, 1, 0);
+        s->search.said = strlen(prompt);
+        free(prompt);
+        engine_add(&g->engine, s);
+    }
+    char *first = generation_text(g, samples, 1, 1);
+    if (g->streams) printf("---- sample of step %ld\n%s", step, first);
+    free(first);
+    generation_run(g);
+    generation_print(g, samples, step);
+    generation_require_finite(g);
+    first = g->stopped ? NULL : generation_text(g, samples, 1, 1);
+    for (int i = 0; i < o->samples; i++) free(samples[i].tokens);
+    free(samples);
+    return first;
+}
+
+#endif
