@@ -144,7 +144,18 @@ static inline Split split_of(Role role) {
     case ROLE_FCB: return SPLIT_ROWS;
     case ROLE_PROJW:
     case ROLE_FCPROJW: return SPLIT_COLS;
-    default: return SPLIT_NONE;
+    case ROLE_WPE:
+    case ROLE_LNEW:
+    case ROLE_LN1W:
+    case ROLE_LN1B:
+    case ROLE_PROJB:
+    case ROLE_LN2W:
+    case ROLE_LN2B:
+    case ROLE_FCPROJB:
+    case ROLE_QKNORMW:
+    case ROLE_LNFW:
+    case ROLE_LNFB: return SPLIT_NONE;
+    default: unhandled(role);
     }
 }
 // As Param.init_std. GPT-2 scales what is added to the residual stream by 1 / sqrt(2 L). The modern recipe begins with
@@ -179,7 +190,15 @@ static inline int config_has(const Config *c, Role role) {
     case ROLE_LNEW: return c->embedding_norm;
     case ROLE_HEADW: return !c->tied;
     case ROLE_HEADB: return c->head_bias;
-    default: return 1;
+    case ROLE_WTE:
+    case ROLE_QKVW:
+    case ROLE_PROJW:
+    case ROLE_FCW:
+    case ROLE_FCPROJW:
+    case ROLE_LN1W:
+    case ROLE_LN2W:
+    case ROLE_LNFW: return 1;
+    default: unhandled(role);
     }
 }
 // Sizes of tensors. DIM_QKV: all rows of a packed q, k, v.

@@ -165,7 +165,8 @@ static inline void quant_widen(WeightFormat f, float *x, const void *codes, cons
     case WEIGHTS_BF16:
         for (int i = 0; i < cols; i++) x[i] = bf16_widen(((const uint16_t *)codes)[i]);
         break;
-    default: memcpy(x, codes, cols * sizeof *x);
+    case WEIGHTS_FP32: memcpy(x, codes, cols * sizeof *x); break;
+    default: unhandled(f);
     }
 }
 

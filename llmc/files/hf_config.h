@@ -49,10 +49,18 @@ static const struct {
 enum { HF_FAMILIES = COUNT_OF(hf_families) };
 static inline const char *hf_architecture(const Config *c) {
     int i = 0;
-    while (!config_is(c, hf_families[i].type)) i++;
+    while (i < HF_FAMILIES && !config_is(c, hf_families[i].type)) i++;
+    require(i < HF_FAMILIES, "model type '%s' has no architecture\nadd it to hf_families", c->model_type);
     return hf_families[i].architecture;
 }
-static inline const char *hidden_act(const Config *c) { return c->mlp == MLP_RELU2 ? "relu2" : "silu"; }
+static inline const char *hidden_act(const Config *c) {
+    switch (c->mlp) {
+    case MLP_GELU: return "gelu_new";
+    case MLP_SWIGLU: return "silu";
+    case MLP_RELU2: return "relu2";
+    default: unhandled(c->mlp);
+    }
+}
 // An absent head_dim means channels / heads, but 128 of Qwen3.
 static inline int config_writes_head_dim(const Config *c) {
     return c->num_heads * c->head_dim != c->channels || config_is(c, "qwen3");
@@ -97,9 +105,8 @@ static inline void config_write(const Config *c, const char *dtype, FILE *f, con
         fprintf(f, ",%s\"head_dim\": %d", s, c->head_dim);
     if (config_is(c, "gpt2"))
         fprintf(f,
-                ",%s\"activation_function\": \"gelu_new\",%s\"attn_pdrop\": 0.0,%s\"embd_pdrop\": 0.0"
-                ",%s\"resid_pdrop\": 0.0",
-                s, s, s, s);
+                ",%s\"activation_function\": \"%s\",%s\"attn_pdrop\": 0.0,%s\"embd_pdrop\": 0.0,%s\"resid_pdrop\": 0.0",
+                s, hidden_act(c), s, s, s);
     else
         fprintf(f, ",%s\"hidden_act\": \"%s\"", s, hidden_act(c));
     if (c->rope_factor > 0) {

@@ -96,6 +96,7 @@ static inline const ParamTable *table_of(const Model *m, const SlotName *slots) 
     return slots->slot == SLOT_FROZEN ? &m->frozen : &m->table;
 }
 static const SlotName optimizer_slots[] = {{SLOT_M, "m."}, {SLOT_V, "v."}, {SLOT_MASTER, "master."}};
+static_assert(NUM_SLOTS == COUNT_OF(optimizer_slots) + 3, "a checkpoint has all slots but gradients: add the new one");
 // Not every model has the last ones.
 static inline int num_optimizer_slots(const Model *m) {
     int n = 0;

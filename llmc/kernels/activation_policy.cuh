@@ -63,6 +63,17 @@ template <typename Body> static inline auto with_activation(MlpKind kind, Body b
     require(0, "activation %d is not known\nadd its policy to activation_policy.cuh", (int)kind);
     return body(Gelu());
 }
+// In a kernel that is one for all kinds. b: the second input of a kind that has two.
+__device__ inline float activation_value(MlpKind kind, float a, float b) {
+    float slope[1], slopes[2];
+    switch (kind) {
+    case MLP_GELU: return Gelu::apply(slope, {a});
+    case MLP_SWIGLU: return Swiglu::apply(slopes, {a, b});
+    case MLP_RELU2: return Relu2::apply(slope, {a});
+    }
+    __trap();
+    return a;
+}
 static inline int activation_inputs(MlpKind kind) {
     return with_activation(kind, [](auto policy) { return decltype(policy)::INPUTS; });
 }

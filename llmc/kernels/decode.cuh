@@ -38,6 +38,7 @@ typedef struct {
     NormKind norm;
     float norm_eps;
     MlpKind mlp;
+    int gated;          // decode_prepare: mlp_is_gated
     int qk_norm;        // q and k are normalised before RoPE
     float query_scale;  // with that: as QkNorm has it
     int dtype[DECODE_KINDS];
@@ -277,12 +278,9 @@ __device__ inline void decode_finish_qkv(const Decode &d, const DecodeShared &s,
     to[i + d.HD / 2] = (floatX)b;
 }
 __device__ inline void decode_finish_fc(const Decode &d, const DecodePair &p, float a, float b) {
-    const bool gated = d.mlp == MLP_SWIGLU;
     floatX *h = d.h + (size_t)p.row * d.F + p.column;
-    float slopes[2], slope[1];
-    const auto f = [&](float x) { return d.mlp == MLP_GELU ? Gelu::apply(slope, {x}) : Relu2::apply(slope, {x}); };
-    h[0] = (floatX)(gated ? Swiglu::apply(slopes, {a, b}) : f(a));
-    if (!gated) h[8] = (floatX)f(b);
+    h[0] = (floatX)activation_value(d.mlp, a, b);
+    if (!d.gated) h[8] = (floatX)activation_value(d.mlp, b, 0);
 }
 // A complete sum and what is added to it.
 __device__ inline void decode_finish_projection(const Decode &d, const DecodePair &p, float a, float b) {
@@ -365,7 +363,8 @@ __device__ __forceinline__ void decode_product(const Decode &d, DecodeShared &s,
         case DECODE_INT4:
             if constexpr (INTEGERS) decode_accumulate<WeightsInt4, GROUPS>(acc, ring, in, tiles, row_bytes);
             break;
-        default: decode_accumulate<WeightsNative, GROUPS>(acc, ring, in, tiles, row_bytes);
+        case DECODE_NATIVE: decode_accumulate<WeightsNative, GROUPS>(acc, ring, in, tiles, row_bytes); break;
+        default: __trap();
         }
         // One copy of what finishes sums: with more the compiler takes minutes.
         #pragma unroll 1
@@ -523,11 +522,11 @@ __global__ void __launch_bounds__(DECODE_ALL_THREADS, 1)
 // ---- host
 
 static inline DecodeShape decode_shape(const Decode *d, DecodeKind kind) {
-    const int gated = mlp_is_gated(d->mlp), attended = d->NH * d->HD;
+    const int attended = d->NH * d->HD;
     switch (kind) {
     case DECODE_QKV: return {(d->NH + 2 * d->NKV) * d->HD, d->C, d->HD / 2, d->dtype[kind]};
     case DECODE_PROJ: return {d->C, attended, 8, d->dtype[kind]};
-    case DECODE_FC: return {gated ? 2 * d->F : d->F, d->C, gated ? d->F : 8, d->dtype[kind]};
+    case DECODE_FC: return {d->gated ? 2 * d->F : d->F, d->C, d->gated ? d->F : 8, d->dtype[kind]};
     case DECODE_FCPROJ: return {d->C, d->F, 8, d->dtype[kind]};
     case DECODE_HEAD: return {d->head_columns, d->C, 8, d->dtype[kind]};
     default: unhandled(kind);
@@ -553,6 +552,7 @@ static inline int decode_fits(const Decode *d) {
 static inline void decode_prepare(Decode *d) {
     DecodePlan *p = &d->plan;
     d->blocks = device_attribute(cudaDevAttrMultiProcessorCount);
+    d->gated = mlp_is_gated(d->mlp);
     p->matrices = 4 * d->layers + 1;
     p->matrix = d->matrix;
     p->stage_bytes = 0;

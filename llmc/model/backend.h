@@ -42,7 +42,10 @@ static inline Keep slot_keeps(int stage, Slot s) {
     case SLOT_WEIGHT: return stage >= 3 ? KEEP_BLOCK_SHARDS : KEEP_WHOLE;
     case SLOT_GRAD: return stage >= 2 ? KEEP_BLOCK_SHARDS : KEEP_WHOLE;
     case SLOT_FROZEN: return KEEP_WHOLE;
-    default: return stage >= 1 ? KEEP_SHARDS : KEEP_WHOLE;
+    case SLOT_M:
+    case SLOT_V:
+    case SLOT_MASTER: return stage >= 1 ? KEEP_SHARDS : KEEP_WHOLE;
+    default: unhandled(s);
     }
 }
 // What counts of it: of gradients that are kept whole the shard alone is a sum over ranks.

@@ -194,8 +194,15 @@ static inline size_t plan_at(const Plan *p, Slot s, int unit, size_t offset) {
     return at;
 }
 static inline int plan_slot_is_bf16(const Plan *p, Slot s) {
-    const int of_state = s == SLOT_M || s == SLOT_V;
-    return of_state ? p->bf16_states : s != SLOT_MASTER && sizeof(floatX) == 2;
+    switch (s) {
+    case SLOT_WEIGHT:
+    case SLOT_GRAD:
+    case SLOT_FROZEN: return sizeof(floatX) == 2;
+    case SLOT_M:
+    case SLOT_V: return p->bf16_states;
+    case SLOT_MASTER: return 0;
+    default: unhandled(s);
+    }
 }
 static inline size_t plan_slot_bytes(const Plan *p, Slot s) {
     return plan_slot_is_bf16(p, s) ? sizeof(__nv_bfloat16) : sizeof(float);
@@ -206,8 +213,9 @@ static inline void *slot_pointer(const Buffers *b, Slot s) {
     case SLOT_GRAD: return b->grads;
     case SLOT_M: return b->m;
     case SLOT_V: return b->v;
+    case SLOT_MASTER: return b->master;
     case SLOT_FROZEN: return b->frozen;
-    default: return b->master;
+    default: unhandled(s);
     }
 }
 // The parts of the kept gradients that this rank adds to the norm: its shards, without copies that another rank of its
@@ -238,8 +246,15 @@ static inline int gradient_copies(const Plan *p, Copy *out, size_t *total) {
 }
 // Whether a slot is in host memory. The update takes it to the GPU in pieces, see offload.cuh.
 static inline int plan_offloads(const Plan *p, Slot s) {
-    return s == SLOT_MASTER ? p->offload & OFFLOAD_MASTER
-                            : (s == SLOT_M || s == SLOT_V) && (p->offload & OFFLOAD_STATES);
+    switch (s) {
+    case SLOT_WEIGHT:
+    case SLOT_GRAD:
+    case SLOT_FROZEN: return 0;
+    case SLOT_M:
+    case SLOT_V: return p->offload & OFFLOAD_STATES;
+    case SLOT_MASTER: return p->offload & OFFLOAD_MASTER;
+    default: unhandled(s);
+    }
 }
 // Elements of such a piece: 32 MiB in fp32 keep PCIe busy, and so many pieces that small models have several, too.
 // Where all is on the GPU there is one.

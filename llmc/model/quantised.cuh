@@ -44,7 +44,9 @@ static inline DecodeDtype decode_dtype(WeightFormat f) {
     case WEIGHTS_INT8: return DECODE_INT8;
     case WEIGHTS_FP8: return DECODE_E4M3;
     case WEIGHTS_INT4: return DECODE_INT4;
-    default: return DECODE_NATIVE;
+    case WEIGHTS_FP32:
+    case WEIGHTS_BF16: return DECODE_NATIVE;
+    default: unhandled(f);
     }
 }
 // The kernel of a step of generation, so far as the plan knows it.
