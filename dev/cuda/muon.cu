@@ -6,6 +6,7 @@
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
 #include "../../llmc/model/newton_schulz.cuh"
+#include "../../llmc/model/optimiser.h"
 
 typedef __nv_bfloat16 bf16;
 static Muon muon_with(const char *polynomials) {
