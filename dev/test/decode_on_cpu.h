@@ -95,18 +95,16 @@ static inline void copy_async_arrive_besides(unsigned barrier) {
     for (const AsyncCopy &c : fiber->open) barriers.at(barrier).late.push_back(c);
     fiber->open.clear();
 }
-struct Gelu {
-    static float apply(float (&)[1], const float (&x)[1]) {
-        const float u = 0.79788456f * (x[0] + 0.044715f * x[0] * x[0] * x[0]);
-        return x[0] / (1 + expf(-2 * u));
+[[noreturn]] static inline void __trap() { abort(); }
+static inline float activation_value(MlpKind kind, float a, float b) {
+    const float u = 0.79788456f * (a + 0.044715f * a * a * a);
+    switch (kind) {
+    case MLP_GELU: return a / (1 + expf(-2 * u));
+    case MLP_SWIGLU: return a / (1 + expf(-a)) * b;
+    case MLP_RELU2: return a < 0 ? 0 : a * a;
     }
-};
-struct Swiglu {
-    static float apply(float (&)[2], const float (&x)[2]) { return x[0] / (1 + expf(-x[0])) * x[1]; }
-};
-struct Relu2 {
-    static float apply(float (&)[1], const float (&x)[1]) { return x[0] < 0 ? 0 : x[0] * x[0]; }
-};
+    __trap();
+}
 enum { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerBlockOptin };
 static int shared_room = 232448;
 static inline int device_attribute(int which) {
@@ -154,7 +152,7 @@ static inline void p2p_wait_lines(uint2 (&x)[P2P_RANKS], const P2pView &v, const
             for (int i = 0; i < 2; i++)
                 line[i] = __atomic_load_n((uint64_t *)(from + r * stride) + i, __ATOMIC_RELAXED);
             if (line_is_here(line[0], call) && line_is_here(line[1], call)) break;
-            sched_yield();
+            usleep(20);
             progress++;  // elsewhere
             pass_on();   // others of this block may have to send
         }

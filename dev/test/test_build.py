@@ -379,13 +379,15 @@ def fatbin_contents(path):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_binary_carries_every_architecture(precision):
-    fat = CONFIG.get("FAT_ARCHS", "").split()
-    path = ROOT / f"build/{precision}-{'-'.join(fat)}/train_gpt2cu"
-    if not fat or not path.exists():
+    lists = [CONFIG.get("FAT_ARCHS", "").split(), ["80", "90a"]]  # with a GPU; without one: run_tests.py
+    paths = [(ROOT / f"build/{precision}-{'-'.join(archs)}/train_gpt2cu", archs) for archs in lists]
+    built = [(path, archs) for path, archs in paths if path.exists()]
+    if not built:
         pytest.skip("not built here")
-    code, ptx = fatbin_contents(path)
-    assert code == set(fat)
-    assert ptx == {[a for a in fat if not a.endswith("a")][-1]}
+    for path, archs in built:
+        code, ptx = fatbin_contents(path)
+        assert code == set(archs)
+        assert ptx == {[a for a in archs if not a.endswith("a")][-1]}
 
 
 def tiny_run(folder):
@@ -458,7 +460,7 @@ def test_make_survives_being_killed(tmp_path):
     begin = time.time()
     assert make("train_gpt2", cwd=tree).returncode == 0
     whole = time.time() - begin
-    for share in (0.2, 0.6, 0.95):
+    for share in (0.3, 0.95):
         assert make("clean", cwd=tree).returncode == 0
         p = subprocess.Popen(
             ["make", f"PYTHON={sys.executable}", "train_gpt2"],

@@ -440,7 +440,7 @@ def test_two_ranks(whole, tmp_path):
 def test_a_second_ctrl_c_does_not_wait(whole, tmp_path):
     """The step would take minutes."""
     options, _ = whole
-    size = ["-e", "d12,channels=1024,heads=16,vocab=256,seq=64", "-b", 128, "-d", 2**27]
+    size = ["-e", "d4,channels=256,heads=4,vocab=256,seq=64", "-b", 128, "-d", 2**27]
     p = run("run_tiny_cpu.sh", *options, *size, "-o", tmp_path / "out")
     while not starts(tmp_path / "out"):
         assert p.poll() is None, finish(p)

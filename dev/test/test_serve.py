@@ -694,7 +694,7 @@ def test_a_program_that_says_nothing(tmp_path):
         assert 3 < time.time() - begin < 30
         begin = time.time()
         assert s.post("completions", {"prompt": "say hi"})[0] == 503 and time.time() - begin < 2
-        assert size() - sizes[30] < 30 << 20, sizes
+        assert size() - sizes[0] < 70 << 20, sizes  # one copy of each body would be 90 MB
         os.kill(child, signal.SIGCONT)
         s.wait(lambda: s.post("completions", {"prompt": "say hi"})[0] == 200)
 

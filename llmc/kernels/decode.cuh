@@ -522,11 +522,11 @@ __global__ void __launch_bounds__(DECODE_ALL_THREADS, 1)
 // ---- host
 
 static inline DecodeShape decode_shape(const Decode *d, DecodeKind kind) {
-    const int attended = d->NH * d->HD;
+    const int gated = mlp_is_gated(d->mlp), attended = d->NH * d->HD;
     switch (kind) {
     case DECODE_QKV: return {(d->NH + 2 * d->NKV) * d->HD, d->C, d->HD / 2, d->dtype[kind]};
     case DECODE_PROJ: return {d->C, attended, 8, d->dtype[kind]};
-    case DECODE_FC: return {d->gated ? 2 * d->F : d->F, d->C, d->gated ? d->F : 8, d->dtype[kind]};
+    case DECODE_FC: return {gated ? 2 * d->F : d->F, d->C, gated ? d->F : 8, d->dtype[kind]};
     case DECODE_FCPROJ: return {d->C, d->F, 8, d->dtype[kind]};
     case DECODE_HEAD: return {d->head_columns, d->C, 8, d->dtype[kind]};
     default: unhandled(kind);
