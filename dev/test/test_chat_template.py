@@ -295,7 +295,7 @@ def served(tmp_path_factory):
     small = f"llama3.2:1B,layers=1,channels=32,heads=1,kv_heads=1,ffn=32,vocab={len(own.tokens)},seq=4096"
     how = f"-e {small} -b 1 -t 1024 -x 1 -l 0 -v 0 -s 0 --threads 1 -o {folder}/run -i".split()
     run(TRAINER, *how, folder / "data/data_train_*.bin")
-    command = [TRAINER, "-e", folder / "run/step_00000001", "--serve", "1", "--threads", "1"]
+    command = [TRAINER, "-e", folder / "run/step_00000001", "-t", "4096", "--serve", "1", "--threads", "1"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=launcher.ENVIRONMENT) as program:
 
