@@ -27,7 +27,7 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from checked_json import BadFile, Object, read_object
+from checked_json import BadFile, Object, open_regular, read_object
 from limited import Exceeded, Failed, Limited
 
 MOST_BYTES = 1 << 24  # of a template
@@ -311,7 +311,7 @@ def read_template(folder):
 
 def read_text(path):
     """A template's file. BadFile, OSError."""
-    with open(path, "rb") as f:
+    with open_regular(path) as f:
         text = f.read(MOST_BYTES + 1)
     if len(text) > MOST_BYTES:
         raise BadFile(f"{path} is larger than {MOST_BYTES >> 20} MiB")

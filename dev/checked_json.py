@@ -11,6 +11,7 @@ Only Python's standard library.
 import json
 import math
 import os
+import stat
 
 MOST_BYTES = 256 << 20
 KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a whole number"}
@@ -83,12 +84,21 @@ def parse_object(text, where):
     return Object(value, where)
 
 
+def open_regular(path):
+    """Opens a file for reading its bytes. A pipe would be waited for: BadFile. OSError."""
+    f = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
+        f.close()
+        raise BadFile(f"{path} is no regular file")
+    return f
+
+
 def read_object(path, required=False):
     """The object of a file. A file that is not there is {}, or with `required` an OSError."""
     path = os.fspath(path)
     if not required and not os.path.lexists(path):
         return Object({}, path)
-    with open(path, "rb") as f:
+    with open_regular(path) as f:
         if os.fstat(f.fileno()).st_size > MOST_BYTES:
             raise BadFile(f"{path} is larger than {MOST_BYTES >> 20} MiB")
         text = f.read()

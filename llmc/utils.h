@@ -175,7 +175,7 @@ static inline int open_or_die(const char *path, int flags, const char *hint) {
 }
 static int open_data_file(const char *path, const char *hint, int64_t *bytes) {
     struct stat s;
-    int fd = open_or_die(path, O_RDONLY, hint);
+    int fd = open_or_die(path, O_RDONLY | O_NONBLOCK /* does not wait for who writes a pipe */, hint);
     require(fstat(fd, &s) == 0 && S_ISREG(s.st_mode), "'%s' is not a regular file\nname a file, not a folder", path);
     *bytes = s.st_size;
     return fd;

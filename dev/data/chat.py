@@ -47,7 +47,7 @@ import tokenizers
 import shards
 from chat_template import Renderer, Task, TemplateError, end_of_turn, ends_of_folder, first_token, probe
 from chat_template import read_template, read_text, with_end
-from checked_json import read_object
+from checked_json import open_regular, read_object
 from data_common import Progress, atomic_write, write_shard
 from reader import die_of, find_inputs, once, plan, records
 from tokenizer_json import add_tokenizer_arguments, read_tokenizer_json, tokenizer_json
@@ -227,7 +227,8 @@ class Encoder:
         self.own = own
         if path:
             try:
-                self.encode = tokenizers.Tokenizer.from_file(path)
+                with open_regular(path) as f:
+                    self.encode = tokenizers.Tokenizer.from_buffer(f.read())
             except Exception as e:  # the package has no class of its own for them
                 die(f"'{path}' is not a tokenizer.json: {e}", "download it again")
         else:

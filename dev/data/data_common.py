@@ -33,6 +33,7 @@ import missing_package  # noqa: E402, before numpy
 
 import numpy as np  # noqa: E402
 
+from checked_json import open_regular  # noqa: E402
 from tool_output import end_with_reader, outlive_reader, reader_is_gone  # noqa: E402,F401
 
 HEADER_WORDS = 256
@@ -166,7 +167,7 @@ def fnv1a(data):
 
 def tokenizer_parts(path):
     """(header, tokens, what follows them) of a tokenizer.bin; ValueError if it is none."""
-    with open(path, "rb") as f:
+    with open_regular(path) as f:
         data = f.read()
     if len(data) < HEADER_BYTES:
         raise ValueError("is too short for a tokenizer file")
@@ -194,7 +195,7 @@ def read_tokenizer(path):
 
 def tokenizer_hash(path):
     """What Tokenizer.hash is of this tokenizer.bin."""
-    with open(path, "rb") as f:
+    with open_regular(path) as f:
         return fnv1a(f.read()[HEADER_BYTES:])
 
 

@@ -1218,3 +1218,27 @@ def test_verify_without_transformers(program, tmp_path, monkeypatch, capfd):  # 
     assert out.count("by train_gpt2.py") == out.count("they agree") == len(FAMILIES) + 1
     main(monkeypatch, "check", write(program, tmp_path / "again", "gpt2", "fp32"), "--verify")
     assert "they agree" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer.bin"])
+def test_a_pipe_in_a_folder_is_not_waited_for(program, tmp_path, name):  # noqa: F811
+    """Nobody writes into it, so that a reader would wait for ever."""
+    folder = write(program, tmp_path, "llama3.1", "fp32")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    (tmp_path / "c.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    tool = [
+        sys.executable,
+        ROOT / "dev/data/chat.py",
+        "--template",
+        "chatml",
+        "--check",
+        "1",
+        "--output",
+        tmp_path / "d",
+    ]
+    convert = [*tool, "--input", tmp_path / "c.jsonl", "--model", folder]
+    for command in (convert, [sys.executable, ROOT / "dev/eval/hf.py", "check", folder]):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr
+        assert done.returncode == 0 or "error: " in done.stderr

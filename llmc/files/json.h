@@ -191,10 +191,11 @@ static inline int json_parse_owned(Json *j, char *text, size_t length) {
 // The text of a file, for json_parse_owned. NULL: it cannot be read, with the reason in j->error.
 static inline char *json_read(Json *j, const char *path, size_t *length) {
     memset(j, 0, sizeof *j);
-    FILE *f = fopen(path, "rb");
+    int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    FILE *f = fd < 0 ? NULL : fdopen(fd, "rb");
     struct stat s;
     char *text = NULL;
-    if (!f || fstat(fileno(f), &s) != 0)
+    if (!f || fstat(fd, &s) != 0)
         snprintf(j->error, sizeof j->error, "%s", strerror(errno));
     else if (!S_ISREG(s.st_mode))
         strcpy(j->error, "not a file");
