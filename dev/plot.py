@@ -5,7 +5,6 @@ main.log).
   python dev/plot.py out/* -o curves.png --x tokens --panels loss,accuracy,norm,speed,lr --labels "baseline,lr 6e-4"
   python dev/plot.py out/a --reference gpt2:124M,gpt3:124M        with the figures of OpenAI's models
   python dev/plot.py out/a --follow                               draws anew while the run goes, until it has ended
-  python dev/plot.py --bench -o bench.png                         the tables of dev/bench/*.md over their dates
 
 Training loss is drawn twice: every step, faint, and smoothed (an average whose weights halve every --smooth steps).
 Validation losses are points on a line, and the last one stands in the legend. A log may end in the middle of a line
@@ -14,13 +13,11 @@ counts.
 """
 
 import argparse
-import glob
 import math
 import os
 import re
 import sys
 import time
-from datetime import date
 
 import missing_package  # noqa: F401, before matplotlib
 
@@ -92,6 +89,18 @@ def read_log(path):
     if not len(run.step) and not len(run.eval):
         fail(f"'{run.path}' has no step or eval lines", "let the run take at least one step")
     return run
+
+
+def panels_with_data(runs, panels):
+    """Without "accuracy" where no run was scored: its axis would be empty."""
+    if any(len(series) for run in runs for series in run.choices.values()):
+        return panels
+    left = [panel for panel in panels if panel != "accuracy"]
+    if not left:
+        fail("no run has an accuracy", "train with --choice-data, or name other --panels")
+    if left != panels:
+        print("not drawn: the panel accuracy, because no run has one (--choice-data)", file=sys.stderr)
+    return left
 
 
 def x_values(run, series, kind):
@@ -342,149 +351,9 @@ def follow(runs, seconds, redraw):
         print()
 
 
-# ---- bench tables
-
-
-def tables(text):
-    """The tables of a markdown text: (heading above, column names, rows of cells)."""
-    heading, found, rows = "", [], []
-    for line in [*text.splitlines(), ""]:
-        if line.startswith("|"):
-            rows.append([cell.strip() for cell in line.strip().strip("|").split("|")])
-            continue
-        if len(rows) > 2 and all(set(cell) <= set("-: ") for cell in rows[1]):
-            found.append((heading, rows[0], [r for r in rows[2:] if len(r) == len(rows[0])]))
-        rows = []
-        heading = line.lstrip("# ") if line.startswith("#") else heading
-    return found
-
-
-def bench_figures(paths):
-    """(machine, "ratio" or "tokens/s"), row label, date, value: every figure of files named <machine>_<date>.md."""
-    for path in sorted(paths):
-        name = re.fullmatch(r"(.+)_(\d{4}-\d\d-\d\d)\.md", os.path.basename(path))
-        if not name:
-            continue
-        with open(path, encoding="utf-8") as f:
-            found = tables(f.read())
-        for heading, columns, rows in found:
-            day = date.fromisoformat(re.search(r"\d{4}-\d\d-\d\d|$", heading)[0] or name[2])
-            for column, title in enumerate(columns):
-                for row in rows:
-                    rate = re.fullmatch(r"([\d.,]+)(k|M)?(?: (?:tok|tokens)/s)?", row[column])
-                    if not rate or column == 0 or row[0].startswith("the same"):
-                        continue
-                    value = float(rate[1].replace(",", "")) * {None: 1, "k": 1e3, "M": 1e6}[rate[2]]
-                    if "ratio" in title:
-                        yield (name[1], "ratio"), row[0], day, value
-                    elif (
-                        (rate[2] or re.search(r"tok(ens)?/s", title))
-                        and "PyTorch" not in title + row[0]
-                        and "reach" not in title
-                    ):
-                        yield (name[1], "tokens/s"), row[0] + ("" if "llm.cu" in title else f", {title}"), day, value
-
-
-def bench_lines(paths):
-    """{(machine, quantity): {row label: [(date, mean of that day)]}} of several days; number of rows of one day."""
-    days = {}
-    for subject, label, day, value in bench_figures(paths):
-        days.setdefault((subject, label), {}).setdefault(day, []).append(value)
-    series = {}
-    for (subject, label), row in days.items():
-        if len(row) > 1:
-            means = [(day, sum(values) / len(values)) for day, values in sorted(row.items())]
-            series.setdefault(subject, {})[label] = means
-    return series, sum(len(row) == 1 for row in days.values())
-
-
-def spread(values, gap):
-    """Positions near the values (ascending), `gap` apart: neighbours that are closer form a group around their
-    middle."""
-    groups = []  # [sum of the values, count]
-    for v in values:
-        groups.append([v, 1])
-        while (
-            len(groups) > 1
-            and groups[-1][0] / groups[-1][1] - groups[-2][0] / groups[-2][1]
-            < gap * (groups[-1][1] + groups[-2][1]) / 2
-        ):
-            total, count = groups.pop()
-            groups[-1] = [groups[-1][0] + total, groups[-1][1] + count]
-    return [total / count + gap * (i - (count - 1) / 2) for total, count in groups for i in range(count)]
-
-
-def draw_bench(paths, output):
-    series, once = bench_lines(paths)
-    if not series:
-        fail(
-            "no ratio and no tokens/s of several days in " + (" ".join(paths) or "dev/bench/*.md"),
-            "name files like dev/bench/h200_2026-11-20.md with the same rows",
-        )
-    plt.rcParams.update(STYLE)
-    heights = [max(1.6, 0.24 * len(rows) + 0.6) for rows in series.values()]
-    figure, axes = plt.subplots(
-        len(series),
-        1,
-        figsize=(10, sum(heights) + 0.5),
-        sharex=True,
-        squeeze=False,
-        gridspec_kw={"height_ratios": heights},
-        layout="constrained",
-    )
-    for axis, height, ((heading, what), rows) in zip(axes[:, 0], heights, series.items()):
-        axis.set_title(f"{heading}: {what}", loc="left", fontsize=10, fontweight="bold")
-        values = [v for row in rows.values() for _, v in row]
-        if what == "ratio":
-            axis.axhline(1, color="#444444", linewidth=1.0, linestyle=(0, (1, 2)))
-            axis.set_ylim(min(*values, 0.95) - 0.05, max(*values, 1) + 0.05)
-        else:
-            axis.set_yscale("log")
-            axis.set_ylim(min(values) / 1.6, max(values) * 1.6)
-            axis.yaxis.set_major_locator(FixedLocator(log_ticks(*axis.get_ylim(), most=5)))
-            axis.yaxis.set_major_formatter(FuncFormatter(count_text))
-            axis.yaxis.set_minor_formatter(NullFormatter())
-        ordered = sorted(rows.items(), key=lambda r: r[1][-1][1])
-        at = spread(
-            [
-                float(
-                    axis.transLimits.transform((0, axis.get_yscale() == "log" and math.log10(r[-1][1]) or r[-1][1]))[1]
-                )
-                for _, r in ordered
-            ],
-            0.19 / height,
-        )
-        for i, ((label, row), y) in enumerate(zip(ordered, at)):
-            axis.plot(*zip(*row), color=COLOURS[i % len(COLOURS)], linewidth=1.4, marker="o", markersize=5)
-            axis.annotate(
-                f"{row[-1][1]:.2f}  {label}" if what == "ratio" else f"{count_text(row[-1][1])}  {label}",
-                row[-1],
-                xytext=(1.02, y),
-                textcoords="axes fraction",
-                va="center",
-                fontsize=8,
-                color=COLOURS[i % len(COLOURS)],
-                arrowprops={
-                    "arrowstyle": "-",
-                    "relpos": (0, 0.5),
-                    "color": COLOURS[i % len(COLOURS)],
-                    "linewidth": 0.5,
-                    "alpha": 0.6,
-                },
-            )
-    days = sorted({d for rows in series.values() for row in rows.values() for d, _ in row})
-    ticks = days[:: len(days) // 8 + 1]
-    axes[-1, 0].set_xticks(ticks, [str(d) for d in ticks])
-    save(figure, output)
-    drawn = sum(map(len, series.values()))
-    print(f"{drawn} rows, {days[0]} to {days[-1]}; not drawn: {once} rows of one day\nwrote {output}")
-
-
 def parse_arguments(argv):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument(
-        "runs", nargs="*", help="run folders or log files; with --bench: markdown files (default: dev/bench/*.md)"
-    )
+    p.add_argument("runs", nargs="+", help="run folders or log files")
     p.add_argument("-o", "--output", default="curves.png", help="picture to write (default: curves.png)")
     p.add_argument("--x", choices=X_LABELS, default="step", help="horizontal axis (default: step)")
     p.add_argument("--panels", default="loss", help=f"comma-separated, of {', '.join(PANELS)} (default: loss)")
@@ -513,12 +382,8 @@ def parse_arguments(argv):
         metavar="SECONDS",
         help="look every SECONDS (10) for new lines and draw anew, until every run has ended",
     )
-    bench = "draw the ratio and tokens/s columns of bench tables over time instead: rows that several days have"
-    p.add_argument("--bench", action="store_true", help=bench)
     a = p.parse_args(argv)
     a.panels, a.reference = a.panels.split(","), [name for name in a.reference.split(",") if name]
-    if not a.runs and not a.bench:
-        p.error("name at least one run")
     if not set(a.panels) <= set(PANELS):
         fail(f"unknown panel in '{','.join(a.panels)}'", f"use {', '.join(PANELS)}")
     if not set(a.reference) <= set(REFERENCES):
@@ -530,10 +395,6 @@ def parse_arguments(argv):
 
 def main(argv=None):
     a = parse_arguments(argv)
-    if a.bench:
-        return draw_bench(
-            a.runs or glob.glob(os.path.join(os.path.dirname(os.path.abspath(__file__)), "bench", "*.md")), a.output
-        )
     labels = a.labels.split(",") if a.labels else run_names(a.runs)
     if len(labels) != len(a.runs):
         fail(f"{len(labels)} labels for {len(a.runs)} runs", "give one label for each run, separated by commas")
@@ -556,9 +417,10 @@ def main(argv=None):
             print(f"{label}: {last['step'][-1]:.0f} steps, loss {last['loss'][-1]:.4f}{evals}")
         print(f"wrote {a.output}", flush=True)
 
-    if a.follow:
+    if a.follow:  # what is not there may come
         follow(runs, a.follow, redraw)
     else:
+        a.panels = panels_with_data(runs, a.panels)
         redraw()
 
 

@@ -1,6 +1,5 @@
 """dev/plot.py on synthetic logs: whole, cut off, resumed, damaged."""
 
-import glob
 import json
 import math
 import os
@@ -328,6 +327,7 @@ def test_messages(tmp_path, capsys):
         ([empty], "no step or eval lines"),
         ([good, "--panels", "lost"], "unknown panel"),
         ([good, "--labels", "a,b"], "2 labels for 1 runs"),
+        ([good, "--panels", "accuracy"], "no run has an accuracy"),
     ):
         with pytest.raises(SystemExit) as e:
             plot.main([*arguments, "-o", str(tmp_path / "x.png")])
@@ -340,7 +340,6 @@ def test_messages(tmp_path, capsys):
         ([str(llmc), "--x", "time"], "use --x step"),
         ([good, "-o", str(tmp_path / "no" / "x.png")], "cannot write"),
         ([good, "-o", str(tmp_path / "x.xyz")], "cannot write"),
-        (["--bench", str(tmp_path / "good" / "main.jsonl")], "no ratio and no tokens/s"),
         ([__file__], "is no run's log"),
         ([__file__, "--follow"], "is no run's log"),
     ):
@@ -348,6 +347,19 @@ def test_messages(tmp_path, capsys):
             plot.main(["-o", str(tmp_path / "x.png"), *arguments])
         assert e.value.code == 1 and words in capsys.readouterr().err, words
     assert not list(tmp_path.glob("x.*"))
+
+
+def test_a_panel_without_data_is_left_out(tmp_path, capsys, monkeypatch):
+    """No run was scored: the panel of accuracies would be empty. One scored run is enough to draw it."""
+    shown = []
+    monkeypatch.setattr(plot, "draw", lambda runs, labels, output, kind, panels, *rest: shown.append(panels))
+    good, scored = ordinary(tmp_path / "good"), ordinary(tmp_path / "scored", choices=True)
+    for runs, panels, said in (
+        ([good], ["loss", "lr"], "not drawn: the panel accuracy"),
+        ([good, scored], ["loss", "accuracy", "lr"], ""),
+    ):
+        plot.main([*runs, "-o", str(tmp_path / "x.png"), "--panels", "loss,accuracy,lr"])
+        assert shown.pop() == panels and said in capsys.readouterr().err
 
 
 def test_from_the_command_line(tmp_path):
@@ -422,71 +434,3 @@ def test_follow_redraws_until_the_end(tmp_path):
         assert [f.name for f in tmp_path.glob("*.png")] == ["live.png"]
     finally:
         p.kill()
-
-
-BENCH = """# NVIDIA X1, {day}
-
-Text | that | is no table
-
-| run | PyTorch | llm.cu | ratio | to reach |
-|---|---|---|---|---|
-| 124M | 500.0k tok/s | {speed}k | {ratio} | 700k |
-| the same, hot | | 1.0k | 1.00 | |
-| 8B | | 9.5k | | 12k |
-
-## Two GPUs (a remark)
-
-| run | one GPU | two GPU |
-|---|---|---|
-| 124M | 613.0k | 1,203.1k |
-| PyTorch | | 2013.0k |
-| only on {day} | | 1.0k |
-| a | row | too | long |
-
-## Once more
-
-| run | llm.cu |
-|---|---|
-| 8B | 8.5k |
-"""
-
-
-def test_bench_tables(tmp_path, capsys):
-    for day, speed, ratio in (("2026-11-20", "600.5", "1.20"), ("2026-12-01", "640", "1.25")):
-        text = BENCH.format(day=day, speed=speed, ratio=ratio)
-        text = text if day < "2026-12" else text.replace(f"| only on {day} | | 1.0k |\n", "")
-        (tmp_path / f"x1_{day}.md").write_text(text)
-    (tmp_path / "notes.md").write_text(BENCH)
-    files = sorted(str(f) for f in tmp_path.glob("*.md"))
-    days = [plot.date(2026, 11, 20), plot.date(2026, 12, 1)]
-    # 8B has two figures a day: its own and the one under a later heading
-    rates = {"124M": (600500, 640000), "8B": (9000, 9000), "124M, one GPU": (613e3, 613e3)}
-    rates["124M, two GPU"] = (1203100, 1203100)
-    lines = {
-        ("x1", "tokens/s"): {label: list(zip(days, of_days)) for label, of_days in rates.items()},
-        ("x1", "ratio"): {"124M": [(days[0], 1.2), (days[1], 1.25)]},
-    }
-    assert plot.bench_lines(files) == (lines, 1)
-    plot.main(["--bench", *files, "-o", str(tmp_path / "bench.png")])
-    assert "5 rows, 2026-11-20 to 2026-12-01; not drawn: 1 rows of one day" in capsys.readouterr().out
-    assert colours_of(str(tmp_path / "bench.png"))(plot.COLOURS[0]) > 100
-    with pytest.raises(SystemExit):
-        plot.main(["--bench", files[-1], "-o", str(tmp_path / "one_day.png")])
-    assert "of several days" in capsys.readouterr().err and not (tmp_path / "one_day.png").exists()
-
-
-def test_our_bench_tables_fit_a_screen(tmp_path):
-    ours, _ = plot.bench_lines(glob.glob(os.path.join(ROOT, "dev/bench/*.md")))
-    gpu, cpu = "GPT-2 124M, B 64, T 1024, 524,288 tokens a step", "GPT-2 124M, B 4, T 64"
-    assert ours["h200", "ratio"][gpu][0] == (plot.date(2026, 11, 20), 1.19)
-    assert ours["cpu", "ratio"][cpu][1] == (plot.date(2026, 11, 22), 2.05)  # a date in a heading counts
-    assert all(len({day for day, _ in row}) > 1 for rows in ours.values() for row in rows.values())
-    plot.main(["--bench", "-o", str(tmp_path / "bench.png")])
-    assert 500 < matplotlib.image.imread(str(tmp_path / "bench.png")).shape[0] < 2000
-
-
-def test_labels_are_spread(tmp_path):
-    assert plot.spread([1.0], 1) == [1] and plot.spread([0, 10, 20], 5) == [0, 10, 20]
-    assert plot.spread([0, 0, 0], 2) == [-2, 0, 2]
-    at = plot.spread(sorted(np.random.default_rng(0).uniform(0, 1, 30)), 0.05)
-    assert min(b - a for a, b in zip(at, at[1:])) > 0.05 - 1e-9
