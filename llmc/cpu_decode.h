@@ -1,5 +1,6 @@
 // The products of generation on a CPU: few rows of activations with a matrix that is read once. fp32 and bf16 are bound
-// by memory, formats of fewer bits by the instructions that widen them (dev/bench/cpu_decode_2026-11-23.md).
+// by memory, formats of fewer bits by the instructions that widen them: of a loop that only reads them, 0.9 in
+// fp32, 0.6 in int8, 0.3 in int4.
 //
 //   out (N,rows) = [x +] inp (N,cols) weight (rows,cols)^T [+ bias]     weight: a QuantMatrix; sums in fp32
 //

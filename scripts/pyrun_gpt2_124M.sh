@@ -4,7 +4,7 @@
 #   data      python dev/data/fineweb.py --version 10B
 #   tokens    18,865 steps of 524,288 = 9.89B
 #   expected  the curve of run_gpt2_124M.sh within the rounding of bf16
-#   time      5.1 hours on one H200 (535.8k tokens/s of compiled PyTorch, dev/bench/h200_2026-11-20.md: the same model in a leaner loop)
+#   time      5.1 hours on one H200 (543.3k tokens/s of compiled PyTorch, dev/bench/training.md: the same model in a leaner loop)
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 data=dev/data/fineweb10B out=log/py_gpt2_124M make_data="python dev/data/fineweb.py --version 10B"
 [ "${GPUS:-1}" = 1 ] || fail "train_gpt2.py runs on one GPU, not on $GPUS" "leave GPUS out; scripts/run_gpt2_124M.sh runs on several"

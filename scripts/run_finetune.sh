@@ -96,7 +96,7 @@ every=$((tokens / batch / 4 > 0 ? tokens / batch / 4 : 1))
 awk -v tokens="$tokens" -v epochs="$epochs" -v weights="$weights" -v lora="$lora" -v gpus="$GPUS" -v kind="$kind" 'BEGIN {
     big = weights >= 1e9
     printf "tokens    %.2fM in at most %g epochs, model of %.3g%s\n", tokens / 1e6, epochs, weights / (big ? 1e9 : 1e6), big ? "B" : "M"
-    # 65k and 86k tokens/s of models of 1.5B and 1.2B, 19k with adapters at 8B: dev/bench/finetune_h200_2026-11-23.md
+    # 65k and 86k tokens/s of models of 1.5B and 1.2B, 19k with adapters at 8B: dev/bench/finetune.md
     speed = (lora ? 1.5e14 : 1e14) / weights
     if (speed > 5e5) speed = 5e5
     if (kind == "gpu") printf "time      about %.0f minutes on %d H200, by %.0f tokens/s on each\n", 1 + epochs * tokens / speed / 60 / gpus, gpus, speed

@@ -4,7 +4,7 @@
 #   data      python dev/data/fineweb.py --type edu --version 10B --tokenizer llama3 --tokenizer-file PATH
 #   tokens    1,000 steps of 1,048,576 = 1.05B
 #   expected  nothing is published for it, and it was not run
-#   time      not measured as it stands; on one H200 with a vocabulary of 50257 11.5k tokens/s (dev/bench/h200_2026-11-21.md), 25 hours
+#   time      not measured as it stands; on one H200 11.45k tokens/s in steps of 8,192 tokens (dev/bench/training.md), 25 hours
 #   memory    8.03B parameters x (2 bytes of weights + 2 of gradients + 12 of fp32 master, m and v, which ZeRO 1 shares out): 74.8 GiB a GPU
 #             on two, 52.4 on four, 41.1 on eight. One sequence of 8192 at -r 2 adds 25.6 GiB of activations. So: two GPUs of 141 GB, or eight of 80 GB.
 #             One GPU keeps m and v in bf16 and no masters, 8 bytes a parameter: 96.2 GiB with all activations. Computed; measured: 90.2 GiB at

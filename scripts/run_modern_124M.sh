@@ -3,7 +3,7 @@
 #   data      python dev/data/fineweb.py --version 10B; python dev/data/hellaswag.py
 #   tokens    3,250 steps of 524,288 = 1.70B
 #   expected  validation loss 3.279 (mean of ten runs of train_gpt_simple.py, whose recipe this is: KellerJordan/modded-nanogpt, records/track_3_optimization, result 36)
-#   time      46 minutes on one H200 at the 617k tokens/s of steps measured there (dev/bench/modern_h200_2026-11-23.md); 42 with --matmul-dtype fp8
+#   time      46 minutes on one H200 at the 617k tokens/s of steps measured there (dev/bench/recipe.md); 42 with --matmul-dtype fp8
 #   memory    30.8 GiB by its table; with too little, --recompute 2 (21.1) or -b 32
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 data=dev/data/fineweb10B references=gpt2:124M

@@ -2,7 +2,7 @@
 # GPT-2 124M from scratch on tinyshakespeare, until the validation loss turns: about 4.99 after 120 steps (dev/bench).
 #   data      python dev/data/tinyshakespeare.py: 305,260 tokens for training, 32,768 for validation (made by this script where it is missing)
 #   tokens    150 steps of 32,768 = 4.9M: sixteen times over
-#   expected  validation loss 4.99 (dev/bench/h200_2026-11-20.md)
+#   expected  validation loss 4.99 (dev/bench/training.md)
 #   time      under a minute on an H200
 #   memory    not measured; if it does not fit, -b 8
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

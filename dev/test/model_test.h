@@ -79,7 +79,7 @@ static inline void check_close(const char *name, float *a, const float *b, size_
               bound.largest, bites ? "" : "; A SPOILT ELEMENT PASSES");
 }
 
-// Bounds by dtype, each about three times the largest difference that was measured (dev/bench).
+// Bounds by dtype, each about three times the largest difference that was measured.
 typedef struct {
     Difference logits, gradients;
     double loss, losses;

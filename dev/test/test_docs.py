@@ -123,6 +123,7 @@ def test_commands_for_other_machines(page, line):
 
 
 def test_no_command_of_a_page_is_left_out():
+    assert {language for page in PAGES for language, _ in blocks(page, "")} <= {*UNDERSTOOD, "sh", "", "python", "text"}
     assert not [
         (page.name, lines[0])
         for page in PAGES
@@ -223,6 +224,12 @@ def test_pictures_of_a_step_name_calls_that_exist():
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_log_and_the_bench_are_short():
+    """One lesson, one page a topic: what was before is in git's history."""
+    bench = [f for f in tracked() if f.parts[:2] == ("dev", "bench")]
+    assert len(bench) <= 20 and sum((ROOT / f).stat().st_size for f in bench) <= 500_000
 
 
 def test_every_page_is_named_in_the_readme():
@@ -417,7 +424,7 @@ def test_memory_on_a_gpu():
         ("Llama-3.2-1B", llama, 4 * 8192),
         ("Qwen2.5-1.5B", qwen, 16 * 1024),
     ]
-    bench = (ROOT / "dev/bench/h200_2026-11-20.md").read_text()
+    bench = (ROOT / "dev/bench/training.md").read_text()
     for name, config, N in runs:
         measured = float(re.search(rf"^\| {re.escape(name)}.*/ ([\d.]+) \|$", bench, re.M)[1])
         assert 0 <= measured + 0.05 - memory(parameters(config), N, 2, True) <= 0.15, (name, measured)

