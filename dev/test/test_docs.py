@@ -64,6 +64,8 @@ def built():
 
 def understand(words):
     """Stops with an assertion if a command names a program or an option that does not exist."""
+    if words[0] == "echo" and "|" in words:
+        words = words[words.index("|") + 1 :]
     while re.match(r"\w+=", words[0]):
         words = words[1:]
     program, rest = words[0], [w for w in words[1:] if w != "..."]
