@@ -6,8 +6,8 @@ generation_config.json, which trainers copy into their checkpoints: how to talk 
     python dev/data/chat.py --input chats/ --tokenizer bytes --template chatml --output dev/data/tiny
     python dev/data/chat.py --input chats.jsonl --model models/qwen --check 3    what is learned of the first three
 
-Inputs: files, folders and globs of .jsonl (a conversation in each line), .json (a list of them) and .parquet (one in
-each row), also as .gz and .xz. A conversation is one of
+Inputs: files, folders and globs of .jsonl or .ndjson (a conversation in each line), .json (a list of them) and .parquet
+(one in each row), also packed as .gz, .bz2, .xz or .zst. A conversation is one of
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}    ShareGPT
     {"prompt": "...", "completion": "..."}                                                     texts, or messages
