@@ -2,6 +2,7 @@
 #
 #   make train_gpt2cu PRECISION=FP32             fp32 instead of bf16
 #   make train_gpt2cu ARCHS="80 89 90a 100"      a binary for several GPU generations (default: this machine's GPUs)
+#   make -B train_gpt2 PLAIN=1                   products in three loops instead of vectors, to the same digits
 #   CUDA_HOME=/opt/cuda-12.8 make train_gpt2cu   a certain toolkit
 #   PYTHON=/usr/bin/python3.12 make demo         a certain Python, to make .venv with
 #
@@ -39,7 +40,7 @@ ARCHS := $(strip $(ARCHS))
 # Contraction and reassociation stay as the compiler's defaults; -ffast-math would break the NaN checks.
 REVISION_FLAGS := -DGIT_REVISION=git_revision -include $(BUILD)/revision.h
 OPTIMISE := -O3 $(HOST_FLAGS) -fno-math-errno -fno-trapping-math
-CFLAGS := -std=gnu11 $(OPTIMISE) -Wall -Wextra -pthread
+CFLAGS := -std=gnu11 $(OPTIMISE) -Wall -Wextra -pthread $(if $(PLAIN),-DLLMC_PLAIN=1)
 WARNINGS := -Wall -Wextra -Werror $(or $(OPENMP),-Wno-unknown-pragmas)
 TEST_CFLAGS := -std=gnu11 $(OPTIMISE) -O2 $(WARNINGS) -pthread -I.
 # Without MPI: one rank; without NCCL: one GPU. The programs say so when they are started as more.

@@ -16,6 +16,9 @@
 #include "utils.h"
 
 typedef enum { FP8_E4M3, FP8_E5M2 } Fp8Kind;
+// What a product rounds, and what became of it: all values, those that became 0 and were not, those above the largest.
+typedef enum { FP8_INPUTS, FP8_WEIGHTS, FP8_GRADIENTS, NUM_FP8_TENSORS } Fp8Tensor;
+typedef struct { double values, flushed, saturated; } Fp8Counts;
 
 HOST_DEVICE static inline uint32_t fp8_mantissa_bits(Fp8Kind kind) { return kind == FP8_E4M3 ? 3 : 2; }
 // Exponents are stored with 7 or 15 added, in an fp32 with 127.

@@ -76,13 +76,13 @@ LONGER = {
 CORE_KB = 952
 # Includes go one way: a file of llmc may include those of its own folder and of those before it. README.md says what is
 # in which.
-FOLDERS = ("llmc", *(f"llmc/{room}" for room in "cuda kernels ranks model data files talk run".split()), ".")
+FOLDERS = ("llmc", *(f"llmc/{room}" for room in "cuda kernels ranks model data files talk run cpu".split()), ".")
 # What a file of a folder does not know even through others that it includes.
 UNKNOWN = {
     "llmc/kernels": ("llmc/options.h", "llmc/ranks/"),
     "llmc/ranks": ("llmc/options.h", "llmc/kernels/"),
 }
-C_ROOMS = ("llmc", "llmc/data", "llmc/files", "llmc/talk", "llmc/run")  # without device code
+C_ROOMS = ("llmc", "llmc/data", "llmc/files", "llmc/talk", "llmc/run", "llmc/cpu")  # without device code
 # Kernels know no other operation than their own (the first word of their name), but for these.
 SHARED_BY_KERNELS = {
     "absmax.cuh": "the largest value of a tensor, which the kernel that writes it leaves for fp8",

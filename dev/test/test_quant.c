@@ -1,9 +1,8 @@
-// llmc/quant.h: what each format makes of a row. llmc/cpu_decode.h: its products against sums in double, and that a
+// llmc/quant.h: what each format makes of a row. llmc/cpu/decode.h: its products against sums in double, and that a
 // row's bits depend on nothing else. Attention over a cache of keys and values in e4m3. Long sums of the trainer's own
 // products.
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
-#include "../../llmc/cpu_decode.h"
 #include "check.h"
 
 enum { MOST = 1100 };

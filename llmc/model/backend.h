@@ -15,6 +15,7 @@
 #ifndef LLMC_BACKEND_H
 #define LLMC_BACKEND_H
 
+#include "../fp8.h"
 #include "../lora.h"
 #include "../ranks/handshake.h"
 #include "../ranks/mesh.h"
@@ -180,8 +181,6 @@ void model_timing_begin(Model *m);
 void model_timing_end(Model *m);
 // Between these two calls the values that a step's products round to fp8 are counted: all of them, those that became 0
 // and were not, and those above the largest fp8. A value that is rounded several times counts each time.
-typedef enum { FP8_INPUTS, FP8_WEIGHTS, FP8_GRADIENTS, NUM_FP8_TENSORS } Fp8Tensor;
-typedef struct { double values, flushed, saturated; } Fp8Counts;
 void model_fp8_begin(Model *m);
 void model_fp8_end(Model *m, Fp8Counts counts[NUM_FP8_TENSORS]);
 // How often the last step exchanged rows between tensor-parallel ranks: gathers and scatters under matmuls, and those

@@ -1,6 +1,6 @@
 // The products of generation on a CPU: few rows of activations with a matrix that is read once. fp32 and bf16 are bound
 // by memory, formats of fewer bits by the instructions that widen them: of a loop that only reads them, 0.9 in
-// fp32, 0.6 in int8, 0.3 in int4.
+// fp32, 0.6 in int8, 0.3 in int4. And the cache of keys and values that its attention reads.
 //
 //   out (N,rows) = [x +] inp (N,cols) weight (rows,cols)^T [+ bias]     weight: a QuantMatrix; sums in fp32
 //
@@ -12,8 +12,8 @@
 #ifndef LLMC_CPU_DECODE_H
 #define LLMC_CPU_DECODE_H
 
-#include "quant.h"
-#include "vectors.h"
+#include "../quant.h"
+#include "vector.h"
 
 typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 
@@ -177,6 +177,58 @@ static inline void decode_product_cpu(float *out, const float *x /*NULL: none*/,
     PARALLEL_FOR
     for (int row = 0; row < weight.rows; row++) DECODE_FORMAT(f, multiply_weight_row_all, &p, row)
     free(scratch);
+}
+
+// ---- keys and values
+
+// The cache of a layer: rows (slots,NKV,room) of HD keys and as many values, in fp32 or e4m3.
+typedef struct {
+    QuantMatrix keys, values;
+    int room, NH, NKV, HD;
+} KvLayer;
+// A row is token `at` of the sequence in a slot.
+typedef struct { int slot, at; } KvPlace;
+static inline size_t kv_row(const KvLayer *c, KvPlace p, int kv) { return area(p.slot * c->NKV + kv, c->room) + p.at; }
+// In e4m3 a row has the scale of its own largest value, so that it depends on no other token.
+static inline void kv_store(const QuantMatrix *cache, size_t row, const float *x) {
+    uint8_t *codes = quant_codes(cache, row);
+    if (cache->format == WEIGHTS_FP32) {
+        copy_floats((float *)codes, x, cache->cols);
+        return;
+    }
+    const float up = fp8_scale(FP8_E4M3, quant_absmax(x, cache->cols));
+    for (int i = 0; i < cache->cols; i++) codes[i] = fp8_from_float(FP8_E4M3, x[i] * up);
+    *(float *)quant_scales(cache, row) = 1 / up;
+}
+// A row in fp32: in place, or in `widened` (HD).
+static inline const float *kv_load(const QuantMatrix *cache, size_t row, float *widened) {
+    const uint8_t *codes = quant_codes(cache, row);
+    if (cache->format == WEIGHTS_FP32) return (const float *)codes;
+    quant_widen(cache->format, widened, codes, quant_scales(cache, row), cache->cols);
+    return widened;
+}
+// The keys and values of N rows go to their places.
+static inline void kv_append_cpu(const KvLayer *c, const float *qkv, const KvPlace *places, int N) {
+    const int NKV = c->NKV, HD = c->HD;
+    const size_t row = area(c->NH + 2 * NKV, HD);
+    for (int i = 0; i < N * NKV; i++) {
+        const int n = i / NKV, kv = i % NKV;
+        const size_t to = kv_row(c, places[n], kv);
+        kv_store(&c->keys, to, qkv + n * row + area(c->NH + kv, HD));
+        kv_store(&c->values, to, qkv + n * row + area(c->NH + NKV + kv, HD));
+    }
+}
+// Rows (NKV,seen) of a slot in fp32: in place, or in `widened`, which has the room of all its rows.
+static inline const float *kv_load_slot(const KvLayer *c, const QuantMatrix *cache, int slot, int seen,
+                                        float *widened) {
+    const size_t first = kv_row(c, (KvPlace){slot, 0}, 0);
+    if (!widened) return (const float *)quant_codes(cache, first);
+    PARALLEL_FOR
+    for (int i = 0; i < c->NKV * seen; i++) {
+        const size_t row = area(i / seen, c->room) + i % seen;
+        kv_load(cache, first + row, widened + area(row, c->HD));
+    }
+    return widened;
 }
 
 #endif

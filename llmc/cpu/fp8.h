@@ -1,0 +1,82 @@
+// Operands as a low-precision product reads them, in fp32: the products of fp32 then sum what it must sum.
+#ifndef LLMC_CPU_FP8_H
+#define LLMC_CPU_FP8_H
+
+#include "../bf16.h"
+#include "../fp8.h"
+#include "../timing.h"
+#include "vector.h"
+
+// x rounded to fp8 and divided by its scale again, which is exact. scale_rows: each row has a scale of its own. counts,
+// added to: [0] values that were not 0 and became it, [1] values above the largest fp8.
+static inline void fp8_round_cpu(float *out, const float *x, Fp8Kind kind, int rows, int cols, int scale_rows,
+                                 double counts[2]) {
+    uint32_t *absmax = new_array(uint32_t, rows), largest = 0;
+    int64_t flushed = 0, saturated = 0;
+    PARALLEL_FOR
+    for (int i = 0; i < rows; i++) {
+        const float *row = x + area(i, cols);
+        uint32_t most = 0;  // bits: of positive numbers they have the numbers' order, and NaN is above all
+        #pragma omp simd reduction(max : most)
+        for (int k = 0; k < cols; k++) {
+            const uint32_t size = float_bits(row[k]) & 0x7fffffff;
+            most = size > most ? size : most;
+        }
+        absmax[i] = most;
+    }
+    for (int i = 0; i < rows; i++) largest = absmax[i] > largest ? absmax[i] : largest;
+    #pragma omp parallel for schedule(static) reduction(+ : flushed, saturated)
+    for (int i = 0; i < rows; i++) {
+        const float scale = fp8_scale(kind, bits_float(scale_rows ? absmax[i] : largest));
+        const float inverse = 1 / scale, most = fp8_largest(kind), *row = x + area(i, cols);
+        float *to = out + area(i, cols);
+        int zeros = 0, cut = 0;
+        #pragma omp simd reduction(+ : zeros, cut)
+        for (int k = 0; k < cols; k++) {
+            const float y = row[k] * scale, rounded = fp8_to_float(kind, fp8_from_float(kind, y));
+            zeros += rounded == 0 && y != 0;
+            cut += fabsf(y) > most;
+            to[k] = rounded * inverse;
+        }
+        flushed += zeros;
+        saturated += cut;
+    }
+    counts[0] += (double)flushed;
+    counts[1] += (double)saturated;
+    free(absmax);
+}
+static inline void bf16_round_cpu(float *out, const float *x, size_t n) {
+    #pragma omp parallel for simd schedule(static)
+    for (size_t i = 0; i < n; i++) out[i] = bf16_widen(bf16_nearest(x[i]));
+}
+
+// What products round their operands to (--matmul-dtype, --head-dtype), and scratch for a rounded one of each kind.
+typedef enum { OPERANDS_NATIVE, OPERANDS_BF16, OPERANDS_FP8 } OperandDtype;
+typedef struct {
+    OperandDtype dtype, dinput_dtype, dweight_dtype;  // of products forward, and of each gradient
+    // fp8: rows of an output's gradient have a scale each; else the tensor has one
+    int gradients_by_row;
+    float *rounded[NUM_FP8_TENSORS];
+    Fp8Counts *counts;  // by Fp8Tensor
+} Operands;
+
+// x (rows,cols) as a product of this dtype reads it, in fp8 with a scale for the tensor or for each row. Valid until
+// the next operand of its kind.
+static inline const float *operand(const Operands *o, OperandDtype dtype, Fp8Tensor kind, const float *x, int rows,
+                                   int cols, int by_row) {
+    double added[2] = {0, 0};
+    if (dtype == OPERANDS_NATIVE) return x;
+    if (dtype == OPERANDS_BF16) {
+        bf16_round_cpu(o->rounded[kind], x, area(rows, cols));
+    } else {
+        Fp8Counts *counts = &o->counts[kind];
+        fp8_round_cpu(o->rounded[kind], x, FP8_E4M3, rows, cols, by_row, added);
+        counts->values += (double)area(rows, cols);
+        counts->flushed += added[0];
+        counts->saturated += added[1];
+    }
+    timing_clock_lap("rounding operands", 0, 0);
+    return o->rounded[kind];
+}
+
+#endif

@@ -1,0 +1,126 @@
+// What the ranks of the CPU trainer exchange: rows of the residual stream in a tensor-parallel group (mesh.h), shards
+// of units in a data-parallel one (ZeRO, backend.h), directions of Muon in both. A rank that is alone returns at once,
+// so the model reads as if there were no ranks.
+#ifndef LLMC_CPU_RANKS_H
+#define LLMC_CPU_RANKS_H
+
+#include "../model/backend.h"
+#include "../muon.h"
+#include "vector.h"
+
+typedef struct {
+    const Mesh *mesh;
+    int zero_stage;
+    float *exchange;            // the other ranks' gradients
+    float *gathered, *partial;  // tp: all rows (B*T,C); gradients of which every rank has a part (tp,..)
+    int *words;                 // tp: (B,T) tokens as rows of this rank's embedding
+} Ranks;
+static void ranks_lap(void) { timing_clock_lap(TIMING_RANKS, 0, 0); }
+
+// ---- rows of the residual stream. Of N a rank has `rows`, its part; while generating it has all.
+
+// All N rows, of which `mine` are this rank's. Valid until the next call.
+static const float *ranks_all_rows(const Ranks *r, const float *mine, int rows, int N, int C) {
+    if (rows == N) return mine;
+    comm_gather_all(&r->mesh->tp, mine, area(rows, C) * sizeof(float), r->gathered);
+    ranks_lap();
+    return r->gathered;
+}
+// The sum of all ranks' parts (N,C). Returns this rank's rows of it, in place.
+static const float *ranks_sum_rows(const Ranks *r, float *parts, int rows, int N, int C) {
+    const Comm *tp = &r->mesh->tp;
+    const size_t piece = area(rows, C);
+    if (tp->world == 1) return parts;
+    if (rows < N) {
+        comm_reduce_scatter(tp, parts, piece, r->exchange);
+        parts += tp->rank * piece;
+    } else {
+        comm_gather_all(tp, parts, piece * sizeof(float), r->gathered);
+        copy_floats(parts, r->gathered, piece);
+        for (int k = 1; k < tp->world; k++)
+            for (size_t i = 0; i < piece; i++) parts[i] += r->gathered[k * piece + i];
+    }
+    ranks_lap();
+    return parts;
+}
+// Tokens as rows of this rank's embedding, which local sizes say. -1: the row belongs to another rank.
+static const int *ranks_words(const Ranks *r, const int *tokens, int N, const Config *local) {
+    if (r->mesh->tp.world == 1) return tokens;
+    const int first = r->mesh->tp.rank * local->padded_vocab_size;
+    for (int n = 0; n < N; n++) {
+        const int row = tokens[n] - first;
+        r->words[n] = row >= 0 && row < local->vocab_size ? row : -1;
+    }
+    return r->words;
+}
+
+// ---- units
+
+static size_t ranks_shard(const Ranks *r, const ParamTable *t, int unit) {  // elements
+    return param_unit(t, unit).count / r->mesh->dp.world;
+}
+// Elements that this rank keeps of a slot's units before `unit`.
+static size_t ranks_kept(const Ranks *r, const ParamTable *t, Slot s, int unit) {
+    return slot_before(&r->mesh->dp, t, slot_keeps(r->zero_stage, s), s, unit);
+}
+// all = a unit, of which `mine` is this rank's shard.
+static void ranks_gather_shards(const Ranks *r, const float *mine, size_t shard, float *all) {
+    comm_gather_all(&r->mesh->dp, mine, shard * sizeof(float), all);
+    ranks_lap();
+}
+// The gradients of a unit become their sums over ranks: of this rank's shard or (ZeRO 0) of all. Returns the shard.
+static const float *ranks_sum_gradients(const Ranks *r, const ParamTable *t, int unit, float *grads) {
+    const Comm *dp = &r->mesh->dp;
+    const size_t shard = ranks_shard(r, t, unit);
+    tp_sum_partial(&r->mesh->tp, t, unit, grads, r->partial);
+    comm_reduce_scatter(dp, grads, shard, r->exchange);
+    if (!r->zero_stage) comm_all_gather(dp, grads, shard * sizeof(float));
+    ranks_lap();
+    return grads + dp->rank * shard;
+}
+// After an update each rank has new weights in its shard of each unit alone.
+static void ranks_gather_weights(const Ranks *r, const ParamTable *t, float *weights) {
+    if (!r->zero_stage) return;
+    for (int u = 0; u < t->num_units; u++)
+        if (r->zero_stage < 3 || !unit_is_block(t, u))
+            comm_all_gather(&r->mesh->dp, weights + ranks_kept(r, t, SLOT_WEIGHT, u),
+                            ranks_shard(r, t, u) * sizeof(float));
+    ranks_lap();
+}
+
+// ---- Muon: directions (tp,block), a block of each rank of the tensor-parallel group
+
+// Between a matrix (rows,cols) and its parts in these blocks. group: the tables of the ranks.
+static void ranks_copy_matrix(const Ranks *r, const ParamTable *group, const MuonMatrix *x, float *directions,
+                                     float *matrix, int back) {
+    const size_t block = param_unit(&group[0], 1).count;
+    for (int k = 0; k < r->mesh->tp.world; k++) {
+        const MuonPart q = muon_part(group, k, x);
+        float *part = directions + k * block + q.at, *whole = matrix + area(q.row, x->cols) + q.col;
+        for (int i = 0; i < q.rows; i++, part += q.width, whole += x->cols)
+            copy_floats(back ? part : whole, back ? whole : part, q.width);
+    }
+}
+// Each rank has those of what it owns: all get all.
+static void ranks_gather_directions(const Ranks *r, const ParamTable *t, float *directions, int unit) {
+    const Mesh *mesh = r->mesh;
+    const size_t block = param_unit(t, unit).count;
+    if (mesh->job.world == 1) return;
+    if (r->zero_stage)
+        comm_all_gather(&mesh->dp, directions + mesh->tp.rank * block, ranks_shard(r, t, unit) * sizeof(float));
+    comm_all_gather(&mesh->tp, directions, block * sizeof(float));
+    ranks_lap();
+}
+// Each rank has the matrices that it made, and zeros in place of the others: all get what they own.
+static void ranks_return_directions(const Ranks *r, const ParamTable *t, float *directions, int unit) {
+    const Mesh *mesh = r->mesh;
+    const size_t block = param_unit(t, unit).count, shard = ranks_shard(r, t, unit);
+    float *mine = directions + mesh->tp.rank * block;
+    if (mesh->job.world == 1) return;
+    comm_reduce_scatter(&mesh->tp, directions, block, r->exchange);
+    comm_reduce_scatter(&mesh->dp, mine, shard, r->exchange);
+    if (!r->zero_stage) comm_all_gather(&mesh->dp, mine, shard * sizeof(float));
+    ranks_lap();
+}
+
+#endif
