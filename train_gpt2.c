@@ -25,11 +25,7 @@
 #include "llmc/cpu/decode.h"
 #include "llmc/cpu/few_bits.h"
 #include "llmc/cpu/fp8.h"
-#include "llmc/cpu/vector.h"
 #include "llmc/muon.h"
-#include "llmc/params.h"
-
-#include <math.h>
 
 // ---- matrix multiplication: nearly all of the time goes here
 
@@ -38,7 +34,7 @@
 #endif
 // c (M, N) = [init +] [bias +] a (M, K) b (K, N). a and b are views (vector.h): element (i, j) of one is at[i * row + j
 // * col], so swapping row and col transposes it.
-static inline void multiply_plain(Product p) {
+static void multiply_plain(Product p) {
     PARALLEL_FOR
     for (int i = 0; i < p.M; i++)
         for (int j = 0; j < p.N; j++) {
@@ -50,12 +46,7 @@ static inline void multiply_plain(Product p) {
         }
 }
 // By vectors and threads the same sums, to the last digit (of K > LONG_SUM in blocks), some 50 times as fast.
-static inline void multiply(Product p) {
-    if (LLMC_PLAIN)
-        multiply_plain(p);
-    else
-        multiply_vectors(p);
-}
+static void multiply(Product p) { (LLMC_PLAIN ? multiply_plain : multiply_vectors)(p); }
 
 // ---- linear layers
 
@@ -273,11 +264,11 @@ void qk_norm_backward_cpu(float *dqkv, const float *qkv, HeadNorm norm, int N, i
 enum { QUERIES = 64 };
 
 // The first row of one head in sequence b. Of the heads in a packed row, q is h, k is NH + kv, v is NH + NKV + kv.
-static inline const float *head_at(const float *qkv, int b, int T, size_t row, int head, int HD) {
+static const float *head_at(const float *qkv, int b, int T, size_t row, int head, int HD) {
     return qkv + area(b, T) * row + area(head, HD);
 }
 // c (M, N) = [c +] a (M, K) b (K, N), in the calling thread.
-static inline void multiply_small(float *c, size_t row, int add, Matrix a, Matrix b, int M, int N, int K) {
+static void multiply_small(float *c, size_t row, int add, Matrix a, Matrix b, int M, int N, int K) {
     Product p = {c, add ? c : NULL, NULL, row, a, b, M, N, K};
     multiply_serial(p);
 }
@@ -289,7 +280,7 @@ typedef struct {
 } KeysValues;
 
 // x (n) = softmax(scale x). Returns the logarithm of the sum of exponentials.
-static inline float softmax(float *x, int n, float scale) {
+static float softmax(float *x, int n, float scale) {
     float highest = -INFINITY, sum = 0;
     #pragma omp simd reduction(max : highest)
     for (int s = 0; s < n; s++) highest = x[s] > highest ? x[s] : highest;
@@ -442,7 +433,7 @@ void relu2_backward_cpu(float *dinp /*=*/, const float *dout, const float *inp, 
 // gradient 0. With softcap a > 0 it is that of y = a x / sqrt(x^2 + a^2) instead of the logits x.
 
 // x = y. Returns the row.
-static inline const float *softcap_row(float *x, float softcap, int V) {
+static const float *softcap_row(float *x, float softcap, int V) {
     #pragma omp simd
     for (int i = 0; i < (softcap > 0 ? V : 0); i++) x[i] *= softcap / sqrtf(x[i] * x[i] + softcap * softcap);
     return x;
@@ -456,7 +447,7 @@ static inline float softcap_slope(float y, float softcap) {
 // Of the columns of one rank: the largest logit, the sum of exp(logit - largest), the target's logit.
 // Of the columns of a row: the largest logit, the sum of exp(logit - largest), the target's logit.
 typedef struct { float highest, sum, target; } LogitSums;
-static inline LogitSums classifier_sums(const float *x, int target /*< 0: in none of these columns*/, int V) {
+static LogitSums classifier_sums(const float *x, int target /*< 0: in none of these columns*/, int V) {
     enum { BLOCK = 256 };  // columns with a sum of their own: one chain of 50,000 summands would round too often
     LogitSums s = {-INFINITY, 0, target < 0 ? 0 : x[target]};
     float highest = -INFINITY;
@@ -473,7 +464,7 @@ static inline LogitSums classifier_sums(const float *x, int target /*< 0: in non
     return s;
 }
 // x, of which s are the sums, becomes its gradient. column: the target's in x; < 0: it is not among x.
-static inline void classifier_gradient(float *x, LogitSums s, int column, float dloss, int V, int Vp, float softcap) {
+static void classifier_gradient(float *x, LogitSums s, int column, float dloss, int V, int Vp, float softcap) {
     float factor = dloss / s.sum, *target = column < 0 ? NULL : &x[column],
           dtarget = target && softcap > 0 ? dloss * softcap_slope(*target, softcap) : dloss;
     if (softcap > 0)
@@ -511,7 +502,7 @@ static inline float adamw_step(float weight, float *m, float *v, float grad, Ada
     *v = a.beta2 * *v + (1 - a.beta2) * g * g;
     return weight - a.lr * (*m / correct_m / (sqrtf(*v / correct_v) + a.eps) + a.weight_decay * weight);
 }
-static inline float adamw_correction(float beta, int step) { return 1 - pow(beta, step); }
+static float adamw_correction(float beta, int step) { return 1 - pow(beta, step); }
 void adamw_update_cpu(float *weight, float *m, float *v, const float *grad, size_t n, AdamW a) {
     float correct_m = adamw_correction(a.beta1, a.step), correct_v = adamw_correction(a.beta2, a.step);
     #pragma omp parallel for simd schedule(static)
@@ -536,7 +527,7 @@ void muon_update_cpu(float *weight, const float *x, size_t n, float lr, float sc
 }
 
 // For the global gradient norm: sums of pieces are added in double, in the same order for any number of threads.
-static inline double sum_of_squares(const float *x, size_t n) {
+static double sum_of_squares(const float *x, size_t n) {
     enum { PIECE = 1 << 10 };  // longer sums in fp32 would be off by some 1e-6
     int pieces = ceil_div(n, PIECE);
     double total = 0, *sums = new_array(double, pieces);
@@ -620,8 +611,9 @@ typedef struct {
     Weights w;  // the weight: NULL if it is quantised; gradients: NULL if it is frozen
     int in, out;
     const Operands *operands;
-    QuantMatrix stored;  // the weight as it is stored
-    int decodes;         // generation: few rows, each of whose bits do not depend on the others
+    QuantMatrix stored;              // the weight as it is stored
+    int decodes;                     // generation: few rows, each of whose bits do not depend on the others
+    const char *forward, *backward;  // names of its laps (--timing)
     int num_adapters;
     Adapter adapters[LORA_MOST_PAIRS];
 } Linear;
@@ -658,7 +650,7 @@ struct Model {
     float *low_rank;                   // scratch of adapters' gradients
     Operands operands, head_operands;  // of the blocks, of the head
     Fp8Counts fp8_counts[NUM_FP8_TENSORS];
-    int B, T, recompute, zero_stage;
+    int B, T, recompute;
     float *weights, *grads;  // units in the order of the table, of each what slot_keeps says
     float *frozen_weights;
     FewBits few;  // --weights: matrices that are not among these
@@ -717,15 +709,12 @@ static Linear head_of(Model *m, UnitUse use);
 static void clear_gradients(Model *m, const Pass *p);  // zeros where backward adds
 static float *owned(const Model *m, Slot s, Span span);
 static double squares_of_gradient(const Model *m);
-static void check_tokens(const Model *m, const int *tokens, int N);
 static void block_recompute(Model *m, const Pass *p, const Block *b, int l);  // what --recompute did not keep
-static void attend_cached(const Model *m, const Pass *p, const Block *b, int l);
+static void attend_cached(const Pass *p, const Block *b, int l);
 // Row t of a table of positions belongs to the tokens t of a pass: while generating, the rows of their places.
 static const float *of_positions(const Pass *p, const float *table, int width);
-static void project_of_ranks(Model *m, const Pass *p, const Linear *l, float *out, const float *x, const float *a);
 static void classifier_of_ranks(Model *m, const int *targets, float *losses, float dloss, int rows, int backward);
-static void adamw_bf16(const Model *m, const Param *t, Span s, AdamW a);
-static void momentum_bf16(const Model *m, const Param *t, Span s, float *u, float grad_scale, int step);
+static void update_bf16(const Model *m, const Param *t, Span s, AdamW a, float *u /*NULL: none*/);
 
 // Of N rows of the residual stream a rank has p->rows (llmc/cpu/ranks.h).
 static const float *all_rows(const Model *m, const Pass *p, const float *mine) {
@@ -737,6 +726,7 @@ static const float *sum_rows(const Model *m, const Pass *p, float *parts) {
 
 // ---- the three products of a linear layer, of every one in a block and of the head, over `rows` rows
 
+static void linear_lap(const Linear *l, const char *name, int rows) { lap(name, 2.0 * rows * l->in * l->out); }
 static const float *weight_operand(const Linear *l, OperandDtype dtype) {
     return operand(l->operands, dtype, FP8_WEIGHTS, l->w.weight, l->out, l->in, 0);
 }
@@ -746,20 +736,22 @@ static void linear_product(const Linear *l, float *out, const float *x /*NULL: n
     if (l->decodes && dtype == OPERANDS_NATIVE)
         decode_product_cpu(out, x, inp, l->stored, l->w.bias, rows);
     else if (l->stored.format != WEIGHTS_FP32)
-        matmul_forward_quant_cpu(out, x, inp, l->stored, l->w.bias, rows);
+        matmul_quant_cpu(out, x, inp, &l->stored, l->w.bias, 0, rows);
     else
         matmul_forward_cpu(out, x, operand(l->operands, dtype, FP8_INPUTS, inp, rows, l->in, 1),
                            weight_operand(l, dtype), l->w.bias, rows, l->in, l->out);
+    linear_lap(l, l->forward, rows);
 }
 // dinp (rows,in) = dout (rows,out) weight
 static void linear_product_backward(const Linear *l, float *dinp, const float *dout, int rows) {
     const OperandDtype dtype = l->operands->dinput_dtype;
     if (l->stored.format != WEIGHTS_FP32) {
-        matmul_backward_input_quant_cpu(dinp, dout, l->stored, rows);
-        return;
+        matmul_quant_cpu(dinp, NULL, dout, &l->stored, NULL, 1, rows);
+    } else {
+        dout = operand(l->operands, dtype, FP8_GRADIENTS, dout, rows, l->out, l->operands->gradients_by_row);
+        matmul_backward_input_cpu(dinp, dout, weight_operand(l, dtype), rows, l->in, l->out);
     }
-    dout = operand(l->operands, dtype, FP8_GRADIENTS, dout, rows, l->out, l->operands->gradients_by_row);
-    matmul_backward_input_cpu(dinp, dout, weight_operand(l, dtype), rows, l->in, l->out);
+    linear_lap(l, l->backward, rows);
 }
 // dweight = [dweight +] dout^T inp, unless the weight is frozen
 static void linear_product_weight(const Linear *l, const float *dout, const float *inp, int rows, int accumulate) {
@@ -768,8 +760,8 @@ static void linear_product_weight(const Linear *l, const float *dout, const floa
     dout = operand(l->operands, dtype, FP8_GRADIENTS, dout, rows, l->out, 0);
     inp = operand(l->operands, dtype, FP8_INPUTS, inp, rows, l->in, 0);
     matmul_backward_weight_cpu(l->w.dweight, dout, inp, accumulate, rows, l->in, l->out);
+    linear_lap(l, l->backward, rows);
 }
-static double linear_flops(const Linear *l, int rows) { return 2.0 * rows * l->in * l->out; }  // of each
 
 // ---- forward
 
@@ -778,18 +770,20 @@ static void norm_rows(const Model *m, const Pass *p, const Norm *n, float *out) 
                      m->config.norm_eps);
     lap("norm", 0);
 }
-static void linear_forward(Model *m, const Pass *p, const Linear *l, float *out, const float *h) {
+static void linear_forward(const Model *m, const Pass *p, const Linear *l, float *out, const float *h) {
     linear_product(l, out, NULL, all_rows(m, p, h), p->N);
-    lap("matmul", linear_flops(l, p->N));
 }
-// The second layer of a branch: out (rows,C) = x + bias + a weight^T.
+// The second layer of a branch: out (rows,C) = x + bias + a weight^T. With several ranks each has some columns of a.
 static void linear_project(Model *m, const Pass *p, const Linear *l, float *out, const float *x, const float *a) {
-    if (m->mesh->tp.world > 1) {
-        project_of_ranks(m, p, l, out, x, a);
+    Linear part = *l;
+    if (m->mesh->tp.world == 1) {
+        linear_product(l, out, x, a, p->N);
         return;
     }
-    linear_product(l, out, x, a, p->N);
-    lap("matmul", linear_flops(l, p->N));
+    part.w.bias = NULL;
+    linear_product(&part, m->branch, NULL, a, p->N);
+    const float *sum = sum_rows(m, p, m->branch);
+    for (size_t i = 0; i < area(p->rows, p->C); i++) out[i] = x[i] + (l->w.bias ? l->w.bias[i % p->C] : 0) + sum[i];
 }
 static void activation_forward(const Model *m, const Pass *p, float *a, const float *f) {
     int F = m->local.ffn_dim;
@@ -814,7 +808,7 @@ static void attend_block(const Model *m, const Pass *p, const Block *b, int l) {
     int NH = c->num_heads, NKV = c->num_kv_heads, HD = c->head_dim;
     normalise_and_rotate(m, p, b);
     if (p->cache)
-        attend_cached(m, p, b, l);
+        attend_cached(p, b, l);
     else
         attention_forward_cpu(b->a.y, b->a.lse, b->a.attended, p->ranges.first, p->B, p->T, NH, NKV, HD);
     lap("attention", 2.0 * p->N * p->T * NH * HD);
@@ -844,7 +838,10 @@ static Norm embedding_norm(const Model *m, const Unit *first) {
 static void embed(Model *m, const Pass *p, const int *tokens) {
     Unit u = unit_get(m, 0, UNIT_FORWARD);
     const float *wte = param_pointer(&u, u.weights, ROLE_WTE), *wpe = param_pointer(&u, u.weights, ROLE_WPE);
-    check_tokens(m, tokens, p->N);
+    for (int n = 0; n < p->N; n++)
+        require(tokens[n] >= 0 && tokens[n] < m->config.vocab_size,
+                "token id %d is not in the vocabulary of %d\nuse data made with the model's tokenizer", tokens[n],
+                m->config.vocab_size);
     if (m->mesh->tp.rank > 0) wpe = NULL;  // of the ranks' sum one has the word, the first the position
     embedding_forward_cpu(m->branch, ranks_words(&m->ranks, tokens, p->N, &m->local), p->ranges.position, wte,
                           of_positions(p, wpe, p->C), p->B, p->T, p->C);
@@ -881,7 +878,6 @@ static void head(Model *m, const Pass *p, const int *targets, float dloss, int b
         const float *h = h_all + area(n0, l.in);
         watchdog_beat(PHASE_FORWARD, m->config.num_layers);
         linear_product(&l, m->logits, NULL, h, rows);
-        lap("head", linear_flops(&l, rows));
         if (m->mesh->tp.world > 1)
             classifier_of_ranks(m, targets + n0, m->losses + n0, dloss, rows, backward);
         else
@@ -893,17 +889,11 @@ static void head(Model *m, const Pass *p, const int *targets, float dloss, int b
         if (l.w.dbias && !p->accumulate && n0 == 0) memset(l.w.dbias, 0, l.out * sizeof(float));
         if (l.w.dbias) bias_backward_cpu(l.w.dbias, m->logits, rows, l.out);
         linear_product_backward(&l, m->branch + area(n0, l.in), m->logits, rows);
-        lap("head backward", 2 * linear_flops(&l, rows));
     }
 }
 
 // ---- backward
 
-// dinp (N,in) = dout (N,out) weight
-static void linear_backward_input(const Pass *p, const Linear *l, float *dinp, const float *dout) {
-    linear_product_backward(l, dinp, dout, p->N);
-    lap("block backward", linear_flops(l, p->N));
-}
 // The gradients of weight, bias and adapters. The bias sums over `bias_rows` rows of bias_dout: a projection's over
 // this rank's rows of the stream's gradient, of which dout are all rows.
 static void linear_backward_weight(Model *m, const Pass *p, const Linear *l, const float *dout, const float *inp,
@@ -913,7 +903,6 @@ static void linear_backward_weight(Model *m, const Pass *p, const Linear *l, con
         lora_backward_cpu(x->da, x->db, m->low_rank, dout + x->row, l->out, x->rows, inp, x->a, x->b, m->lora.rank,
                           lora_scale(&m->lora), p->accumulate, p->N, l->in);
     if (l->w.dbias) bias_backward_cpu(l->w.dbias, bias_dout, bias_rows, l->out);
-    lap("block backward", linear_flops(l, p->N));
 }
 // The gradient of the stream, m->dx, goes on through a norm. m->branch has the gradient of the norm's output.
 static void norm_gradient(Model *m, const Pass *p, const Norm *n) {
@@ -948,17 +937,17 @@ static void block_backward(Model *m, const Pass *p, int l) {
     block_recompute(m, p, &b, l);
     const float *dx = all_rows(m, p, m->dx);
     linear_backward_weight(m, p, &b.fcproj, dx, b.a.a, m->dx, p->rows);
-    linear_backward_input(p, &b.fcproj, m->da, dx);
+    linear_product_backward(&b.fcproj, m->da, dx, p->N);
     activation_backward(m, p, b.a.f);
     linear_backward_weight(m, p, &b.fc, m->df, all_rows(m, p, b.a.h2), m->df, p->N);
-    linear_backward_input(p, &b.fc, m->branch, m->df);
+    linear_product_backward(&b.fc, m->branch, m->df, p->N);
     norm_gradient(m, p, &b.norm2);
     dx = all_rows(m, p, m->dx);
     linear_backward_weight(m, p, &b.proj, dx, b.a.y, m->dx, p->rows);
-    linear_backward_input(p, &b.proj, m->branch, dx);
+    linear_product_backward(&b.proj, m->branch, dx, p->N);
     attend_backward(m, p, &b);
     linear_backward_weight(m, p, &b.qkv, m->dqkv, all_rows(m, p, b.a.h1), m->dqkv, p->N);
-    linear_backward_input(p, &b.qkv, m->branch, m->dqkv);
+    linear_product_backward(&b.qkv, m->branch, m->dqkv, p->N);
     norm_gradient(m, p, &b.norm1);
     unit_release(m, p, &b.unit);
 }
@@ -1029,7 +1018,7 @@ static size_t update_param(Model *m, const Param *t, const UpdateParams *p, floa
     AdamW a = {t->rate * p->lr, p->beta1, p->beta2, p->eps, t->decay * p->weight_decay, grad_scale, p->step};
     if (s.count == 0) return 0;
     if (m->bf16_states)
-        adamw_bf16(m, t, s, a);
+        update_bf16(m, t, s, a, NULL);
     else
         adamw_update_cpu(owned(m, SLOT_WEIGHT, s), owned(m, SLOT_M, s), owned(m, SLOT_V, s), owned(m, SLOT_GRAD, s),
                          s.count, a);
@@ -1044,6 +1033,7 @@ static Span muon_owned(const Model *m, const MuonMatrix *x) {
 // matrices; then what this rank owns of each is updated. Directions of a block lie as its weights do.
 static void muon_update_block(Model *m, int unit, const UpdateParams *p, float grad_scale) {
     const Span block = param_unit(&m->table, unit);
+    const AdamW a = {.grad_scale = grad_scale, .step = p->step};
     float *u = m->directions + m->mesh->tp.rank * block.count - block.begin;
     MuonMatrix matrices[MUON_MOST_MATRICES];
     const int count = muon_matrices(&m->table, m->mesh->tp.world, unit, unit, matrices);
@@ -1051,7 +1041,7 @@ static void muon_update_block(Model *m, int unit, const UpdateParams *p, float g
     for (int i = 0; i < count; i++) {
         const Span s = muon_owned(m, &matrices[i]);
         if (s.count > 0 && m->bf16_states)
-            momentum_bf16(m, &m->table.params[matrices[i].param], s, u + s.begin, grad_scale, p->step);
+            update_bf16(m, &m->table.params[matrices[i].param], s, a, u + s.begin);
         else if (s.count > 0)
             muon_momentum_cpu(u + s.begin, owned(m, SLOT_M, s), owned(m, SLOT_GRAD, s), s.count, m->muon.momentum,
                               grad_scale);
@@ -1276,7 +1266,7 @@ static Linear linear_at(const Model *m, const Unit *u, Role weight, Role bias, i
     const QuantMatrix *q = is_whole ? NULL : few_bits_matrix(&m->few, u->number, weight);
     const Weights w = weights_at(u, weight, bias);
     const QuantMatrix native = {WEIGHTS_FP32, out, in, (uint8_t *)w.weight, NULL};
-    Linear l = {w, in, out, &m->operands, q ? *q : native, u->use == UNIT_DECODE, 0, {{0}}};
+    Linear l = {w, in, out, &m->operands, q ? *q : native, u->use == UNIT_DECODE, "matmul", "block backward", 0, {{0}}};
     l.num_adapters = adapters_at(m, u, weight, l.adapters);
     return l;
 }
@@ -1304,6 +1294,8 @@ static Linear head_of(Model *m, UnitUse use) {
     Linear l =
         linear_at(m, &u, tied ? ROLE_WTE : ROLE_HEADW, ROLE_HEADB, m->config.channels, m->local.padded_vocab_size);
     l.operands = &m->head_operands;
+    l.forward = "head";
+    l.backward = "head backward";
     return l;
 }
 // The gradients of a unit are complete on every rank. They become the sums over ranks, of this rank's shard or (ZeRO 0)
@@ -1343,22 +1335,6 @@ static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
 
 // ---- what training in fp32 on one rank does not need
 
-static void check_tokens(const Model *m, const int *tokens, int N) {
-    for (int n = 0; n < N; n++)
-        require(tokens[n] >= 0 && tokens[n] < m->config.vocab_size,
-                "token id %d is not in the vocabulary of %d\n"
-                "use data made with the model's tokenizer",
-                tokens[n], m->config.vocab_size);
-}
-// Every rank of the group has some columns of a: the sum of their parts gets x and the bias.
-static void project_of_ranks(Model *m, const Pass *p, const Linear *l, float *out, const float *x, const float *a) {
-    Linear part = *l;
-    part.w.bias = NULL;
-    linear_product(&part, m->branch, NULL, a, p->N);
-    lap("matmul", linear_flops(l, p->N));
-    const float *sum = sum_rows(m, p, m->branch);
-    for (size_t i = 0; i < area(p->rows, p->C); i++) out[i] = x[i] + (l->w.bias ? l->w.bias[i % p->C] : 0) + sum[i];
-}
 static void classifier_of_ranks(Model *m, const int *targets, float *losses, float dloss, int rows, int backward) {
     const Comm *tp = &m->mesh->tp;
     const int V = m->local.vocab_size, Vp = m->local.padded_vocab_size;
@@ -1380,14 +1356,14 @@ static void *slot_pointer(const Model *m, Slot s) {
 }
 int model_has_slot(const Model *m, Slot s) { return slot_pointer(m, s) != NULL; }
 Span model_owned(const Model *m, Slot s, int unit) {
-    return slot_span(&m->mesh->dp, slot_table(m, s), slot_owns(m->zero_stage, s), s, unit);
+    return slot_span(&m->mesh->dp, slot_table(m, s), slot_owns(m->ranks.zero_stage, s), s, unit);
 }
 // Elements [offset, offset + count) of a slot or of its snapshot, which holds this rank's shards.
 static void *slot_place(const Model *m, Slot s, int snapshot, size_t offset, size_t count) {
     const Comm *dp = &m->mesh->dp;
     const ParamTable *t = slot_table(m, s);
     char *buffer = snapshot ? m->snapshots[s] : slot_pointer(m, s);
-    Keep keep = snapshot ? KEEP_SHARDS : slot_keeps(m->zero_stage, s);
+    Keep keep = snapshot ? KEEP_SHARDS : slot_keeps(m->ranks.zero_stage, s);
     int u = param_unit_of(t, offset);
     Span held = slot_span(dp, t, keep, s, u);
     assert(buffer && offset >= held.begin && offset + count <= t->total);
@@ -1456,28 +1432,22 @@ static double squares_of_gradient(const Model *m) {
     lap("gradient norm", 0);
     return squares;
 }
-// Stochastic rounding has random bits for each element of the whole model.
-static size_t whole_element(const Param *t, size_t element) {
-    const ParamPart *part = param_part_at(t, element);
-    return t->whole_offset + (part ? param_whole(t, part, element) : element);
-}
-static void adamw_bf16(const Model *m, const Param *t, Span s, AdamW a) {
+// AdamW, or (u) Muon's momentum, with states in bf16 of what this rank owns of a tensor. Stochastic rounding has random
+// bits for each element of the whole model.
+static void update_bf16(const Model *m, const Param *t, Span s, AdamW a, float *u) {
     float *weight = owned(m, SLOT_WEIGHT, s), *grad = owned(m, SLOT_GRAD, s);
-    uint16_t *mm = slot_place(m, SLOT_M, 0, s.begin, s.count), *vv = slot_place(m, SLOT_V, 0, s.begin, s.count);
-    for (size_t at = 0, n; at < s.count; at += n) {
-        const size_t element = s.begin - t->offset + at;
-        n = param_run(t, element, s.count - at);
-        adamw_update_bf16_cpu(weight + at, mm + at, vv + at, grad + at, n, a, m->seed, whole_element(t, element));
-    }
-}
-static void momentum_bf16(const Model *m, const Param *t, Span s, float *u, float grad_scale, int step) {
-    const float *grad = owned(m, SLOT_GRAD, s);
     uint16_t *mm = slot_place(m, SLOT_M, 0, s.begin, s.count);
+    uint16_t *vv = u ? NULL : slot_place(m, SLOT_V, 0, s.begin, s.count);
     for (size_t at = 0, n; at < s.count; at += n) {
         const size_t element = s.begin - t->offset + at;
+        const ParamPart *part = param_part_at(t, element);
+        const size_t place = t->whole_offset + (part ? param_whole(t, part, element) : element);
         n = param_run(t, element, s.count - at);
-        muon_momentum_bf16_cpu(u + at, mm + at, grad + at, n, m->muon.momentum, grad_scale, m->seed, step,
-                               whole_element(t, element));
+        if (u)
+            muon_momentum_bf16_cpu(u + at, mm + at, grad + at, n, m->muon.momentum, a.grad_scale, m->seed, a.step,
+                                   place);
+        else
+            adamw_update_bf16_cpu(weight + at, mm + at, vv + at, grad + at, n, a, m->seed, place);
     }
 }
 
@@ -1491,12 +1461,12 @@ typedef struct {
     int count, has_run;
 } DecodeStep;
 struct KvCache {
-    QuantMatrix *keys, *values;  // (L) of rows (slots,NKV,room)
-    float *cos_sin;              // (room,HD/2,2)
-    float *positions;            // rows of wpe (N,C), or of cos_sin (N,HD), for the places of a pass
-    float *parts, *logits;       // of the ranks (tp,DECODE_ROWS,Vp); of a step (DECODE_ROWS,V)
-    int slots, room, known;      // see model_decode_open
-    int *length, *drawn;         // (slots) tokens that are there; the token that the latest row drew
+    KvLayer *layers;
+    float *cos_sin;         // (room,HD/2,2)
+    float *positions;       // rows of wpe (N,C), or of cos_sin (N,HD), for the places of a pass
+    float *parts, *logits;  // of the ranks (tp,DECODE_ROWS,Vp); of a step (DECODE_ROWS,V)
+    int room, known;        // see model_decode_open
+    int *length, *drawn;    // (slots) tokens that are there; the token that the latest row drew
     DecodeStep steps[DECODE_STEPS];
     int queued;  // steps, the oldest first
 };
@@ -1507,15 +1477,13 @@ static const float *of_positions(const Pass *p, const float *table, int width) {
         copy_floats(p->cache->positions + area(n, width), table + area(p->places[n].at, width), width);
     return p->cache->positions;
 }
-static void attend_cached(const Model *m, const Pass *p, const Block *b, int l) {
-    const Config *c = &m->local;
-    const KvCache *k = p->cache;
-    const KvLayer kv = {k->keys[l], k->values[l], k->room, c->num_heads, c->num_kv_heads, c->head_dim};
-    kv_append_cpu(&kv, b->a.attended, p->places, p->N);
+static void attend_cached(const Pass *p, const Block *b, int l) {
+    const KvLayer *kv = &p->cache->layers[l];
+    kv_append_cpu(kv, b->a.attended, p->places, p->N);
     if (p->prompt)
-        attention_prompt_cpu(b->a.y, b->a.lse, b->a.attended, &kv, *p->places, p->N);
+        attention_prompt_cpu(b->a.y, b->a.lse, b->a.attended, kv, *p->places, p->N);
     else
-        attention_decode_cpu(b->a.y, b->a.attended, &kv, p->places, p->N);
+        attention_decode_cpu(b->a.y, b->a.attended, kv, p->places, p->N);
 }
 
 void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses) {
@@ -1552,28 +1520,25 @@ static QuantMatrix quantised_zeros(Model *m, WeightFormat f, int rows, int cols)
     q.scales = (uint8_t *)room(m, rows * quant_scale_bytes(f, cols));
     return q;
 }
-// Keys or values of all layers.
-static QuantMatrix *open_cache(Model *m, int rows) {
-    const Config *c = &m->local;
-    QuantMatrix *cache = (QuantMatrix *)room(m, c->num_layers * sizeof *cache);
-    for (int l = 0; l < c->num_layers; l++) cache[l] = quantised_zeros(m, m->cache_format, rows, c->head_dim);
-    return cache;
-}
 // Rows that one pass of generation has at most: every rank has them all.
 static int most_rows(const Model *m) { return m->B * m->T / m->mesh->tp.world; }
 void model_decode_open(Model *m, int slots, int room, int known) {
     const Config *c = &m->local;
+    const int NKV = c->num_kv_heads, HD = c->head_dim;
     assert(!m->cache && room <= c->max_seq_len && known <= m->config.vocab_size);
     KvCache *k = m->cache = (KvCache *)floats(m, sizeof *k / sizeof(float));
-    k->keys = open_cache(m, slots * c->num_kv_heads * room);
-    k->values = open_cache(m, slots * c->num_kv_heads * room);
+    k->layers = (KvLayer *)floats(m, c->num_layers * sizeof(KvLayer) / sizeof(float));
+    for (int l = 0; l < c->num_layers; l++) {
+        const QuantMatrix keys = quantised_zeros(m, m->cache_format, slots * NKV * room, HD);
+        const QuantMatrix values = quantised_zeros(m, m->cache_format, slots * NKV * room, HD);
+        k->layers[l] = (KvLayer){keys, values, room, c->num_heads, NKV, HD};
+    }
     k->cos_sin = rope_of(m, room);
     k->positions = floats(m, area(most_rows(m), position_is_rotary(c->position) ? c->head_dim : c->channels));
     k->parts = floats(m, m->mesh->tp.world * area(min_int(most_rows(m), DECODE_ROWS), c->padded_vocab_size));
     k->logits = floats(m, area(DECODE_ROWS, m->config.vocab_size));
     k->length = (int *)floats(m, slots);
     k->drawn = (int *)floats(m, slots);
-    k->slots = slots;
     k->room = room;
     k->known = known;
 }
@@ -1626,7 +1591,7 @@ static void run_step(Model *m, DecodeStep *s) {
     PARALLEL_FOR
     for (int i = 0; i < s->count; i++)
         draw_token(k->logits + area(i, V), k->known, &s->rows[i].draw, s->places[i].at, &s->drawn[i]);
-    share_drawn(m->mesh, m->zero_stage >= 3, s->drawn, s->count);
+    share_drawn(m->mesh, m->ranks.zero_stage >= 3, s->drawn, s->count);
     for (int i = 0; i < s->count; i++) k->drawn[s->rows[i].slot] = s->drawn[i].token;
     s->has_run = 1;
 }
@@ -1820,7 +1785,6 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
                  .B = o->batch_size,
                  .T = o->seq_len,
                  .recompute = o->recompute,
-                 .zero_stage = zero_stage_of(o, &mesh->dp),
                  .bf16_states = !strcmp(o->state_dtype, "bf16"),
                  .muon = muon_of(o),
                  .seed = o->seed};
@@ -1832,14 +1796,14 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     m->cache_format = cache_is_fp8(o) ? WEIGHTS_FP8 : WEIGHTS_FP32;
     if (weights_are_quantised(o)) open_quantised(m, quant_format(o->weights));
     m->weights = floats(m, kept_of(m, SLOT_WEIGHT, units));
-    if (m->zero_stage >= 3 || m->lora.rank) m->block_weights = floats(m, block);
+    if (m->ranks.zero_stage >= 3 || m->lora.rank) m->block_weights = floats(m, block);
     if (m->lora.rank) m->frozen_weights = floats(m, kept_of(m, SLOT_FROZEN, units));
     if (m->lora.rank) m->low_rank = floats(m, 2 * area(m->B * m->T, m->lora.rank));
     open_activations(m, o);
     open_operands(m, o);
     if (forward_only(o)) return;
     m->grads = floats(m, kept_of(m, SLOT_GRAD, units));
-    if (m->zero_stage >= 2) m->block_grads = floats(m, param_unit(&m->table, 1).count);
+    if (m->ranks.zero_stage >= 2) m->block_grads = floats(m, param_unit(&m->table, 1).count);
     m->m = room(m, kept_of(m, SLOT_M, units) * slot_bytes(m, SLOT_M));
     m->v = room(m, kept_of(m, SLOT_V, units) * slot_bytes(m, SLOT_V));
     if (m->table.muon) open_muon(m);

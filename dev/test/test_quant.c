@@ -140,7 +140,7 @@ static void test_product(WeightFormat f, int cols, int rows, int N) {
     for (int i = 0; i < rows; i++) quant_row(f, quant_codes(&q, i), quant_scales(&q, i), w + area(i, cols), cols);
     for (int i = 0; i < rows; i++) quant_widen(f, w + area(i, cols), quant_codes(&q, i), quant_scales(&q, i), cols);
     decode_product_cpu(out, x, inp, q, bias, N);
-    matmul_forward_quant_cpu(gemm, x, inp, q, bias, N);
+    matmul_quant_cpu(gemm, x, inp, &q, bias, 0, N);
     matmul_forward_cpu(other, x, inp, w, bias, N, cols, rows);
     differ += memcmp(gemm, other, area(N, rows) * sizeof(float)) != 0;
     for (int n = 0; n < N; n++)

@@ -13,29 +13,28 @@ static inline void quant_widen_rows(const QuantMatrix *q, int first, int rows, f
     for (int i = 0; i < rows; i++)
         quant_widen(q->format, wide + area(i, q->cols), quant_codes(q, first + i), quant_scales(q, first + i), q->cols);
 }
-// matmul_forward_cpu and matmul_backward_input_cpu (train_gpt2.c) with weights in any format.
-static inline void matmul_forward_quant_cpu(float *out, const float *x, const float *inp, QuantMatrix weight,
-                                            const float *bias, int N) {
-    const int C = weight.cols, OC = weight.rows, most = (1 << 18) / C / TILE_N * TILE_N, part = most ? most : TILE_N;
-    float *wide = new_array(float, area(part, C));
-    for (int n = 0; n < OC; n += part) {
-        const int rows = min_int(OC - n, part);
-        quant_widen_rows(&weight, n, rows, wide);
-        Product p = {out, x, bias, (size_t)OC, matrix(inp, C), transposed(wide, C), N, rows, C};
-        p.c += n;
-        if (x) p.init += n;
-        if (bias) p.bias += n;
-        multiply_vectors(p);
-    }
-    free(wide);
-}
-static inline void matmul_backward_input_quant_cpu(float *dinp /*=*/, const float *dout, QuantMatrix weight, int N) {
-    const int C = weight.cols, OC = weight.rows, most = (1 << 18) / C, part = most ? most : 1;
-    float *wide = new_array(float, area(part, C));
-    for (int n = 0; n < OC; n += part) {
-        const int rows = min_int(OC - n, part);
-        quant_widen_rows(&weight, n, rows, wide);
-        Product p = {dinp, n ? dinp : NULL, NULL, (size_t)C, matrix(dout + n, OC), matrix(wide, C), N, C, rows};
+// out (N, rows) = [x +] inp (N, cols) weight^T [+ bias], as matmul_forward_cpu (train_gpt2.c); backward: out (N, cols)
+// = inp (N, rows) weight, as matmul_backward_input_cpu.
+static inline void matmul_quant_cpu(float *out, const float *x, const float *inp, const QuantMatrix *weight,
+                                    const float *bias, int backward, int N) {
+    const int rows = weight->rows, cols = weight->cols, most = (1 << 18) / cols / TILE_N * TILE_N;
+    const int part = most ? most : TILE_N;
+    float *wide = new_array(float, area(part, cols));
+    for (int n = 0, size; n < rows; n += size) {
+        size = min_int(rows - n, part);
+        Product p = {out + n,
+                     x ? x + n : NULL,
+                     bias ? bias + n : NULL,
+                     (size_t)rows,
+                     matrix(inp, cols),
+                     transposed(wide, cols),
+                     N,
+                     size,
+                     cols};
+        if (backward)
+            p = (Product){out, n ? out : NULL, NULL, (size_t)cols, matrix(inp + n, rows), matrix(wide, cols),
+                          N,   cols,           size};
+        quant_widen_rows(weight, n, size, wide);
         multiply_vectors(p);
     }
     free(wide);

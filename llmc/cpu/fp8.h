@@ -2,8 +2,7 @@
 #ifndef LLMC_CPU_FP8_H
 #define LLMC_CPU_FP8_H
 
-#include "../bf16.h"
-#include "../fp8.h"
+#include "../quant.h"
 #include "../timing.h"
 #include "vector.h"
 
@@ -14,16 +13,7 @@ static inline void fp8_round_cpu(float *out, const float *x, Fp8Kind kind, int r
     uint32_t *absmax = new_array(uint32_t, rows), largest = 0;
     int64_t flushed = 0, saturated = 0;
     PARALLEL_FOR
-    for (int i = 0; i < rows; i++) {
-        const float *row = x + area(i, cols);
-        uint32_t most = 0;  // bits: of positive numbers they have the numbers' order, and NaN is above all
-        #pragma omp simd reduction(max : most)
-        for (int k = 0; k < cols; k++) {
-            const uint32_t size = float_bits(row[k]) & 0x7fffffff;
-            most = size > most ? size : most;
-        }
-        absmax[i] = most;
-    }
+    for (int i = 0; i < rows; i++) absmax[i] = float_bits(quant_absmax(x + area(i, cols), cols));
     for (int i = 0; i < rows; i++) largest = absmax[i] > largest ? absmax[i] : largest;
     #pragma omp parallel for schedule(static) reduction(+ : flushed, saturated)
     for (int i = 0; i < rows; i++) {

@@ -92,7 +92,7 @@ static void ranks_gather_weights(const Ranks *r, const ParamTable *t, float *wei
 
 // Between a matrix (rows,cols) and its parts in these blocks. group: the tables of the ranks.
 static void ranks_copy_matrix(const Ranks *r, const ParamTable *group, const MuonMatrix *x, float *directions,
-                                     float *matrix, int back) {
+                              float *matrix, int back) {
     const size_t block = param_unit(&group[0], 1).count;
     for (int k = 0; k < r->mesh->tp.world; k++) {
         const MuonPart q = muon_part(group, k, x);

@@ -58,14 +58,11 @@ typedef struct {
     const float *at;
     size_t row, col;
 } Matrix;
-static inline Matrix strided(const float *at, size_t row, size_t col) {
-    Matrix m = {at, row, col};
-    return m;
-}
-static inline Matrix matrix(const float *at, size_t row) { return strided(at, row, 1); }
-static inline Matrix transposed(const float *at, size_t row) { return strided(at, 1, row); }
+static inline Matrix matrix(const float *at, size_t row) { return (Matrix){at, row, 1}; }
+static inline Matrix transposed(const float *at, size_t row) { return (Matrix){at, 1, row}; }
 static inline Matrix submatrix(Matrix m, size_t i, size_t j) {
-    return strided(m.at + i * m.row + j * m.col, m.row, m.col);
+    m.at += i * m.row + j * m.col;
+    return m;
 }
 
 // c (M, N) = [init +] [bias +] a (M, K) b (K, N). Rows of c and init are `row` elements apart.
