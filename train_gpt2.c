@@ -263,16 +263,6 @@ void qk_norm_backward_cpu(float *dqkv, const float *qkv, HeadNorm norm, int N, i
 // Queries at a time: their scores against all keys up to the last of them are a (QUERIES, keys) matrix in the cache.
 enum { QUERIES = 64 };
 
-// The first row of one head in sequence b. Of the heads in a packed row, q is h, k is NH + kv, v is NH + NKV + kv.
-static const float *head_at(const float *qkv, int b, int T, size_t row, int head, int HD) {
-    return qkv + area(b, T) * row + area(head, HD);
-}
-// c (M, N) = [c +] a (M, K) b (K, N), in the calling thread.
-static void multiply_small(float *c, size_t row, int add, Matrix a, Matrix b, int M, int N, int K) {
-    Product p = {c, add ? c : NULL, NULL, row, a, b, M, N, K};
-    multiply_serial(p);
-}
-
 // The keys and values that queries see. Distances, in elements: from one sequence, head and token to the next.
 typedef struct {
     const float *keys, *values;
@@ -306,8 +296,10 @@ static void attend(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, const fl
         float *p = new_array(float, area(min_int(T, QUERIES), at + T));  // (rows, keys)
         for (int t0 = 0; t0 < T; t0 += QUERIES) {
             int rows = min_int(T - t0, QUERIES), begin = first ? sees_from[t0] : 0, keys = at + t0 + rows - begin;
-            Matrix q = matrix(head_at(qkv, b, T, row, h, HD) + t0 * row, row);
-            multiply_small(p, keys, 0, q, submatrix(keys_transposed, 0, begin), rows, keys, HD);
+            Matrix q = matrix(qkv + (area(b, T) + t0) * row + area(h, HD), row);
+            Matrix seen_keys = submatrix(keys_transposed, 0, begin), seen_values = submatrix(values, begin, 0);
+            float *o = out + (area(b, T) + t0) * out_row + area(h, HD);
+            multiply((Product){p, NULL, NULL, (size_t)keys, q, seen_keys, rows, keys, HD});
             for (int i = 0; i < rows; i++) {
                 float *x = p + area(i, keys);
                 int unseen = first ? sees_from[t0 + i] - begin : 0, end = at + t0 + i + 1 - begin;
@@ -315,8 +307,7 @@ static void attend(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, const fl
                 lse[area(task, T) + t0 + i] = softmax(x + unseen, end - unseen, scale);
                 for (int s = end; s < keys; s++) x[s] = 0;
             }
-            float *o = out + (area(b, T) + t0) * out_row + area(h, HD);
-            multiply_small(o, out_row, 0, matrix(p, keys), submatrix(values, begin, 0), rows, HD, keys);
+            multiply((Product){o, NULL, NULL, out_row, matrix(p, keys), seen_values, rows, HD, keys});
         }
         free(p);
     }
@@ -338,7 +329,7 @@ void attention_backward_cpu(float *dqkv /*=*/, const float *dout, const float *q
     #pragma omp parallel for schedule(dynamic)
     for (int task = 0; task < B * NKV; task++) {
         int b = task / NKV, kv = task % NKV, group = NH / NKV;
-        const float *k = head_at(qkv, b, T, row, NH + kv, HD), *v = head_at(qkv, b, T, row, NH + NKV + kv, HD);
+        const float *k = qkv + area(b, T) * row + area(NH + kv, HD), *v = k + area(NKV, HD);
         float *dk = dqkv + (k - qkv), *dv = dqkv + (v - qkv);
         float *p = new_array(float, 2 * area(QUERIES, T));  // (rows, keys)
         float *ds = p + area(QUERIES, T);                   // the same
@@ -348,11 +339,13 @@ void attention_backward_cpu(float *dqkv /*=*/, const float *dout, const float *q
             int h = kv * group + step / T, t0 = step % T, rows = min_int(T - t0, QUERIES);
             const int *sees_from = first ? first + area(b, T) + t0 : NULL;
             int begin = first ? sees_from[0] : 0, keys = t0 + rows - begin;
-            const float *k0 = k + begin * row, *v0 = v + begin * row;
-            const float *q = head_at(qkv, b, T, row, h, HD) + t0 * row;
+            float *dk0 = dk + begin * row, *dv0 = dv + begin * row;
+            const float *q = qkv + (area(b, T) + t0) * row + area(h, HD);
             const float *o = out + (area(b, T) + t0) * out_row + area(h, HD), *d = dout + (o - out);
-            multiply_small(p, keys, 0, matrix(q, row), transposed(k0, row), rows, keys, HD);
-            multiply_small(ds, keys, 0, matrix(d, out_row), transposed(v0, row), rows, keys, HD);
+            const Matrix Q = matrix(q, row), K = matrix(k + begin * row, row), D = matrix(d, out_row);
+            const Matrix Kt = transposed(K.at, row), Vt = transposed(v + begin * row, row);
+            multiply((Product){p, NULL, NULL, (size_t)keys, Q, Kt, rows, keys, HD});
+            multiply((Product){ds, NULL, NULL, (size_t)keys, D, Vt, rows, keys, HD});
             for (int i = 0; i < rows; i++) {
                 float *x = p + area(i, keys), *dx = ds + area(i, keys), dot = 0;
                 float log_sum = lse[area(b * NH + h, T) + t0 + i];
@@ -367,9 +360,9 @@ void attention_backward_cpu(float *dqkv /*=*/, const float *dout, const float *q
                 }
                 for (int s = end; s < keys; s++) x[s] = dx[s] = 0;
             }
-            multiply_small(dqkv + (q - qkv), row, 0, matrix(ds, keys), matrix(k0, row), rows, HD, keys);
-            multiply_small(dk + begin * row, row, 1, transposed(ds, keys), matrix(q, row), keys, HD, rows);
-            multiply_small(dv + begin * row, row, 1, transposed(p, keys), matrix(d, out_row), keys, HD, rows);
+            multiply((Product){dqkv + (q - qkv), NULL, NULL, row, matrix(ds, keys), K, rows, HD, keys});
+            multiply((Product){dk0, dk0, NULL, row, transposed(ds, keys), Q, keys, HD, rows});
+            multiply((Product){dv0, dv0, NULL, row, transposed(p, keys), D, keys, HD, rows});
             step += rows;
         }
         free(p);
@@ -444,7 +437,6 @@ static inline float softcap_slope(float y, float softcap) {
     return s * sqrtf(s);
 }
 
-// Of the columns of one rank: the largest logit, the sum of exp(logit - largest), the target's logit.
 // Of the columns of a row: the largest logit, the sum of exp(logit - largest), the target's logit.
 typedef struct { float highest, sum, target; } LogitSums;
 static LogitSums classifier_sums(const float *x, int target /*< 0: in none of these columns*/, int V) {
@@ -502,9 +494,8 @@ static inline float adamw_step(float weight, float *m, float *v, float grad, Ada
     *v = a.beta2 * *v + (1 - a.beta2) * g * g;
     return weight - a.lr * (*m / correct_m / (sqrtf(*v / correct_v) + a.eps) + a.weight_decay * weight);
 }
-static float adamw_correction(float beta, int step) { return 1 - pow(beta, step); }
 void adamw_update_cpu(float *weight, float *m, float *v, const float *grad, size_t n, AdamW a) {
-    float correct_m = adamw_correction(a.beta1, a.step), correct_v = adamw_correction(a.beta2, a.step);
+    float correct_m = 1 - pow(a.beta1, a.step), correct_v = 1 - pow(a.beta2, a.step);
     #pragma omp parallel for simd schedule(static)
     for (size_t i = 0; i < n; i++) weight[i] = adamw_step(weight[i], &m[i], &v[i], grad[i], a, correct_m, correct_v);
 }
@@ -653,8 +644,8 @@ struct Model {
     int B, T, recompute;
     float *weights, *grads;  // units in the order of the table, of each what slot_keeps says
     float *frozen_weights;
-    FewBits few;  // --weights: matrices that are not among these
-    void *m, *v;  // the same, fp32 or bf16 (uint16_t); of Muon's matrices m alone
+    QuantMatrix *quantised;  // --weights: the matrices that are not among these (few_bits.h)
+    void *m, *v;             // the same, fp32 or bf16 (uint16_t); of Muon's matrices m alone
     Muon muon;
     ParamTable *group;            // Muon: the tables of the tensor-parallel ranks
     float *directions, *scratch;  // of a block of each of them (tp,block); of one matrix
@@ -662,11 +653,12 @@ struct Model {
     float *block_grads;           // ZeRO 2, 3: a block's gradients of one micro-step
     int block_here;
     int bf16_states;
-    uint64_t seed;                  // of the states' stochastic rounding
-    char *snapshots[NUM_SLOTS];     // --save-async: a copy of this rank's shards of a slot
-    LogitSums *logit_sums;          // tp: (tp,head_rows)
-    float *x_tokens, *rstd_tokens;  // the embedding before its norm, if it has one
-    float *x_embedding, *h_final, *mean_final, *rstd_final, *losses, *cos_sin;
+    uint64_t seed;               // of the states' stochastic rounding
+    char *snapshots[NUM_SLOTS];  // --save-async: a copy of this rank's shards of a slot
+    LogitSums *logit_sums;       // tp: (tp,head_rows)
+    Norm embedding_norm, final_norm;
+    float *x_tokens, *x_embedding;  // the embedding, and after its norm, if it has one
+    float *h_final, *losses, *cos_sin;
     BlockActs *blocks;
     float *logits;  // (head_rows,Vp)
     int head_rows;  // rows that the head runs on at a time
@@ -686,6 +678,7 @@ struct Model {
 // One pass forward, or forward and backward, over B sequences of T tokens.
 typedef struct {
     int B, T, N, C;          // N = B * T; channels
+    int NH, NKV, HD;         // heads of this rank, and their width
     int rows;                // of the stream that this rank has: N / tp, while generating N
     int accumulate, reduce;  // add to the gradients; sum them over ranks as soon as they are complete
     const KvCache *cache;    // generating: B = 1, the keys and values of the tokens before; NULL: training
@@ -701,14 +694,12 @@ static void lap(const char *name, double flops) { timing_clock_lap(name, flops, 
 // ---- what is below the update: where weights and gradients lie, and what training in fp32 on one rank does not need
 
 static Unit unit_get(Model *m, int unit, UnitUse use);
-static void unit_release(Model *m, const Pass *p, const Unit *u);      // its gradients are complete
-static float *param_pointer(const Unit *u, float *buffer, Role role);  // a tensor of a unit; NULL: it has none
+static void unit_release(Model *m, const Pass *p, const Unit *u);  // its gradients are complete
 static Weights weights_at(const Unit *u, Role weight, Role bias);
 static Block block_get(Model *m, int l, UnitUse use);
 static Linear head_of(Model *m, UnitUse use);
 static void clear_gradients(Model *m, const Pass *p);  // zeros where backward adds
 static float *owned(const Model *m, Slot s, Span span);
-static double squares_of_gradient(const Model *m);
 static void block_recompute(Model *m, const Pass *p, const Block *b, int l);  // what --recompute did not keep
 static void attend_cached(const Pass *p, const Block *b, int l);
 // Row t of a table of positions belongs to the tokens t of a pass: while generating, the rows of their places.
@@ -726,41 +717,39 @@ static const float *sum_rows(const Model *m, const Pass *p, float *parts) {
 
 // ---- the three products of a linear layer, of every one in a block and of the head, over `rows` rows
 
-static void linear_lap(const Linear *l, const char *name, int rows) { lap(name, 2.0 * rows * l->in * l->out); }
-static const float *weight_operand(const Linear *l, OperandDtype dtype) {
-    return operand(l->operands, dtype, FP8_WEIGHTS, l->w.weight, l->out, l->in, 0);
-}
 // out (rows,out) = [x +] inp (rows,in) weight^T [+ bias]
 static void linear_product(const Linear *l, float *out, const float *x /*NULL: none*/, const float *inp, int rows) {
-    const OperandDtype dtype = l->operands->dtype;
-    if (l->decodes && dtype == OPERANDS_NATIVE)
+    const Operands *o = l->operands;
+    if (l->decodes && o->dtype == OPERANDS_NATIVE)
         decode_product_cpu(out, x, inp, l->stored, l->w.bias, rows);
     else if (l->stored.format != WEIGHTS_FP32)
         matmul_quant_cpu(out, x, inp, &l->stored, l->w.bias, 0, rows);
     else
-        matmul_forward_cpu(out, x, operand(l->operands, dtype, FP8_INPUTS, inp, rows, l->in, 1),
-                           weight_operand(l, dtype), l->w.bias, rows, l->in, l->out);
-    linear_lap(l, l->forward, rows);
+        matmul_forward_cpu(out, x, operand(o, o->dtype, FP8_INPUTS, inp, rows, l->in, 1),
+                           operand(o, o->dtype, FP8_WEIGHTS, l->w.weight, l->out, l->in, 0), l->w.bias, rows, l->in,
+                           l->out);
+    lap(l->forward, 2.0 * rows * l->in * l->out);
 }
 // dinp (rows,in) = dout (rows,out) weight
 static void linear_product_backward(const Linear *l, float *dinp, const float *dout, int rows) {
-    const OperandDtype dtype = l->operands->dinput_dtype;
+    const Operands *o = l->operands;
     if (l->stored.format != WEIGHTS_FP32) {
         matmul_quant_cpu(dinp, NULL, dout, &l->stored, NULL, 1, rows);
     } else {
-        dout = operand(l->operands, dtype, FP8_GRADIENTS, dout, rows, l->out, l->operands->gradients_by_row);
-        matmul_backward_input_cpu(dinp, dout, weight_operand(l, dtype), rows, l->in, l->out);
+        dout = operand(o, o->dinput_dtype, FP8_GRADIENTS, dout, rows, l->out, o->gradients_by_row);
+        const float *weight = operand(o, o->dinput_dtype, FP8_WEIGHTS, l->w.weight, l->out, l->in, 0);
+        matmul_backward_input_cpu(dinp, dout, weight, rows, l->in, l->out);
     }
-    linear_lap(l, l->backward, rows);
+    lap(l->backward, 2.0 * rows * l->in * l->out);
 }
 // dweight = [dweight +] dout^T inp, unless the weight is frozen
 static void linear_product_weight(const Linear *l, const float *dout, const float *inp, int rows, int accumulate) {
-    const OperandDtype dtype = l->operands->dweight_dtype;
+    const Operands *o = l->operands;
     if (!l->w.dweight) return;
-    dout = operand(l->operands, dtype, FP8_GRADIENTS, dout, rows, l->out, 0);
-    inp = operand(l->operands, dtype, FP8_INPUTS, inp, rows, l->in, 0);
+    dout = operand(o, o->dweight_dtype, FP8_GRADIENTS, dout, rows, l->out, 0);
+    inp = operand(o, o->dweight_dtype, FP8_INPUTS, inp, rows, l->in, 0);
     matmul_backward_weight_cpu(l->w.dweight, dout, inp, accumulate, rows, l->in, l->out);
-    linear_lap(l, l->backward, rows);
+    lap(l->backward, 2.0 * rows * l->in * l->out);
 }
 
 // ---- forward
@@ -769,9 +758,6 @@ static void norm_rows(const Model *m, const Pass *p, const Norm *n, float *out) 
     norm_forward_cpu(m->config.norm, out, n->mean, n->rstd, n->x, n->w.weight, n->w.bias, p->rows, p->C,
                      m->config.norm_eps);
     lap("norm", 0);
-}
-static void linear_forward(const Model *m, const Pass *p, const Linear *l, float *out, const float *h) {
-    linear_product(l, out, NULL, all_rows(m, p, h), p->N);
 }
 // The second layer of a branch: out (rows,C) = x + bias + a weight^T. With several ranks each has some columns of a.
 static void linear_project(Model *m, const Pass *p, const Linear *l, float *out, const float *x, const float *a) {
@@ -797,31 +783,28 @@ static void activation_forward(const Model *m, const Pass *p, float *a, const fl
 }
 // What attention reads of q and k: normalised and rotated, if the model does that.
 static void normalise_and_rotate(const Model *m, const Pass *p, const Block *b) {
-    const Config *c = &m->local;
-    int NH = c->num_heads, NKV = c->num_kv_heads, HD = c->head_dim;
-    const float *cos_sin = of_positions(p, p->cos_sin, HD);
-    if (c->qk_norm) qk_norm_forward_cpu(b->a.attended, b->a.qkv, b->qk_norm, p->N, NH, NKV, HD);
-    if (position_is_rotary(c->position)) rope_forward_cpu(b->a.attended, cos_sin, p->B, p->T, NH, NKV, HD);
+    const float *cos_sin = of_positions(p, p->cos_sin, p->HD);
+    if (m->config.qk_norm) qk_norm_forward_cpu(b->a.attended, b->a.qkv, b->qk_norm, p->N, p->NH, p->NKV, p->HD);
+    if (position_is_rotary(m->config.position))
+        rope_forward_cpu(b->a.attended, cos_sin, p->B, p->T, p->NH, p->NKV, p->HD);
 }
 static void attend_block(const Model *m, const Pass *p, const Block *b, int l) {
-    const Config *c = &m->local;
-    int NH = c->num_heads, NKV = c->num_kv_heads, HD = c->head_dim;
     normalise_and_rotate(m, p, b);
     if (p->cache)
         attend_cached(p, b, l);
     else
-        attention_forward_cpu(b->a.y, b->a.lse, b->a.attended, p->ranges.first, p->B, p->T, NH, NKV, HD);
-    lap("attention", 2.0 * p->N * p->T * NH * HD);
+        attention_forward_cpu(b->a.y, b->a.lse, b->a.attended, p->ranges.first, p->B, p->T, p->NH, p->NKV, p->HD);
+    lap("attention", 2.0 * p->N * p->T * p->NH * p->HD);
 }
 // A block up to its activation: all that backward reads of it, so all that --recompute 3 computes again.
 static void block_inside(Model *m, const Pass *p, const Block *b, int l) {
     const BlockActs *a = &b->a;
     norm_rows(m, p, &b->norm1, a->h1);
-    linear_forward(m, p, &b->qkv, a->qkv, a->h1);
+    linear_product(&b->qkv, a->qkv, NULL, all_rows(m, p, a->h1), p->N);
     attend_block(m, p, b, l);
     linear_project(m, p, &b->proj, a->x_mid, b->norm1.x, a->y);
     norm_rows(m, p, &b->norm2, a->h2);
-    linear_forward(m, p, &b->fc, a->f, a->h2);
+    linear_product(&b->fc, a->f, NULL, all_rows(m, p, a->h2), p->N);
     activation_forward(m, p, a->a, a->f);
 }
 static void block_forward(Model *m, const Pass *p, int l) {
@@ -831,30 +814,22 @@ static void block_forward(Model *m, const Pass *p, int l) {
     linear_project(m, p, &b.fcproj, b.a.x_out, b.a.x_mid, b.a.a);
 }
 
-static Norm embedding_norm(const Model *m, const Unit *first) {
-    return (Norm){weights_at(first, ROLE_LNEW, NUM_ROLES), NULL, m->rstd_tokens, m->x_tokens};
-}
 // tokens (B,T) -> the stream, m->x_embedding (rows,C)
 static void embed(Model *m, const Pass *p, const int *tokens) {
     Unit u = unit_get(m, 0, UNIT_FORWARD);
-    const float *wte = param_pointer(&u, u.weights, ROLE_WTE), *wpe = param_pointer(&u, u.weights, ROLE_WPE);
+    const Weights w = weights_at(&u, ROLE_WTE, ROLE_WPE);     // words; positions
+    const float *wpe = m->mesh->tp.rank > 0 ? NULL : w.bias;  // of the ranks' sum the first has the position
     for (int n = 0; n < p->N; n++)
         require(tokens[n] >= 0 && tokens[n] < m->config.vocab_size,
                 "token id %d is not in the vocabulary of %d\nuse data made with the model's tokenizer", tokens[n],
                 m->config.vocab_size);
-    if (m->mesh->tp.rank > 0) wpe = NULL;  // of the ranks' sum one has the word, the first the position
-    embedding_forward_cpu(m->branch, ranks_words(&m->ranks, tokens, p->N, &m->local), p->ranges.position, wte,
+    embedding_forward_cpu(m->branch, ranks_words(&m->ranks, tokens, p->N, &m->local), p->ranges.position, w.weight,
                           of_positions(p, wpe, p->C), p->B, p->T, p->C);
     lap("embedding", 0);
     copy_floats(m->x_tokens, sum_rows(m, p, m->branch), area(p->rows, p->C));
     if (!m->config.embedding_norm) return;
-    Norm norm = embedding_norm(m, &u);
-    norm_rows(m, p, &norm, m->x_embedding);
-}
-static const float *block_input(const Model *m, int l) { return l == 0 ? m->x_embedding : m->blocks[l - 1].x_out; }
-static Norm final_norm(const Model *m, const Unit *last) {
-    const float *x = block_input(m, m->config.num_layers);
-    return (Norm){weights_at(last, ROLE_LNFW, ROLE_LNFB), m->mean_final, m->rstd_final, x};
+    m->embedding_norm.w = weights_at(&u, ROLE_LNEW, NUM_ROLES);
+    norm_rows(m, p, &m->embedding_norm, m->x_embedding);
 }
 // tokens (B,T) -> m->h_final (rows,C)
 static void model_forward(Model *m, const Pass *p, const int *tokens) {
@@ -862,8 +837,8 @@ static void model_forward(Model *m, const Pass *p, const int *tokens) {
     embed(m, p, tokens);
     for (int l = 0; l < L; l++) block_forward(m, p, l);
     Unit last = unit_get(m, L + 1, UNIT_FORWARD);
-    Norm norm = final_norm(m, &last);
-    norm_rows(m, p, &norm, m->h_final);
+    m->final_norm.w = weights_at(&last, ROLE_LNFW, ROLE_LNFB);
+    norm_rows(m, p, &m->final_norm, m->h_final);
 }
 
 // ---- head: forward and its own backward
@@ -922,13 +897,12 @@ static void activation_backward(const Model *m, const Pass *p, const float *f) {
     lap("activation backward", 0);
 }
 static void attend_backward(const Model *m, const Pass *p, const Block *b) {
-    const Config *c = &m->local;
-    int NH = c->num_heads, NKV = c->num_kv_heads, HD = c->head_dim;
-    attention_backward_cpu(m->dqkv, m->branch, b->a.attended, b->a.y, b->a.lse, p->ranges.first, p->B, p->T, NH, NKV,
-                           HD);
-    if (position_is_rotary(c->position)) rope_backward_cpu(m->dqkv, m->cos_sin, p->B, p->T, NH, NKV, HD);
-    if (c->qk_norm) qk_norm_backward_cpu(m->dqkv, b->a.qkv, b->qk_norm, p->N, NH, NKV, HD);
-    lap("attention backward", 5.0 * p->N * p->T * NH * HD);
+    attention_backward_cpu(m->dqkv, m->branch, b->a.attended, b->a.y, b->a.lse, p->ranges.first, p->B, p->T, p->NH,
+                           p->NKV, p->HD);
+    if (position_is_rotary(m->config.position))
+        rope_backward_cpu(m->dqkv, p->cos_sin, p->B, p->T, p->NH, p->NKV, p->HD);
+    if (m->config.qk_norm) qk_norm_backward_cpu(m->dqkv, b->a.qkv, b->qk_norm, p->N, p->NH, p->NKV, p->HD);
+    lap("attention backward", 5.0 * p->N * p->T * p->NH * p->HD);
 }
 // m->dx is the gradient of the block's output on entry and of its input on return.
 static void block_backward(Model *m, const Pass *p, int l) {
@@ -954,19 +928,20 @@ static void block_backward(Model *m, const Pass *p, int l) {
 // dx (rows,C) is added to the embedding's gradients.
 static void embed_backward(Model *m, const Pass *p, const int *tokens) {
     Unit u = unit_get(m, 0, UNIT_BACKWARD);
-    float *dwte = param_pointer(&u, u.grads, ROLE_WTE), *dwpe = param_pointer(&u, u.grads, ROLE_WPE);
+    const Weights w = weights_at(&u, ROLE_WTE, ROLE_WPE);
     const float *dx = m->dx;
     if (m->config.embedding_norm) {
-        Norm n = embedding_norm(m, &u);
+        Norm *n = &m->embedding_norm;
+        n->w = weights_at(&u, ROLE_LNEW, NUM_ROLES);
         memset(m->branch, 0, area(p->rows, p->C) * sizeof(float));
-        norm_backward_cpu(m->config.norm, m->branch, n.w.dweight, n.w.dbias, m->dx, n.x, n.w.weight, n.mean, n.rstd,
-                          p->rows, p->C);
+        norm_backward_cpu(m->config.norm, m->branch, n->w.dweight, n->w.dbias, m->dx, n->x, n->w.weight, n->mean,
+                          n->rstd, p->rows, p->C);
         dx = m->branch;
     }
     dx = all_rows(m, p, dx);
-    if (dwte)
-        embedding_backward_cpu(dwte, dwpe, dx, ranks_words(&m->ranks, tokens, p->N, &m->local), p->ranges.position,
-                               p->B, p->T, p->C);
+    if (w.dweight)
+        embedding_backward_cpu(w.dweight, w.dbias, dx, ranks_words(&m->ranks, tokens, p->N, &m->local),
+                               p->ranges.position, p->B, p->T, p->C);
     lap("embedding backward", 0);
     unit_release(m, p, &u);
 }
@@ -974,10 +949,10 @@ static void embed_backward(Model *m, const Pass *p, const int *tokens) {
 static void model_backward(Model *m, const Pass *p, const int *tokens) {
     int L = m->config.num_layers;
     Unit last = unit_get(m, L + 1, UNIT_BACKWARD);
-    Norm norm = final_norm(m, &last);
+    m->final_norm.w = weights_at(&last, ROLE_LNFW, ROLE_LNFB);
     watchdog_beat(PHASE_BACKWARD, L);
     clear_gradients(m, p);
-    norm_gradient(m, p, &norm);
+    norm_gradient(m, p, &m->final_norm);
     unit_release(m, p, &last);
     for (int l = L - 1; l >= 0; l--) block_backward(m, p, l);
     embed_backward(m, p, tokens);
@@ -986,9 +961,10 @@ static void model_backward(Model *m, const Pass *p, const int *tokens) {
 // ---- one step
 
 static Pass pass_of(const Model *m, int B, int T) {
-    int N = B * T;
-    return (
-        Pass){.B = B, .T = T, .N = N, .C = m->config.channels, .rows = N / m->mesh->tp.world, .cos_sin = m->cos_sin};
+    const Config *c = &m->local;
+    const int N = B * T, rows = N / m->mesh->tp.world;
+    Pass p = {B, T, N, c->channels, c->num_heads, c->num_kv_heads, c->head_dim, rows, .cos_sin = m->cos_sin};
+    return p;
 }
 // What each token sees. Returns the inputs without their marks.
 static const int *read_marks(const Model *m, Pass *p, const int *inputs) {
@@ -1008,10 +984,24 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     model_backward(m, &p, inputs);
     if (micro == 0) m->loss = m->masked = 0;
     m->tokens = tokens;
-    for (int n = 0; n < p.N; n++) m->loss += m->losses[n] / tokens;
-    for (int n = 0; n < p.N; n++) m->masked += targets[n] < 0;
+    for (int n = 0; n < p.N; n++) {
+        m->loss += m->losses[n] / tokens;
+        m->masked += targets[n] < 0;
+    }
 }
 
+// Of what this rank owns of the gradient.
+static double squares_of_gradient(const Model *m) {
+    double squares = 0;
+    for (int u = 0; u < m->table.num_units; u++) {
+        Span spans[TP_MAX_SPANS];
+        const int count = tp_counted(&m->mesh->dp, &m->table, u, spans);
+        for (int i = 0; i < count; i++)
+            if (spans[i].count) squares += sum_of_squares(owned(m, SLOT_GRAD, spans[i]), spans[i].count);
+    }
+    lap("gradient norm", 0);
+    return squares;
+}
 // AdamW of what this rank owns of a tensor. Returns how many elements that is.
 static size_t update_param(Model *m, const Param *t, const UpdateParams *p, float grad_scale) {
     Span s = span_overlap(model_owned(m, SLOT_M, t->unit), t->offset, t->size);
@@ -1050,12 +1040,12 @@ static void muon_update_block(Model *m, int unit, const UpdateParams *p, float g
     for (const MuonMatrix *x = matrices; x < matrices + count; x++) {
         const size_t size = area(x->rows, x->cols);
         ranks_copy_matrix(&m->ranks, m->group, x, m->directions, m->scratch, 0);
-        if (x->owner == m->mesh->job.rank)
+        if (x->owner == m->mesh->job.rank) {
             newton_schulz_cpu(m->scratch, m->scratch + size, x->rows, x->cols, &m->muon, 0);
-        else
+            lap("Muon", 2 * m->muon.steps * muon_cost(x));
+        } else
             memset(m->scratch, 0, size * sizeof(float));
         ranks_copy_matrix(&m->ranks, m->group, x, m->directions, m->scratch, 1);
-        timing_clock_lap("Muon", x->owner == m->mesh->job.rank ? 2 * m->muon.steps * muon_cost(x) : 0, 0);
     }
     ranks_return_directions(&m->ranks, &m->table, m->directions, unit);
     for (const MuonMatrix *x = matrices; x < matrices + count; x++) {
@@ -1137,7 +1127,7 @@ void attention_decode_cpu(float *out /*(N,NH*HD)*/, const float *qkv, const KvLa
 // random numbers is for the weight's own rounding (llmc/kernels/adamw.cuh), the others for m and v.
 void adamw_update_bf16_cpu(float *weight, uint16_t *m, uint16_t *v, const float *grad, size_t n, AdamW a, uint64_t seed,
                            size_t first) {
-    float correct_m = adamw_correction(a.beta1, a.step), correct_v = adamw_correction(a.beta2, a.step);
+    float correct_m = 1 - pow(a.beta1, a.step), correct_v = 1 - pow(a.beta2, a.step);
     uint64_t stream = rand_stream(RAND_ROUND, a.step);
     for (size_t begin = 0, end; begin < n; begin = end) {  // a key serves 2^32 elements
         size_t rest = ((size_t)1 << 32) - (uint32_t)(first + begin);
@@ -1181,11 +1171,10 @@ void classifier_ranks_cpu(float *logits, float *losses /*(N) =*/, const LogitSum
                           float dloss, int ranks, int rank, int N, int V, int Vp, int write_dlogits, float softcap) {
     PARALLEL_FOR
     for (int n = 0; n < N; n++) {
-        const int learned = targets[n] >= 0, owner = learned ? targets[n] / Vp : 0;
-        LogitSums s = {-INFINITY, 0, sums[area(owner, N) + n].target};
-        for (int r = 0; r < ranks; r++) s.highest = fmaxf(s.highest, sums[area(r, N) + n].highest);
-        for (int r = 0; r < ranks; r++)
-            s.sum += sums[area(r, N) + n].sum * fast_exp(sums[area(r, N) + n].highest - s.highest);
+        const int learned = targets[n] >= 0, owner = learned ? targets[n] / Vp : 0, end = ranks * N;
+        LogitSums s = {-INFINITY, 0, sums[owner * N + n].target};
+        for (int k = n; k < end; k += N) s.highest = fmaxf(s.highest, sums[k].highest);
+        for (int k = n; k < end; k += N) s.sum += sums[k].sum * fast_exp(sums[k].highest - s.highest);
         losses[n] = learned ? s.highest + logf(s.sum) - s.target : 0;
         if (write_dlogits)
             classifier_gradient(logits + area(n, Vp), s, learned && owner == rank ? targets[n] % Vp : -1,
@@ -1205,11 +1194,8 @@ static const ParamTable *base_table(const Model *m) { return slot_table(m, base_
 // Elements that this rank keeps of a slot's units before `unit`.
 static size_t kept_of(const Model *m, Slot s, int unit) {
     size_t kept = ranks_kept(&m->ranks, slot_table(m, s), s, unit);
-    for (int u = 0; u < unit && s == base_slot(m); u++) kept -= few_bits_elements(&m->few, base_table(m), u);
+    for (int u = 0; u < unit && s == base_slot(m); u++) kept -= quant_elements(m->quantised, base_table(m), u);
     return kept;
-}
-static int adapters_at(const Model *m, const Unit *u, Role role, Adapter adapters[LORA_MOST_PAIRS]) {
-    return adapters_of(&m->frozen, &m->table, u->number, role, u->adapters, u->adapter_grads, adapters);
 }
 // All weights of a block: from the shards of all ranks, or the frozen ones and what their adapters add.
 static void fill_block(Model *m, const Unit *u) {
@@ -1223,22 +1209,22 @@ static void fill_block(Model *m, const Unit *u) {
     }
     copy_floats(m->block_weights + skipped, u->weights, param_unit(t, u->number).count - skipped);
     for (Role role = ROLE_QKVW; role <= ROLE_FCPROJW; role++) {
-        const QuantMatrix *q = few_bits_matrix(&m->few, u->number, role);
+        const QuantMatrix *q = quant_matrix(m->quantised, &m->config, u->number, role);
         float *matrix = m->block_weights + param_at(t, u->number, role) - begin;
         Adapter adapters[LORA_MOST_PAIRS];
         if (q) quant_widen_rows(q, 0, q->rows, matrix);
-        for (int i = adapters_at(m, u, role, adapters); i-- > 0;) adapter_merge(&m->lora, &adapters[i], matrix);
+        const int count = adapters_of(t, &m->table, u->number, role, u->adapters, NULL, adapters);
+        for (int i = 0; i < count; i++) adapter_merge(&m->lora, &adapters[i], matrix);
     }
     lap("adapters", 0);
 }
 static Unit unit_get(Model *m, int unit, UnitUse use) {
     const ParamTable *t = base_table(m);
-    const int whole = unit_is_block(t, unit) && m->block_weights;
     float *weights = m->lora.rank ? m->frozen_weights : m->weights;
     Unit u = {.table = t, .number = unit, .use = use, .weights = weights + kept_of(m, base_slot(m), unit)};
-    u.first = t->unit_begin[unit] + few_bits_elements(&m->few, t, unit);
+    u.first = t->unit_begin[unit] + quant_elements(m->quantised, t, unit);
     if (m->lora.rank) u.adapters = m->weights + kept_of(m, SLOT_WEIGHT, unit);
-    if (whole) {
+    if (unit_is_block(t, unit) && m->block_weights) {
         fill_block(m, &u);
         u.weights = m->block_weights;
         u.first = t->unit_begin[unit];
@@ -1263,11 +1249,11 @@ static Weights weights_at(const Unit *u, Role weight, Role bias) {
 }
 static Linear linear_at(const Model *m, const Unit *u, Role weight, Role bias, int in, int out) {
     const int is_whole = u->weights == m->block_weights;  // of a block in few bits, too
-    const QuantMatrix *q = is_whole ? NULL : few_bits_matrix(&m->few, u->number, weight);
+    const QuantMatrix *q = is_whole ? NULL : quant_matrix(m->quantised, &m->config, u->number, weight);
     const Weights w = weights_at(u, weight, bias);
     const QuantMatrix native = {WEIGHTS_FP32, out, in, (uint8_t *)w.weight, NULL};
     Linear l = {w, in, out, &m->operands, q ? *q : native, u->use == UNIT_DECODE, "matmul", "block backward", 0, {{0}}};
-    l.num_adapters = adapters_at(m, u, weight, l.adapters);
+    l.num_adapters = adapters_of(&m->frozen, &m->table, u->number, weight, u->adapters, u->adapter_grads, l.adapters);
     return l;
 }
 static Block block_get(Model *m, int l, UnitUse use) {
@@ -1277,7 +1263,7 @@ static Block block_get(Model *m, int l, UnitUse use) {
     Unit u = unit_get(m, l + 1, use);
     return (Block){
         .unit = u,
-        .norm1 = {weights_at(&u, ROLE_LN1W, ROLE_LN1B), a->mean1, a->rstd1, block_input(m, l)},
+        .norm1 = {weights_at(&u, ROLE_LN1W, ROLE_LN1B), a->mean1, a->rstd1, l == 0 ? m->x_embedding : a[-1].x_out},
         .norm2 = {weights_at(&u, ROLE_LN2W, ROLE_LN2B), a->mean2, a->rstd2, a->x_mid},
         .qkv = linear_at(m, &u, ROLE_QKVW, ROLE_QKVB, C, qkv_width(c)),
         .proj = linear_at(m, &u, ROLE_PROJW, ROLE_PROJB, Q, C),
@@ -1337,14 +1323,15 @@ static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
 
 static void classifier_of_ranks(Model *m, const int *targets, float *losses, float dloss, int rows, int backward) {
     const Comm *tp = &m->mesh->tp;
-    const int V = m->local.vocab_size, Vp = m->local.padded_vocab_size;
-    const float softcap = m->config.logit_softcap;
-    classifier_sums_cpu(m->logit_sums + area(tp->rank, rows), m->logits, targets, tp->rank, rows, V, Vp, softcap);
+    const Config *c = &m->local;
+    const int V = c->vocab_size, Vp = c->padded_vocab_size;
+    LogitSums *sums = m->logit_sums;
+    classifier_sums_cpu(sums + area(tp->rank, rows), m->logits, targets, tp->rank, rows, V, Vp, c->logit_softcap);
     lap("classifier", 0);
-    comm_all_gather(tp, m->logit_sums, rows * sizeof(LogitSums));
-    lap(TIMING_RANKS, 0);
-    classifier_ranks_cpu(m->logits, losses, m->logit_sums, targets, dloss, tp->world, tp->rank, rows, V, Vp, backward,
-                         softcap);
+    comm_all_gather(tp, sums, rows * sizeof *sums);
+    ranks_lap();
+    classifier_ranks_cpu(m->logits, losses, sums, targets, dloss, tp->world, tp->rank, rows, V, Vp, backward,
+                         c->logit_softcap);
 }
 
 // Slots (backend.h): weights, gradients and optimiser states, read and written by the training loop and checkpoints.
@@ -1369,7 +1356,7 @@ static void *slot_place(const Model *m, Slot s, int snapshot, size_t offset, siz
     assert(buffer && offset >= held.begin && offset + count <= t->total);
     assert(keep == KEEP_WHOLE || offset + count <= held.begin + held.count);
     size_t place = slot_at(dp, t, keep, s, u, offset);
-    for (int before = 0; before <= u && s == base_slot(m); before++) place -= few_bits_elements(&m->few, t, before);
+    for (int before = 0; before <= u && s == base_slot(m); before++) place -= quant_elements(m->quantised, t, before);
     return buffer + place * slot_bytes(m, s);
 }
 static float *owned(const Model *m, Slot s, Span span) { return slot_place(m, s, 0, span.begin, span.count); }
@@ -1400,8 +1387,8 @@ static void write_quantised(const Model *m, const Param *t, const QuantMatrix *q
     require(!refused, "%s has weights that are not finite or above 2^100\nonly --weights native takes them", t->name);
 }
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
-    const Param *t = s == base_slot(m) && m->few.matrices ? param_of(base_table(m), offset) : NULL;
-    const QuantMatrix *q = t ? few_bits_matrix(&m->few, t->unit, t->role) : NULL;
+    const Param *t = s == base_slot(m) && m->quantised ? param_of(base_table(m), offset) : NULL;
+    const QuantMatrix *q = t ? quant_matrix(m->quantised, &m->config, t->unit, t->role) : NULL;
     if (q) write_quantised(m, t, q, offset, count, values);
     if (q && t->role != ROLE_WTE) return;
     void *place = slot_place(m, s, 0, offset, count);
@@ -1419,18 +1406,6 @@ void model_snapshot(Model *m, Slot s) {
         memcpy(slot_place(m, s, 1, mine.begin, mine.count), slot_place(m, s, 0, mine.begin, mine.count),
                mine.count * slot_bytes(m, s));
     }
-}
-
-static double squares_of_gradient(const Model *m) {
-    double squares = 0;
-    for (int u = 0; u < m->table.num_units; u++) {
-        Span spans[TP_MAX_SPANS];
-        const int count = tp_counted(&m->mesh->dp, &m->table, u, spans);
-        for (int i = 0; i < count; i++)
-            if (spans[i].count) squares += sum_of_squares(owned(m, SLOT_GRAD, spans[i]), spans[i].count);
-    }
-    lap("gradient norm", 0);
-    return squares;
 }
 // AdamW, or (u) Muon's momentum, with states in bf16 of what this rank owns of a tensor. Stochastic rounding has random
 // bits for each element of the whole model.
@@ -1567,14 +1542,11 @@ static void cached_forward(Model *m, const int *tokens, const KvPlace *places, i
     watchdog_beat(PHASE_SAMPLE, -1);
     for (int i = 0, n; i < N; i += n) {
         n = min_int(N - i, most_rows(m));
-        Pass p = {.B = 1,
-                  .T = n,
-                  .N = n,
-                  .C = m->config.channels,
-                  .rows = n,
-                  .cache = m->cache,
-                  .places = places + i,
-                  .cos_sin = m->cache->cos_sin};
+        Pass p = pass_of(m, 1, n);
+        p.rows = n;
+        p.cache = m->cache;
+        p.places = places + i;
+        p.cos_sin = m->cache->cos_sin;
         p.prompt = !logits;
         model_forward(m, &p, tokens + i);
         if (logits) next_logits(m, logits + area(i, m->config.vocab_size), n);
@@ -1672,10 +1644,10 @@ static void open_quantised(Model *m, WeightFormat f) {
     quant_check(f, "channels", C);
     quant_check(f, "columns of all heads", Q);
     quant_check(f, "columns of the MLP", c->ffn_dim);
-    m->few = (FewBits){(QuantMatrix *)room(m, (4 * L + 1) * sizeof(QuantMatrix)), L, c->tied ? ROLE_WTE : ROLE_HEADW};
+    m->quantised = (QuantMatrix *)room(m, (4 * L + 1) * sizeof(QuantMatrix));
     for (int i = 0; i <= 4 * L; i++) {
         const int *size = sizes[i < 4 * L ? i % 4 : 4];
-        m->few.matrices[i] = quantised_zeros(m, f, size[0], size[1]);
+        m->quantised[i] = quantised_zeros(m, f, size[0], size[1]);
     }
 }
 // Activations of one block. What a block shares with block 0 is recomputed in backward.
@@ -1718,11 +1690,6 @@ static void open_operands(Model *m, const Options *o) {
     head->rounded[FP8_INPUTS] = floats(m, area(m->head_rows, C));
     head->rounded[FP8_WEIGHTS] = floats(m, area(c->padded_vocab_size, C));
 }
-// Rows that the head runs on at a time. Without --head-chunks: as many as 256 MiB of logits allow, but at least 64.
-static int rows_of_head(const Model *m, const Options *o, int N) {
-    int fit = (1 << 26) / m->local.padded_vocab_size;
-    return o->head_chunks ? (int)head_rows(o, m->B, m->T) : min_int(N, fit > 64 ? fit : 64);
-}
 static void open_muon(Model *m) {
     const int tp = m->mesh->tp.world;
     MuonMatrix matrices[MUON_MOST_MATRICES];
@@ -1740,16 +1707,15 @@ static void open_muon(Model *m) {
 static void open_activations(Model *m, const Options *o) {
     const Config *c = &m->local;
     int tp = m->mesh->tp.world, dp = m->mesh->dp.world, most = tp > dp ? tp : dp;
-    int N = m->B * m->T, rows = N / tp;
+    int N = m->B * m->T, rows = N / tp, fit = (1 << 26) / c->padded_vocab_size;
     int heads = c->num_heads * c->head_dim, branch = heads > c->channels ? heads : c->channels;
     size_t stream = area(rows, c->channels);
-    m->head_rows = rows_of_head(m, o, N);
+    // without --head-chunks: as many as 256 MiB of logits allow, but at least 64
+    m->head_rows = o->head_chunks ? (int)head_rows(o, m->B, m->T) : min_int(N, fit > 64 ? fit : 64);
     m->x_embedding = m->x_tokens = floats(m, stream);
     if (c->embedding_norm) m->x_tokens = floats(m, stream);
-    if (c->embedding_norm) m->rstd_tokens = floats(m, rows);
+    m->embedding_norm = (Norm){.rstd = floats(m, c->embedding_norm ? rows : 0), .x = m->x_tokens};
     m->h_final = floats(m, stream);
-    m->mean_final = floats(m, rows);
-    m->rstd_final = floats(m, rows);
     m->losses = floats(m, N);
     m->cos_sin = rope_of(m, m->T);
     if (o->documents > 0 || o->window > 0) m->ranges = ranges_at(room(m, RANGES_ARRAYS * N * sizeof(int)), N);
@@ -1762,18 +1728,13 @@ static void open_activations(Model *m, const Options *o) {
     m->da = mlp_is_gated(c->mlp) ? floats(m, area(N, c->ffn_dim)) : m->df;  // GELU's backward works in place
     m->blocks = room(m, c->num_layers * sizeof(BlockActs));
     for (int l = 0; l < c->num_layers; l++) m->blocks[l] = block_acts(m, N, rows, l ? m->blocks : NULL);
+    m->final_norm = (Norm){.mean = floats(m, rows), .rstd = floats(m, rows), .x = m->blocks[c->num_layers - 1].x_out};
     m->ranks.exchange = floats(m, most > 1 ? (size_t)most * COMM_PIECE : 0);
     if (tp == 1) return;
     m->ranks.gathered = floats(m, area(N, c->channels));
     m->ranks.partial = floats(m, tp * tp_most_partial(&m->table));
     m->logit_sums = room(m, area(tp, m->head_rows) * sizeof(LogitSums));
     m->ranks.words = room(m, N * sizeof(int));
-}
-static void open_tables(Model *m) {
-    const Comm *tp = &m->mesh->tp;
-    const ParamTable all = params_of_rank(&m->config, tp->world, tp->rank);
-    m->table = m->lora.rank ? lora_table(&m->config, &m->lora, tp->world, tp->rank) : all;
-    if (m->lora.rank) m->frozen = all;
 }
 void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     check_run(c, o, mesh);
@@ -1789,7 +1750,11 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
                  .muon = muon_of(o),
                  .seed = o->seed};
     describe_device(m->device, sizeof m->device);
-    open_tables(m);
+    m->table = params_of_rank(c, mesh->tp.world, mesh->tp.rank);
+    if (m->lora.rank) {
+        m->frozen = m->table;
+        m->table = lora_table(c, &m->lora, mesh->tp.world, mesh->tp.rank);
+    }
     params_set_optimiser(&m->table, o);
     int units = m->table.num_units;
     size_t block = param_unit(base_table(m), 1).count;
@@ -1835,7 +1800,7 @@ void model_print_plan(const Model *m, FILE *f) {
     fprintf(f, "plan      products %s", dtypes[p->dtype]);
     if (p->dtype != p->dweight_dtype) fprintf(f, ", weights' gradients %s", dtypes[p->dweight_dtype]);
     fprintf(f, ", logits %s", dtypes[m->head_operands.dtype]);
-    if (m->few.matrices) fprintf(f, ", weights %s", weight_format_names[m->few.matrices->format]);
+    if (m->quantised) fprintf(f, ", weights %s", weight_format_names[m->quantised->format]);
     if (m->lora.rank) fprintf(f, ", adapters of rank %d", m->lora.rank);
     fprintf(f, ", sums fp32 | head on %d rows at a time", m->head_rows);
     if (m->grads)

@@ -121,7 +121,8 @@ static void test_tensor(Fp8Kind kind, int scale_rows) {
     enum { ROWS = 37, COLS = 129 };
     static float x[ROWS * COLS], got[ROWS * COLS];
     int wrong = 0;
-    double counts[2] = {5, 7}, flushed = 0;
+    Fp8Counts counts = {3, 5, 7};
+    double flushed = 0;
     float most[ROWS], largest = 0;
     for (int i = 0; i < ROWS; i++) {
         most[i] = 0;
@@ -132,7 +133,7 @@ static void test_tensor(Fp8Kind kind, int scale_rows) {
         }
         largest = fmaxf(largest, most[i]);
     }
-    fp8_round_cpu(got, x, kind, ROWS, COLS, scale_rows, counts);
+    fp8_round_cpu(got, x, kind, ROWS, COLS, scale_rows, &counts);
     for (int i = 0; i < ROWS; i++) {
         const double scale = fp8_scale(kind, scale_rows ? most[i] : largest);
         for (int k = 0; k < COLS; k++) {
@@ -142,12 +143,13 @@ static void test_tensor(Fp8Kind kind, int scale_rows) {
             flushed += expected == 0 && y != 0;
         }
     }
-    check(wrong == 0 && counts[0] == 5 + flushed && counts[1] == 7 && (flushed > 100) == !scale_rows,
+    check(wrong == 0 && counts.values == 3 + ROWS * COLS && counts.flushed == 5 + flushed && counts.saturated == 7 &&
+              (flushed > 100) == !scale_rows,
           "%s, %s: %d of %d values are wrong, %g became 0", names[kind],
           scale_rows ? "a scale for each row" : "one scale", wrong, ROWS * COLS, flushed);
     x[5 * COLS + 9] = NAN;
     x[20 * COLS + 1] = INFINITY;
-    fp8_round_cpu(got, x, kind, ROWS, COLS, scale_rows, counts);
+    fp8_round_cpu(got, x, kind, ROWS, COLS, scale_rows, &counts);
     int nans = 0;
     for (int i = 0; i < ROWS * COLS; i++) nans += isnan(got[i]) && (!scale_rows || i / COLS == 5 || i / COLS == 20);
     check(nans == (scale_rows ? 2 : ROWS) * COLS, "%s: a NaN and an infinity make their %s NaN", names[kind],

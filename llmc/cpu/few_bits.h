@@ -40,22 +40,16 @@ static inline void matmul_quant_cpu(float *out, const float *x, const float *inp
     free(wide);
 }
 
-// The matrices of a model that are in few bits: each block's four in the order of roles, and the head's. NULL: none.
-// The embedding is kept in fp32, too, if it is the head's weight.
-typedef struct {
-    QuantMatrix *matrices;
-    int layers;
-    Role head;
-} FewBits;
-// The matrix of a role, NULL if it is in fp32.
-static inline QuantMatrix *few_bits_matrix(const FewBits *f, int unit, Role role) {
-    const int block = unit >= 1 && unit <= f->layers && role >= ROLE_QKVW && role <= ROLE_FCPROJW;
-    if (!f->matrices || (!block && role != f->head)) return NULL;
-    return f->matrices + 4 * (block ? unit - 1 : f->layers) + (block ? (int)role - ROLE_QKVW : 0);
+// Of the matrices of a model that are in few bits (each block's four in the order of roles, and the head's; NULL: none)
+// the one of a role; NULL: it is in fp32. The embedding is kept in fp32, too, if it is the head's weight.
+static inline QuantMatrix *quant_matrix(QuantMatrix *matrices, const Config *c, int unit, Role role) {
+    const int block = unit >= 1 && unit <= c->num_layers && role >= ROLE_QKVW && role <= ROLE_FCPROJW;
+    if (!matrices || (!block && role != (c->tied ? ROLE_WTE : ROLE_HEADW))) return NULL;
+    return matrices + 4 * (block ? unit - 1 : c->num_layers) + (block ? (int)role - ROLE_QKVW : 0);
 }
 // Elements of a unit that are not in fp32: the matrices, which come first.
-static inline size_t few_bits_elements(const FewBits *f, const ParamTable *t, int unit) {
-    if (!f->matrices || unit == 0) return 0;
+static inline size_t quant_elements(const QuantMatrix *matrices, const ParamTable *t, int unit) {
+    if (!matrices || unit == 0) return 0;
     return param_at(t, unit, unit_is_block(t, unit) ? ROLE_LN1W : ROLE_LNFW) - t->unit_begin[unit];
 }
 

@@ -9,7 +9,7 @@
 // x rounded to fp8 and divided by its scale again, which is exact. scale_rows: each row has a scale of its own. counts,
 // added to: [0] values that were not 0 and became it, [1] values above the largest fp8.
 static inline void fp8_round_cpu(float *out, const float *x, Fp8Kind kind, int rows, int cols, int scale_rows,
-                                 double counts[2]) {
+                                 Fp8Counts *counts) {
     uint32_t *absmax = new_array(uint32_t, rows), largest = 0;
     int64_t flushed = 0, saturated = 0;
     PARALLEL_FOR
@@ -31,8 +31,9 @@ static inline void fp8_round_cpu(float *out, const float *x, Fp8Kind kind, int r
         flushed += zeros;
         saturated += cut;
     }
-    counts[0] += (double)flushed;
-    counts[1] += (double)saturated;
+    counts->values += (double)area(rows, cols);
+    counts->flushed += (double)flushed;
+    counts->saturated += (double)saturated;
     free(absmax);
 }
 static inline void bf16_round_cpu(float *out, const float *x, size_t n) {
@@ -54,17 +55,11 @@ typedef struct {
 // the next operand of its kind.
 static inline const float *operand(const Operands *o, OperandDtype dtype, Fp8Tensor kind, const float *x, int rows,
                                    int cols, int by_row) {
-    double added[2] = {0, 0};
     if (dtype == OPERANDS_NATIVE) return x;
-    if (dtype == OPERANDS_BF16) {
+    if (dtype == OPERANDS_BF16)
         bf16_round_cpu(o->rounded[kind], x, area(rows, cols));
-    } else {
-        Fp8Counts *counts = &o->counts[kind];
-        fp8_round_cpu(o->rounded[kind], x, FP8_E4M3, rows, cols, by_row, added);
-        counts->values += (double)area(rows, cols);
-        counts->flushed += added[0];
-        counts->saturated += added[1];
-    }
+    else
+        fp8_round_cpu(o->rounded[kind], x, FP8_E4M3, rows, cols, by_row, &o->counts[kind]);
     timing_clock_lap("rounding operands", 0, 0);
     return o->rounded[kind];
 }
