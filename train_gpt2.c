@@ -32,20 +32,19 @@
 #ifndef LLMC_PLAIN  // make PLAIN=1 train_gpt2: multiply_plain makes all products of training
 #define LLMC_PLAIN 0
 #endif
-// c (M, N) = [init +] [bias +] a (M, K) b (K, N). a and b are views (vector.h): element (i, j) of one is at[i * row + j
-// * col], so swapping row and col transposes it.
+// c (M, N) = [init +] [bias +] a (M, K) b (K, N): a Product (vector.h). a and b are views, whose element (i, j) is at[i
+// * row + j * col], so swapping row and col transposes one: matrix(x, n) has rows of n, transposed(x, n) columns of n.
 static void multiply_plain(Product p) {
     PARALLEL_FOR
-    for (int i = 0; i < p.M; i++)
-        for (int j = 0; j < p.N; j++) {
-            const float *a = p.a.at + i * p.a.row, *b = p.b.at + j * p.b.col;
-            float sum = p.init ? p.init[i * p.row + j] : 0;
-            if (p.bias) sum += p.bias[j];
-            for (int k = 0; k < p.K; k++) sum += a[k * p.a.col] * b[k * p.b.row];
-            p.c[i * p.row + j] = sum;
-        }
+    for (int i = 0; i < p.M; i++) {
+        const float *a = p.a.at + i * p.a.row, *init = p.init ? p.init + i * p.row : NULL;
+        float *c = p.c + i * p.row;
+        for (int j = 0; j < p.N; j++) c[j] = (init ? init[j] : 0) + (p.bias ? p.bias[j] : 0);
+        for (int k = 0; k < p.K; k++)
+            for (int j = 0; j < p.N; j++) c[j] += a[k * p.a.col] * p.b.at[k * p.b.row + j * p.b.col];
+    }
 }
-// By vectors and threads the same sums, to the last digit (of K > LONG_SUM in blocks), some 50 times as fast.
+// The same sums by tiles, vectors and threads, to the last digit (of K > LONG_SUM in blocks), many times as fast.
 static void multiply(Product p) { (LLMC_PLAIN ? multiply_plain : multiply_vectors)(p); }
 
 // ---- linear layers

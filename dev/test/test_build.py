@@ -480,6 +480,15 @@ def test_make_survives_being_killed(tmp_path):
     assert " -c " not in once_more.stdout, "a second make compiled again: " + once_more.stdout
 
 
+@pytest.fixture(scope="module")
+def plain_program(tmp_path_factory):
+    """The CPU trainer whose products are three loops."""
+    folder = tmp_path_factory.mktemp("plain") / "build"
+    built = make(f"{folder}/train_gpt2", "PLAIN=1", f"BUILD={folder}")
+    assert built.returncode == 0, built.stderr
+    return folder / "train_gpt2"
+
+
 CLANG = next((name for name in ("clang", *(f"clang-{n}" for n in range(30, 11, -1))) if shutil.which(name)), None)
 
 
@@ -502,6 +511,21 @@ def test_gcc_and_clang_compute_the_same(tmp_path, monkeypatch):
             records = [r for r in records if r["event"] in ("step", "eval")]
             figures.setdefault(compiler, []).extend(r[k] for r in records for k in ("loss", "norm") if k in r)
     assert len(figures["gcc"]) == 2 * (2 * 10 + 3) and figures[CLANG] == pytest.approx(figures["gcc"], rel=1e-6)
+
+
+@pytest.mark.parametrize("model", ["d2,channels=64,vocab=256", "qwen3:0.6B,layers=2,channels=64,heads=2,vocab=256"])
+def test_plain_loops_compute_the_same(model, plain_program, tmp_path):
+    """To the last digit: the tiles of llmc/cpu/vector.h sum what the loops of train_gpt2.c do, in the same order."""
+    if not (ROOT / "build/train_gpt2").exists():
+        pytest.skip("not built here")
+    steps = []
+    for folder, program in (("tiles", ROOT / "build/train_gpt2"), ("loops", plain_program)):
+        command = [program, *tiny_run(tmp_path), "-e", model, "-x", "5", "-v", "5", "-o", tmp_path / folder]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        records = [json.loads(line) for line in (tmp_path / folder / "main.jsonl").read_text().splitlines()]
+        steps.append([(r["event"], r["loss"], r.get("norm")) for r in records if "loss" in r])
+    assert steps[0] == steps[1] and len(steps[0]) > 5
 
 
 def test_two_makes_beside_each_other(tmp_path, monkeypatch):
