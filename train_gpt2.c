@@ -259,7 +259,13 @@ void qk_norm_backward_cpu(float *dqkv, const float *qkv, HeadNorm norm, int N, i
 // ---- causal attention: out_t = sum over s <= t of p_ts v_s, p_t = softmax(q_t k_s / sqrt(HD)). Query head h reads
 // key/value head h / (NH/NKV). first (B, T): t sees s >= first_t alone, which rises along a row; NULL: all s <= t.
 
-// Queries at a time: their scores against all keys up to the last of them are a (QUERIES, keys) matrix in the cache.
+// Queries at a time: their scores p against all keys up to the last of them are a (rows, keys) matrix in the cache.
+//
+//   key     begin ..... t0 ... end         o: seen    0: before first_t, or after t
+//   t0      o o o o o o o 0 0 0
+//   t0 + 1  o o o o o o o o 0 0            out (rows, HD) = p (rows, keys) v (keys, HD)
+//   t0 + 2  0 0 o o o o o o o 0
+//   t0 + 3  0 0 0 o o o o o o o
 enum { QUERIES = 64 };
 
 // The keys and values that queries see. Distances, in elements: from one sequence, head and token to the next.
@@ -290,15 +296,15 @@ static void attend(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, const fl
     for (int task = 0; task < B * NH; task++) {
         int b = task / NH, h = task % NH;
         size_t head = b * kv.sequence + h / (NH / NKV) * kv.head;
-        Matrix keys_transposed = transposed(kv.keys + head, kv.token), values = matrix(kv.values + head, kv.token);
         const int *sees_from = first ? first + area(b, T) : NULL;
         float *p = new_array(float, area(min_int(T, QUERIES), at + T));  // (rows, keys)
         for (int t0 = 0; t0 < T; t0 += QUERIES) {
             int rows = min_int(T - t0, QUERIES), begin = first ? sees_from[t0] : 0, keys = at + t0 + rows - begin;
             Matrix q = matrix(qkv + (area(b, T) + t0) * row + area(h, HD), row);
-            Matrix seen_keys = submatrix(keys_transposed, 0, begin), seen_values = submatrix(values, begin, 0);
+            Matrix k = transposed(kv.keys + head + begin * kv.token, kv.token);
+            Matrix v = matrix(kv.values + head + begin * kv.token, kv.token);
             float *o = out + (area(b, T) + t0) * out_row + area(h, HD);
-            multiply((Product){p, NULL, NULL, (size_t)keys, q, seen_keys, rows, keys, HD});
+            multiply((Product){p, NULL, NULL, (size_t)keys, q, k, rows, keys, HD});
             for (int i = 0; i < rows; i++) {
                 float *x = p + area(i, keys);
                 int unseen = first ? sees_from[t0 + i] - begin : 0, end = at + t0 + i + 1 - begin;
@@ -306,7 +312,7 @@ static void attend(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, const fl
                 lse[area(task, T) + t0 + i] = softmax(x + unseen, end - unseen, scale);
                 for (int s = end; s < keys; s++) x[s] = 0;
             }
-            multiply((Product){o, NULL, NULL, out_row, matrix(p, keys), seen_values, rows, HD, keys});
+            multiply((Product){o, NULL, NULL, out_row, matrix(p, keys), v, rows, HD, keys});
         }
         free(p);
     }
@@ -580,6 +586,10 @@ void newton_schulz_cpu(float *x, float *scratch, int rows, int cols, const Muon 
 // Backward reads all of these. --recompute 1 keeps one `a` for all blocks, 2 also one of what norms give, 3 one of all
 // but x_out; backward recomputes what was not kept.
 //
+// x is the residual stream; what attention and the MLP add to it are its branches. A unit is what is fetched and
+// reduced at a time: the embedding, each block, what follows the last one (params.h). A slot is one of what is kept of
+// each tensor: weight, gradient, m, v (backend.h).
+//
 // With several ranks (llmc/ranks/mesh.h) `local` has this rank's sizes. x, h and their statistics are this rank's rows
 // of N. All other activations have all N rows, of some heads, of a part of F or of a part of the vocabulary. all_rows and
 // sum_rows convert; alone a rank has all, and they do nothing.
@@ -699,7 +709,6 @@ static Block block_get(Model *m, int l, UnitUse use);
 static Linear head_of(Model *m, UnitUse use);
 static void clear_gradients(Model *m, const Pass *p);  // zeros where backward adds
 static float *owned(const Model *m, Slot s, Span span);
-static void block_recompute(Model *m, const Pass *p, const Block *b, int l);  // what --recompute did not keep
 static void attend_cached(const Pass *p, const Block *b, int l);
 // Row t of a table of positions belongs to the tokens t of a pass: while generating, the rows of their places.
 static const float *of_positions(const Pass *p, const float *table, int width);
@@ -903,6 +912,17 @@ static void attend_backward(const Model *m, const Pass *p, const Block *b) {
     if (m->config.qk_norm) qk_norm_backward_cpu(m->dqkv, b->a.qkv, b->qk_norm, p->N, p->NH, p->NKV, p->HD);
     lap("attention backward", 5.0 * p->N * p->T * p->NH * p->HD);
 }
+// What --recompute did not keep of a block.
+static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
+    int level = m->recompute;
+    // the last block's values are still there
+    if (level == 3 && l + 1 < m->config.num_layers) block_inside(m, p, b, l);
+    if (level == 1 || level == 2) activation_forward(m, p, b->a.a, b->a.f);
+    if (level != 2) return;
+    if (m->config.qk_norm) normalise_and_rotate(m, p, b);
+    norm_rows(m, p, &b->norm1, b->a.h1);
+    norm_rows(m, p, &b->norm2, b->a.h2);
+}
 // m->dx is the gradient of the block's output on entry and of its input on return.
 static void block_backward(Model *m, const Pass *p, int l) {
     watchdog_beat(PHASE_BACKWARD, l);
@@ -1013,11 +1033,6 @@ static size_t update_param(Model *m, const Param *t, const UpdateParams *p, floa
                          s.count, a);
     return s.count;
 }
-// What this rank updates of a matrix of Muon's.
-static Span muon_owned(const Model *m, const MuonMatrix *x) {
-    const Param *t = &m->table.params[x->param];
-    return span_overlap(model_owned(m, SLOT_M, t->unit), t->offset + t->parts[x->part].begin, t->parts[x->part].count);
-}
 // Muon of a block (llmc/muon.h): what this rank owns of each matrix gets its momentum; each rank orthogonalises some
 // matrices; then what this rank owns of each is updated. Directions of a block lie as its weights do.
 static void muon_update_block(Model *m, int unit, const UpdateParams *p, float grad_scale) {
@@ -1025,12 +1040,15 @@ static void muon_update_block(Model *m, int unit, const UpdateParams *p, float g
     const AdamW a = {.grad_scale = grad_scale, .step = p->step};
     float *u = m->directions + m->mesh->tp.rank * block.count - block.begin;
     MuonMatrix matrices[MUON_MOST_MATRICES];
+    Span mine[MUON_MOST_MATRICES];
     const int count = muon_matrices(&m->table, m->mesh->tp.world, unit, unit, matrices);
     muon_deal(matrices, count, m->mesh->job.world);
     for (int i = 0; i < count; i++) {
-        const Span s = muon_owned(m, &matrices[i]);
+        const Param *t = &m->table.params[matrices[i].param];
+        const ParamPart *part = &t->parts[matrices[i].part];
+        const Span s = mine[i] = span_overlap(model_owned(m, SLOT_M, unit), t->offset + part->begin, part->count);
         if (s.count > 0 && m->bf16_states)
-            update_bf16(m, &m->table.params[matrices[i].param], s, a, u + s.begin);
+            update_bf16(m, t, s, a, u + s.begin);
         else if (s.count > 0)
             muon_momentum_cpu(u + s.begin, owned(m, SLOT_M, s), owned(m, SLOT_GRAD, s), s.count, m->muon.momentum,
                               grad_scale);
@@ -1047,11 +1065,11 @@ static void muon_update_block(Model *m, int unit, const UpdateParams *p, float g
         ranks_copy_matrix(&m->ranks, m->group, x, m->directions, m->scratch, 1);
     }
     ranks_return_directions(&m->ranks, &m->table, m->directions, unit);
-    for (const MuonMatrix *x = matrices; x < matrices + count; x++) {
+    for (int i = 0; i < count; i++) {
+        const MuonMatrix *x = &matrices[i];
         const Param *t = &m->table.params[x->param];
-        const Span s = muon_owned(m, x);
-        if (s.count > 0)
-            muon_update_cpu(owned(m, SLOT_WEIGHT, s), u + s.begin, s.count, t->rate * p->lr,
+        if (mine[i].count > 0)
+            muon_update_cpu(owned(m, SLOT_WEIGHT, mine[i]), u + mine[i].begin, mine[i].count, t->rate * p->lr,
                             muon_scale(x->rows, x->cols), t->decay * p->weight_decay);
     }
 }
@@ -1302,20 +1320,10 @@ static void clear_gradients(Model *m, const Pass *p) {
     for (int i = 0; i < m->table.count && !p->accumulate; i++) {
         const Param *t = &m->table.params[i];
         int is_embedding = t->role == ROLE_WPE || (t->role == ROLE_WTE && !m->config.tied);
-        size_t at = kept_of(m, SLOT_GRAD, t->unit) + t->offset - m->table.unit_begin[t->unit];
         if (m->block_grads && unit_is_block(&m->table, t->unit)) continue;
-        if ((t->is_vector && t->role != ROLE_HEADB) || is_embedding) memset(m->grads + at, 0, t->size * sizeof(float));
+        if ((t->is_vector && t->role != ROLE_HEADB) || is_embedding)
+            memset(owned(m, SLOT_GRAD, (Span){t->offset, t->size}), 0, t->size * sizeof(float));
     }
-}
-static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
-    int level = m->recompute;
-    // the last block's values are still there
-    if (level == 3 && l + 1 < m->config.num_layers) block_inside(m, p, b, l);
-    if (level == 1 || level == 2) activation_forward(m, p, b->a.a, b->a.f);
-    if (level != 2) return;
-    if (m->config.qk_norm) normalise_and_rotate(m, p, b);
-    norm_rows(m, p, &b->norm1, b->a.h1);
-    norm_rows(m, p, &b->norm2, b->a.h2);
 }
 
 // ---- what training in fp32 on one rank does not need

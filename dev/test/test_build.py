@@ -206,6 +206,13 @@ def test_the_core_stays_small():
     assert kb > CORE_KB - 15, f"{kb:.1f} KB of code: CORE_KB may come down"
 
 
+def test_the_model_comes_first():
+    """train_gpt2.c is read from the top to the end of the update; what serves it stands below."""
+    lines = (ROOT / "train_gpt2.c").read_text().splitlines()
+    update = next(n for n, line in enumerate(lines) if line.startswith("StepResult model_update("))
+    assert lines.index("}", update) < 1100
+
+
 def included(path, text):
     for name in re.findall(r'^\s*#\s*include "(.+)"', text, re.M):
         target = Path(os.path.normpath(path.parent / name))

@@ -92,7 +92,7 @@ DECODE_INLINE void multiply_block_of_codes(WeightFormat f, int R, Vector *sum, c
         }
     }
 }
-static inline float sum_lanes(Vector v) {
+static float sum_lanes(Vector v) {
     Four parts[LANES / 4], sum;
     memcpy(parts, &v, sizeof v);
     sum = parts[0];
@@ -138,7 +138,7 @@ DECODE_INLINE void multiply_weight_row(WeightFormat f, int R, const DecodeProduc
     }
 }
 // Rows of activations go in tiles of DECODE_TILE, the last ones alone.
-static inline int tile_rows(int n, int N) { return n / DECODE_TILE < N / DECODE_TILE ? DECODE_TILE : 1; }
+static int tile_rows(int n, int N) { return n / DECODE_TILE < N / DECODE_TILE ? DECODE_TILE : 1; }
 // Row n of the activations in the order in which words have their codes, with zeros up to a whole block. The vectors of
 // the rows of a tile alternate.
 DECODE_INLINE void arrange(WeightFormat f, float *arranged, size_t size, const float *inp, int n, int N, int cols) {
@@ -188,9 +188,9 @@ typedef struct {
 } KvLayer;
 // A row is token `at` of the sequence in a slot.
 typedef struct { int slot, at; } KvPlace;
-static inline size_t kv_row(const KvLayer *c, KvPlace p, int kv) { return area(p.slot * c->NKV + kv, c->room) + p.at; }
+static size_t kv_row(const KvLayer *c, KvPlace p, int kv) { return area(p.slot * c->NKV + kv, c->room) + p.at; }
 // In e4m3 a row has the scale of its own largest value, so that it depends on no other token.
-static inline void kv_store(const QuantMatrix *cache, size_t row, const float *x) {
+static void kv_store(const QuantMatrix *cache, size_t row, const float *x) {
     uint8_t *codes = quant_codes(cache, row);
     if (cache->format == WEIGHTS_FP32) {
         copy_floats((float *)codes, x, cache->cols);
@@ -201,7 +201,7 @@ static inline void kv_store(const QuantMatrix *cache, size_t row, const float *x
     *(float *)quant_scales(cache, row) = 1 / up;
 }
 // A row in fp32: in place, or in `widened` (HD).
-static inline const float *kv_load(const QuantMatrix *cache, size_t row, float *widened) {
+static const float *kv_load(const QuantMatrix *cache, size_t row, float *widened) {
     const uint8_t *codes = quant_codes(cache, row);
     if (cache->format == WEIGHTS_FP32) return (const float *)codes;
     quant_widen(cache->format, widened, codes, quant_scales(cache, row), cache->cols);

@@ -47,9 +47,9 @@ static inline float fast_exp(float x) {
     return p * scale;
 }
 
-static inline int min_int(int a, int b) { return a < b ? a : b; }
-static inline size_t area(int rows, int cols) { return (size_t)rows * cols; }  // elements; int would overflow
-static inline void copy_floats(float *to, const float *from, size_t n) { memcpy(to, from, n * sizeof(float)); }
+static int min_int(int a, int b) { return a < b ? a : b; }
+static size_t area(int rows, int cols) { return (size_t)rows * cols; }  // elements; int would overflow
+static void copy_floats(float *to, const float *from, size_t n) { memcpy(to, from, n * sizeof(float)); }
 
 // ---- matrices
 
@@ -58,9 +58,9 @@ typedef struct {
     const float *at;
     size_t row, col;
 } Matrix;
-static inline Matrix matrix(const float *at, size_t row) { return (Matrix){at, row, 1}; }
-static inline Matrix transposed(const float *at, size_t row) { return (Matrix){at, 1, row}; }
-static inline Matrix submatrix(Matrix m, size_t i, size_t j) {
+static Matrix matrix(const float *at, size_t row) { return (Matrix){at, row, 1}; }
+static Matrix transposed(const float *at, size_t row) { return (Matrix){at, 1, row}; }
+static Matrix submatrix(Matrix m, size_t i, size_t j) {
     m.at += i * m.row + j * m.col;
     return m;
 }
@@ -92,7 +92,7 @@ enum { BLOCK_M = 96, BLOCK_K = 384, BLOCK_N = 384 };
 enum { LONG_SUM = 1 << 14 };
 
 // The rows [m, m + M) and the columns [n, n + N) of c.
-static inline Product part_of(Product p, int m, int n, int M, int N) {
+static Product part_of(Product p, int m, int n, int M, int N) {
     size_t corner = m * p.row + n;
     p.c += corner;
     if (p.init) p.init += corner;
@@ -138,7 +138,7 @@ static inline void multiply_edge(Product p, const float *panel, int by_block) {
 }
 
 // out = in transposed, 4 x 4: compilers make shuffles of it
-static inline void transpose_square(float *out, size_t out_row, const float *in, size_t in_row) {
+static void transpose_square(float *out, size_t out_row, const float *in, size_t in_row) {
     const Four a = *(const Four *)in, b = *(const Four *)(in + in_row);
     const Four c = *(const Four *)(in + 2 * in_row), d = *(const Four *)(in + 3 * in_row);
     for (int j = 0; j < 4; j++) *(Four *)(out + j * out_row) = (Four){a[j], b[j], c[j], d[j]};
