@@ -37,9 +37,9 @@
 static void multiply_plain(Product p) {
     PARALLEL_FOR
     for (int i = 0; i < p.M; i++) {
-        const float *a = p.a.at + i * p.a.row, *init = p.init ? p.init + i * p.row : NULL;
+        const float *a = p.a.at + i * p.a.row;
         float *c = p.c + i * p.row;
-        for (int j = 0; j < p.N; j++) c[j] = (init ? init[j] : 0) + (p.bias ? p.bias[j] : 0);
+        for (int j = 0; j < p.N; j++) c[j] = (p.init ? p.init[i * p.row + j] : 0) + (p.bias ? p.bias[j] : 0);
         for (int k = 0; k < p.K; k++)
             for (int j = 0; j < p.N; j++) c[j] += a[k * p.a.col] * p.b.at[k * p.b.row + j * p.b.col];
     }
@@ -52,34 +52,27 @@ static void multiply(Product p) { (LLMC_PLAIN ? multiply_plain : multiply_vector
 // out (N, OC) = [x (N, OC) +] inp (N, C) weight (OC, C)^T [+ bias (OC)]
 void matmul_forward_cpu(float *out, const float *x /*NULL: none*/, const float *inp, const float *weight,
                         const float *bias /*NULL: none*/, int N, int C, int OC) {
-    Product p = {out, x, bias, (size_t)OC, matrix(inp, C), transposed(weight, C), N, OC, C};
-    multiply(p);
+    multiply((Product){out, x, bias, (size_t)OC, matrix(inp, C), transposed(weight, C), N, OC, C});
 }
 // dinp (N, C) = dout (N, OC) weight (OC, C)
 void matmul_backward_input_cpu(float *dinp /*=*/, const float *dout, const float *weight, int N, int C, int OC) {
-    Product p = {dinp, NULL, NULL, (size_t)C, matrix(dout, OC), matrix(weight, C), N, C, OC};
-    multiply(p);
+    multiply((Product){dinp, NULL, NULL, (size_t)C, matrix(dout, OC), matrix(weight, C), N, C, OC});
 }
 // dweight (OC, C) = [dweight +] dout (N, OC)^T inp (N, C)
 void matmul_backward_weight_cpu(float *dweight, const float *dout, const float *inp, int accumulate, int N, int C,
                                 int OC) {
-    Product p = {dweight, accumulate ? dweight : NULL, NULL, (size_t)C, transposed(dout, OC), matrix(inp, C), OC, C, N};
-    multiply(p);
+    multiply((Product){dweight, accumulate ? dweight : NULL, NULL, (size_t)C, transposed(dout, OC), matrix(inp, C), OC,
+                       C, N});
 }
 // dbias (OC) += sum over rows of dout (N, OC)
 void bias_backward_cpu(float *dbias /*+=*/, const float *dout, int N, int OC) {
     enum { BLOCK = 128 };  // columns of one task
     PARALLEL_FOR
     for (int begin = 0; begin < OC; begin += BLOCK) {
-        int size = min_int(OC - begin, BLOCK);
-        float sum[BLOCK];
-        copy_floats(sum, dbias + begin, size);
-        for (int n = 0; n < N; n++) {
-            const float *d = dout + area(n, OC) + begin;
+        int end = min_int(begin + BLOCK, OC);
+        for (int n = 0; n < N; n++)
             #pragma omp simd
-            for (int i = 0; i < size; i++) sum[i] += d[i];
-        }
-        copy_floats(dbias + begin, sum, size);
+            for (int i = begin; i < end; i++) dbias[i] += dout[area(n, OC) + i];
     }
 }
 
@@ -994,17 +987,16 @@ static const int *read_marks(const Model *m, Pass *p, const int *inputs) {
 }
 void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro) {
     Pass p = pass_of(m, m->B, m->T);
-    double tokens = (double)p.N * num_micro * m->mesh->dp.world;  // of the step
+    m->tokens = (double)p.N * num_micro * m->mesh->dp.world;
     inputs = read_marks(m, &p, inputs);
     p.accumulate = micro > 0;
     p.reduce = micro == num_micro - 1 && m->mesh->job.world > 1;
     model_forward(m, &p, inputs);
-    head(m, &p, targets, 1 / tokens, 1);
+    head(m, &p, targets, 1 / m->tokens, 1);
     model_backward(m, &p, inputs);
     if (micro == 0) m->loss = m->masked = 0;
-    m->tokens = tokens;
     for (int n = 0; n < p.N; n++) {
-        m->loss += m->losses[n] / tokens;
+        m->loss += m->losses[n] / m->tokens;
         m->masked += targets[n] < 0;
     }
 }
@@ -1053,7 +1045,7 @@ static void muon_update_block(Model *m, int unit, const UpdateParams *p, float g
             muon_momentum_cpu(u + s.begin, owned(m, SLOT_M, s), owned(m, SLOT_GRAD, s), s.count, m->muon.momentum,
                               grad_scale);
     }
-    ranks_gather_directions(&m->ranks, &m->table, m->directions, unit);
+    ranks_share_directions(&m->ranks, &m->table, m->directions, unit, 0);
     for (const MuonMatrix *x = matrices; x < matrices + count; x++) {
         const size_t size = area(x->rows, x->cols);
         ranks_copy_matrix(&m->ranks, m->group, x, m->directions, m->scratch, 0);
@@ -1064,7 +1056,7 @@ static void muon_update_block(Model *m, int unit, const UpdateParams *p, float g
             memset(m->scratch, 0, size * sizeof(float));
         ranks_copy_matrix(&m->ranks, m->group, x, m->directions, m->scratch, 1);
     }
-    ranks_return_directions(&m->ranks, &m->table, m->directions, unit);
+    ranks_share_directions(&m->ranks, &m->table, m->directions, unit, 1);
     for (int i = 0; i < count; i++) {
         const MuonMatrix *x = &matrices[i];
         const Param *t = &m->table.params[x->param];
@@ -1085,8 +1077,8 @@ StepResult model_update(Model *m, const UpdateParams *p) {
     float grad_scale = share * step_grad_scale(r.norm, p->clip);
     for (const Param *t = m->table.params; t < m->table.params + m->table.count; t++)
         if (t->optimiser == OPTIMISER_ADAMW) updated += update_param(m, t, p, grad_scale);
-    // m, v and the weight are read and written, the gradient is read.
-    timing_clock_lap("AdamW", 0, updated * (m->bf16_states ? 4 * 2 + 12.0 : 4 * 4 + 12.0));
+    // bytes: m, v and the weight are read and written, the gradient is read
+    timing_clock_lap("AdamW", 0, updated * (m->bf16_states ? 20.0 : 28.0));
     for (int u = 1; u + 1 < m->table.num_units && m->table.muon; u++) {
         watchdog_beat(PHASE_UPDATE, u - 1);
         muon_update_block(m, u, p, grad_scale);
@@ -1210,7 +1202,7 @@ static const ParamTable *slot_table(const Model *m, Slot s) { return s == SLOT_F
 static const ParamTable *base_table(const Model *m) { return slot_table(m, base_slot(m)); }
 // Elements that this rank keeps of a slot's units before `unit`.
 static size_t kept_of(const Model *m, Slot s, int unit) {
-    size_t kept = ranks_kept(&m->ranks, slot_table(m, s), s, unit);
+    size_t kept = slot_before(&m->mesh->dp, slot_table(m, s), slot_keeps(m->ranks.zero_stage, s), s, unit);
     for (int u = 0; u < unit && s == base_slot(m); u++) kept -= quant_elements(m->quantised, base_table(m), u);
     return kept;
 }
@@ -1238,8 +1230,8 @@ static void fill_block(Model *m, const Unit *u) {
 static Unit unit_get(Model *m, int unit, UnitUse use) {
     const ParamTable *t = base_table(m);
     float *weights = m->lora.rank ? m->frozen_weights : m->weights;
-    Unit u = {.table = t, .number = unit, .use = use, .weights = weights + kept_of(m, base_slot(m), unit)};
-    u.first = t->unit_begin[unit] + quant_elements(m->quantised, t, unit);
+    const size_t first = t->unit_begin[unit] + quant_elements(m->quantised, t, unit);
+    Unit u = {t, unit, use, weights + kept_of(m, base_slot(m), unit), NULL, first, NULL, NULL};
     if (m->lora.rank) u.adapters = m->weights + kept_of(m, SLOT_WEIGHT, unit);
     if (unit_is_block(t, unit) && m->block_weights) {
         fill_block(m, &u);
@@ -1276,14 +1268,14 @@ static Linear linear_at(const Model *m, const Unit *u, Role weight, Role bias, i
 static Block block_get(Model *m, int l, UnitUse use) {
     const Config *c = &m->local;
     const BlockActs *a = &m->blocks[l];
-    int C = c->channels, Q = c->num_heads * c->head_dim;
+    int C = c->channels;
     Unit u = unit_get(m, l + 1, use);
     return (Block){
         .unit = u,
         .norm1 = {weights_at(&u, ROLE_LN1W, ROLE_LN1B), a->mean1, a->rstd1, l == 0 ? m->x_embedding : a[-1].x_out},
         .norm2 = {weights_at(&u, ROLE_LN2W, ROLE_LN2B), a->mean2, a->rstd2, a->x_mid},
         .qkv = linear_at(m, &u, ROLE_QKVW, ROLE_QKVB, C, qkv_width(c)),
-        .proj = linear_at(m, &u, ROLE_PROJW, ROLE_PROJB, Q, C),
+        .proj = linear_at(m, &u, ROLE_PROJW, ROLE_PROJB, c->num_heads * c->head_dim, C),
         .fc = linear_at(m, &u, ROLE_FCW, ROLE_FCB, C, fc_width(c)),
         .fcproj = linear_at(m, &u, ROLE_FCPROJW, ROLE_FCPROJB, c->ffn_dim, C),
         .qk_norm = {param_pointer(&u, u.weights, ROLE_QKNORMW), param_pointer(&u, u.grads, ROLE_QKNORMW), c->norm_eps,
@@ -1539,10 +1531,11 @@ static void next_logits(Model *m, float *logits, int N) {
     float *parts = m->cache->parts;  // (tp,N,Vp)
     linear_product(&l, parts + tp->rank * area(N, Vp), NULL, m->h_final, N);
     comm_all_gather(tp, parts, area(N, Vp) * sizeof(float));
-    for (int n = 0; n < N; n++)
+    for (int n = 0; n < N; n++, logits += V) {
         for (int r = 0; r * Vp < V; r++)
-            copy_floats(logits + area(n, V) + r * Vp, parts + area(r * N + n, Vp), min_int(V - r * Vp, Vp));
-    for (int n = 0; n < N; n++) softcap_row(logits + area(n, V), m->config.logit_softcap, V);
+            copy_floats(logits + r * Vp, parts + area(r * N + n, Vp), min_int(V - r * Vp, Vp));
+        softcap_row(logits, m->config.logit_softcap, V);
+    }
 }
 // tokens (N) at their places -> logits (N,V). NULL: the tokens are a prompt, from which nothing is drawn.
 static void cached_forward(Model *m, const int *tokens, const KvPlace *places, int N, float *logits) {
@@ -1562,10 +1555,8 @@ static void cached_forward(Model *m, const int *tokens, const KvPlace *places, i
 static void run_step(Model *m, DecodeStep *s) {
     KvCache *k = m->cache;
     int tokens[DECODE_ROWS], V = m->config.vocab_size;
-    for (int i = 0; i < s->count; i++) {
-        const DecodeRow *row = &s->rows[i];
-        tokens[i] = row->token == DECODE_DRAWN ? k->drawn[row->slot] : row->token;
-    }
+    for (int i = 0; i < s->count; i++)
+        tokens[i] = s->rows[i].token == DECODE_DRAWN ? k->drawn[s->rows[i].slot] : s->rows[i].token;
     cached_forward(m, tokens, s->places, s->count, k->logits);
     PARALLEL_FOR
     for (int i = 0; i < s->count; i++)
@@ -1608,13 +1599,12 @@ void model_drawn(Model *m, Drawn *drawn) {
     memmove(s, s + 1, --k->queued * sizeof *s);
 }
 void model_logits(Model *m, int row, float *logits) {
-    int V = m->config.vocab_size;
-    copy_floats(logits, m->cache->logits + area(row, V), V);
+    copy_floats(logits, m->cache->logits + area(row, m->config.vocab_size), m->config.vocab_size);
 }
 
 // ---- life
 
-static void describe_device(char *text, size_t size) {
+static void describe_device(Model *m) {
     char line[256], name[96] = "CPU";
     int threads = 1;
     FILE *f = fopen("/proc/cpuinfo", "r");
@@ -1624,7 +1614,8 @@ static void describe_device(char *text, size_t size) {
     #ifdef _OPENMP
     threads = omp_get_max_threads();
     #endif
-    snprintf(text, size, "%s, %d thread%s, %d-bit vectors", name, threads, threads == 1 ? "" : "s", 32 * LANES);
+    snprintf(m->device, sizeof m->device, "%s, %d thread%s, %d-bit vectors", name, threads, threads == 1 ? "" : "s",
+             32 * LANES);
 }
 void model_identify(HandshakeRecord *r) { (void)r; }
 
@@ -1685,10 +1676,11 @@ static void open_operands(Model *m, const Options *o) {
     const Config *c = &m->local;
     int C = c->channels, wide = qkv_width(c) > fc_width(c) ? qkv_width(c) : fc_width(c), widest = C > wide ? C : wide;
     int rounds = strcmp(o->matmul_dtype, "native") != 0;
+    OperandDtype other = rounds ? OPERANDS_BF16 : OPERANDS_NATIVE;
     Operands *p = &m->operands, *head = &m->head_operands;
     p->counts = head->counts = m->fp8_counts;
-    p->dtype = p->dinput_dtype = matmul_is_fp8(o) ? OPERANDS_FP8 : rounds ? OPERANDS_BF16 : OPERANDS_NATIVE;
-    p->dweight_dtype = matmul_weight_gradient_is_fp8(o) ? OPERANDS_FP8 : rounds ? OPERANDS_BF16 : OPERANDS_NATIVE;
+    p->dtype = p->dinput_dtype = matmul_is_fp8(o) ? OPERANDS_FP8 : other;
+    p->dweight_dtype = matmul_weight_gradient_is_fp8(o) ? OPERANDS_FP8 : other;
     p->gradients_by_row = p->dweight_dtype != OPERANDS_FP8 || m->mesh->tp.world > 1;
     for (int kind = 0; kind < NUM_FP8_TENSORS && rounds; kind++)  // each weight has C rows or columns
         p->rounded[kind] = floats(m, area(kind == FP8_WEIGHTS ? C : m->B * m->T, widest));
@@ -1704,8 +1696,8 @@ static void open_muon(Model *m) {
     m->group = new_array(ParamTable, tp);
     for (int r = 0; r < tp; r++) m->group[r] = params_of_rank(&m->config, tp, r);
     for (int i = muon_matrices(&m->table, tp, 1, 1, matrices); i-- > 0;) {
-        const size_t size = area(matrices[i].rows, matrices[i].cols);
-        const size_t needed = size + newton_schulz_scratch(matrices[i].rows, matrices[i].cols);
+        const int rows = matrices[i].rows, cols = matrices[i].cols;
+        const size_t needed = area(rows, cols) + newton_schulz_scratch(rows, cols);
         most = needed > most ? needed : most;
     }
     m->directions = floats(m, tp * param_unit(&m->table, 1).count);
@@ -1756,7 +1748,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
                  .bf16_states = !strcmp(o->state_dtype, "bf16"),
                  .muon = muon_of(o),
                  .seed = o->seed};
-    describe_device(m->device, sizeof m->device);
+    describe_device(m);
     m->table = params_of_rank(c, mesh->tp.world, mesh->tp.rank);
     if (m->lora.rank) {
         m->frozen = m->table;
@@ -1764,11 +1756,10 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     }
     params_set_optimiser(&m->table, o);
     int units = m->table.num_units;
-    size_t block = param_unit(base_table(m), 1).count;
     m->cache_format = cache_is_fp8(o) ? WEIGHTS_FP8 : WEIGHTS_FP32;
     if (weights_are_quantised(o)) open_quantised(m, quant_format(o->weights));
     m->weights = floats(m, kept_of(m, SLOT_WEIGHT, units));
-    if (m->ranks.zero_stage >= 3 || m->lora.rank) m->block_weights = floats(m, block);
+    if (m->ranks.zero_stage >= 3 || m->lora.rank) m->block_weights = floats(m, param_unit(base_table(m), 1).count);
     if (m->lora.rank) m->frozen_weights = floats(m, kept_of(m, SLOT_FROZEN, units));
     if (m->lora.rank) m->low_rank = floats(m, 2 * area(m->B * m->T, m->lora.rank));
     open_activations(m, o);

@@ -3,6 +3,7 @@ sample slides."""
 
 import fcntl
 import json
+import math
 import os
 import pty
 import re
@@ -317,13 +318,17 @@ def test_damaged_ends_are_refused(runs, tmp_path, text, words):
 
 
 def with_logit(folder, value):
-    """Sets one weight of the first row of the embedding, which is the head, too."""
+    """Sets one weight of the first row of the embedding, which is the head, too. An infinite one gives a logit with the
+    sign of what it is multiplied by, and -inf is not an error: the second row gets the other sign."""
     file = folder / "model.safetensors"
     data = bytearray(file.read_bytes())
     size = struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8 : 8 + size])
-    at = 8 + size + next(t for name, t in header.items() if name.endswith("wte.weight"))["data_offsets"][0]
-    data[at : at + 4] = struct.pack("<f", value)
+    embedding = next(t for name, t in header.items() if name.endswith("wte.weight"))
+    rows = [value] if math.isnan(value) else [value, -value]
+    for row, weight in enumerate(rows):
+        at = 8 + size + embedding["data_offsets"][0] + 4 * row * embedding["shape"][1]
+        data[at : at + 4] = struct.pack("<f", weight)
     file.write_bytes(data)
 
 

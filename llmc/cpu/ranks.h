@@ -59,10 +59,6 @@ static const int *ranks_words(const Ranks *r, const int *tokens, int N, const Co
 static size_t ranks_shard(const Ranks *r, const ParamTable *t, int unit) {  // elements
     return param_unit(t, unit).count / r->mesh->dp.world;
 }
-// Elements that this rank keeps of a slot's units before `unit`.
-static size_t ranks_kept(const Ranks *r, const ParamTable *t, Slot s, int unit) {
-    return slot_before(&r->mesh->dp, t, slot_keeps(r->zero_stage, s), s, unit);
-}
 // all = a unit, of which `mine` is this rank's shard.
 static void ranks_gather_shards(const Ranks *r, const float *mine, size_t shard, float *all) {
     comm_gather_all(&r->mesh->dp, mine, shard * sizeof(float), all);
@@ -81,10 +77,11 @@ static const float *ranks_sum_gradients(const Ranks *r, const ParamTable *t, int
 // After an update each rank has new weights in its shard of each unit alone.
 static void ranks_gather_weights(const Ranks *r, const ParamTable *t, float *weights) {
     if (!r->zero_stage) return;
-    for (int u = 0; u < t->num_units; u++)
+    for (int u = 0; u < t->num_units; u++) {
         if (r->zero_stage < 3 || !unit_is_block(t, u))
-            comm_all_gather(&r->mesh->dp, weights + ranks_kept(r, t, SLOT_WEIGHT, u),
-                            ranks_shard(r, t, u) * sizeof(float));
+            comm_all_gather(&r->mesh->dp, weights, ranks_shard(r, t, u) * sizeof(float));
+        weights += kept_span(&r->mesh->dp, t, slot_keeps(r->zero_stage, SLOT_WEIGHT), u).count;
+    }
     ranks_lap();
 }
 
@@ -101,25 +98,17 @@ static void ranks_copy_matrix(const Ranks *r, const ParamTable *group, const Muo
             copy_floats(back ? part : whole, back ? whole : part, q.width);
     }
 }
-// Each rank has those of what it owns: all get all.
-static void ranks_gather_directions(const Ranks *r, const ParamTable *t, float *directions, int unit) {
-    const Mesh *mesh = r->mesh;
-    const size_t block = param_unit(t, unit).count;
-    if (mesh->job.world == 1) return;
-    if (r->zero_stage)
-        comm_all_gather(&mesh->dp, directions + mesh->tp.rank * block, ranks_shard(r, t, unit) * sizeof(float));
-    comm_all_gather(&mesh->tp, directions, block * sizeof(float));
-    ranks_lap();
-}
-// Each rank has the matrices that it made, and zeros in place of the others: all get what they own.
-static void ranks_return_directions(const Ranks *r, const ParamTable *t, float *directions, int unit) {
-    const Mesh *mesh = r->mesh;
+// Each rank has the directions of what it owns: all get all. back: each has those of the matrices that it made, and
+// zeros in place of the others: all get what they own, with ZeRO a shard.
+static void ranks_share_directions(const Ranks *r, const ParamTable *t, float *directions, int unit, int back) {
+    const Comm *tp = &r->mesh->tp, *dp = &r->mesh->dp;
     const size_t block = param_unit(t, unit).count, shard = ranks_shard(r, t, unit);
-    float *mine = directions + mesh->tp.rank * block;
-    if (mesh->job.world == 1) return;
-    comm_reduce_scatter(&mesh->tp, directions, block, r->exchange);
-    comm_reduce_scatter(&mesh->dp, mine, shard, r->exchange);
-    if (!r->zero_stage) comm_all_gather(&mesh->dp, mine, shard * sizeof(float));
+    float *mine = directions + tp->rank * block;
+    if (r->mesh->job.world == 1) return;
+    if (back) comm_reduce_scatter(tp, directions, block, r->exchange);
+    if (back) comm_reduce_scatter(dp, mine, shard, r->exchange);
+    if (back == !r->zero_stage) comm_all_gather(dp, mine, shard * sizeof(float));
+    if (!back) comm_all_gather(tp, directions, block * sizeof(float));
     ranks_lap();
 }
 
