@@ -584,8 +584,8 @@ void newton_schulz_cpu(float *x, float *scratch, int rows, int cols, const Muon 
 // each tensor: weight, gradient, m, v (backend.h).
 //
 // With several ranks (llmc/ranks/mesh.h) `local` has this rank's sizes. x, h and their statistics are this rank's rows
-// of N. All other activations have all N rows, of some heads, of a part of F or of a part of the vocabulary. all_rows and
-// sum_rows convert; alone a rank has all, and they do nothing.
+// of N. All other activations have all N rows, of some heads, of a part of F or of a part of the vocabulary. all_rows
+// and sum_rows convert; alone a rank has all, and they do nothing.
 #include "llmc/cpu/ranks.h"
 #include "llmc/data/documents.h"
 #include "llmc/model/backend.h"
