@@ -789,20 +789,17 @@ static void normalise_and_rotate(const Model *m, const Pass *p, const Block *b) 
     if (position_is_rotary(m->config.position))
         rope_forward_cpu(b->a.attended, cos_sin, p->B, p->T, p->NH, p->NKV, p->HD);
 }
-static void attend_block(const Model *m, const Pass *p, const Block *b, int l) {
-    normalise_and_rotate(m, p, b);
-    if (p->cache)
-        attend_cached(p, b, l);
-    else
-        attention_forward_cpu(b->a.y, b->a.lse, b->a.attended, p->ranges.first, p->B, p->T, p->NH, p->NKV, p->HD);
-    lap("attention", 2.0 * p->N * p->T * p->NH * p->HD);
-}
 // A block up to its activation: all that backward reads of it, so all that --recompute 3 computes again.
 static void block_inside(Model *m, const Pass *p, const Block *b, int l) {
     const BlockActs *a = &b->a;
     norm_rows(m, p, &b->norm1, a->h1);
     linear_product(&b->qkv, a->qkv, NULL, all_rows(m, p, a->h1), p->N);
-    attend_block(m, p, b, l);
+    normalise_and_rotate(m, p, b);
+    if (p->cache)
+        attend_cached(p, b, l);
+    else
+        attention_forward_cpu(a->y, a->lse, a->attended, p->ranges.first, p->B, p->T, p->NH, p->NKV, p->HD);
+    lap("attention", 2.0 * p->N * p->T * p->NH * p->HD);
     linear_project(m, p, &b->proj, a->x_mid, b->norm1.x, a->y);
     norm_rows(m, p, &b->norm2, a->h2);
     linear_product(&b->fc, a->f, NULL, all_rows(m, p, a->h2), p->N);
@@ -897,14 +894,6 @@ static void activation_backward(const Model *m, const Pass *p, const float *f) {
     }
     lap("activation backward", 0);
 }
-static void attend_backward(const Model *m, const Pass *p, const Block *b) {
-    attention_backward_cpu(m->dqkv, m->branch, b->a.attended, b->a.y, b->a.lse, p->ranges.first, p->B, p->T, p->NH,
-                           p->NKV, p->HD);
-    if (position_is_rotary(m->config.position))
-        rope_backward_cpu(m->dqkv, p->cos_sin, p->B, p->T, p->NH, p->NKV, p->HD);
-    if (m->config.qk_norm) qk_norm_backward_cpu(m->dqkv, b->a.qkv, b->qk_norm, p->N, p->NH, p->NKV, p->HD);
-    lap("attention backward", 5.0 * p->N * p->T * p->NH * p->HD);
-}
 // What --recompute did not keep of a block.
 static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
     int level = m->recompute;
@@ -931,7 +920,12 @@ static void block_backward(Model *m, const Pass *p, int l) {
     dx = all_rows(m, p, m->dx);
     linear_backward_weight(m, p, &b.proj, dx, b.a.y, m->dx, p->rows);
     linear_product_backward(&b.proj, m->branch, dx, p->N);
-    attend_backward(m, p, &b);
+    attention_backward_cpu(m->dqkv, m->branch, b.a.attended, b.a.y, b.a.lse, p->ranges.first, p->B, p->T, p->NH, p->NKV,
+                           p->HD);
+    if (position_is_rotary(m->config.position))
+        rope_backward_cpu(m->dqkv, p->cos_sin, p->B, p->T, p->NH, p->NKV, p->HD);
+    if (m->config.qk_norm) qk_norm_backward_cpu(m->dqkv, b.a.qkv, b.qk_norm, p->N, p->NH, p->NKV, p->HD);
+    lap("attention backward", 5.0 * p->N * p->T * p->NH * p->HD);
     linear_backward_weight(m, p, &b.qkv, m->dqkv, all_rows(m, p, b.a.h1), m->dqkv, p->N);
     linear_product_backward(&b.qkv, m->branch, m->dqkv, p->N);
     norm_gradient(m, p, &b.norm1);
