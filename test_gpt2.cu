@@ -42,7 +42,7 @@ static void test_one_step(const char *folder, const Options *o, const char *name
     model_close(&m);
     debug_close(&d);
 }
-// Whether --gelu-fusion 2 works for this model, build and GPU.
+// Whether --debug gelu-fusion=2 works for this model, build and GPU.
 static int can_fuse(const char *folder) {
     const Config c = config_from_json(folder);
     return matmul_can_fuse(c.mlp, c.ffn_dim);
@@ -350,9 +350,9 @@ static void test_ranges(const char *folder, Options o, const char *output) {
     test_reference(folder, &o);
     if (o.documents) test_documents(folder, &o);
     test_accumulation(folder, &o, accumulation_bound(&o));
-    test_same_bits(folder, &o, &kernels, "--cuda-graphs 0");
+    test_same_bits(folder, &o, &kernels, "--debug cuda-graphs=0");
     parts.batch_size = kernels.batch_size = 1;
-    test_same_bits(folder, &parts, &kernels, "--cuda-graphs 0 and micro-steps");
+    test_same_bits(folder, &parts, &kernels, "--debug cuda-graphs=0 and micro-steps");
     test_recompute(folder, &o);
     test_resume(folder, &o, output);
 }
@@ -372,16 +372,16 @@ static void test_one_gpu(const char *folder, const char *output) {
     if (can_fuse(folder)) {
         Options fused = o;
         fused.gelu_fusion = 2;
-        printf("with --gelu-fusion 2\n");
+        printf("with --debug gelu-fusion=2\n");
         test_reference(folder, &fused);
     }
     test_accumulation(folder, &o, accumulation_bound(&o));
     test_same_bits(folder, &o, &o, "run twice");
     Options kernels = o, parts = o;  // steps 2 and 3 are graphs
     kernels.cuda_graphs = 0;
-    test_same_bits(folder, &o, &kernels, "--cuda-graphs 0");
+    test_same_bits(folder, &o, &kernels, "--debug cuda-graphs=0");
     parts.batch_size = kernels.batch_size = 1;
-    test_same_bits(folder, &parts, &kernels, "--cuda-graphs 0 and micro-steps");
+    test_same_bits(folder, &parts, &kernels, "--debug cuda-graphs=0 and micro-steps");
     test_recompute(folder, &o);
     if (can_fuse(folder)) {
         Options fused = o, part, whole;
@@ -389,9 +389,9 @@ static void test_one_gpu(const char *folder, const char *output) {
         part = whole = fused;
         part.recompute = 2;
         whole.recompute = 3;
-        test_same_bits(folder, &fused, &part, "--recompute 2 with --gelu-fusion 2");
-        test_same_bits(folder, &fused, &whole, "--recompute 3 with --gelu-fusion 2");
-        if (config_from_json(folder).mlp == MLP_SWIGLU) test_same_bits(folder, &o, &fused, "--gelu-fusion 2");
+        test_same_bits(folder, &fused, &part, "--recompute 2 with --debug gelu-fusion=2");
+        test_same_bits(folder, &fused, &whole, "--recompute 3 with --debug gelu-fusion=2");
+        if (config_from_json(folder).mlp == MLP_SWIGLU) test_same_bits(folder, &o, &fused, "--debug gelu-fusion=2");
     }
     test_head_chunks(folder, &o, sizeof(floatX) == 2, sizeof(floatX) == 2 ? 1e-2 : 1e-5);
     for (int chunks : {1, 3}) test_learned_rows(folder, &o, chunks);
@@ -533,7 +533,8 @@ static void test_ranks(const char *folder, const Comm *comm) {
             const int first = run > PEER_TO_PEER ? PEER_TO_PEER : 0;
             if (run == PEER_TO_PEER && comm->world > 2) continue;  // of two numbers there is one sum
             check(hashes[run] == hashes[first], "%s: %d ranks, %s sums, %s states: ZeRO %d%s has the bits of ZeRO 1",
-                  folder, comm->world, reduce, kind.states, stages[run], run < PEER_TO_PEER ? "" : " with --p2p 0");
+                  folder, comm->world, reduce, kind.states, stages[run],
+                  run < PEER_TO_PEER ? "" : " with --debug p2p=0");
         }
     }
     free(all);
@@ -576,18 +577,18 @@ static void test_tp_options(const char *model, const Mesh *mesh, const TpBounds 
     wide.reduce_dtype = "fp32";
     const TpRun plain = train_steps(&c, &o, mesh, NULL, bound, model),
                 summed = train_steps(&c, &wide, mesh, NULL, bound, model);
-    check(near_run(&plain, &summed, bound), "%d x %d, %s: --reduce-dtype fp32: near enough (loss %.6f and %.6f)",
+    check(near_run(&plain, &summed, bound), "%d x %d, %s: --debug reduce-dtype=fp32: near enough (loss %.6f and %.6f)",
           mesh->dp.world, mesh->tp.world, model, summed.losses[TP_STEPS - 1], plain.losses[TP_STEPS - 1]);
     const TpRun through = train_steps(&c, &far, mesh, NULL, bound, model);
     const int exact = mesh->dp.world <= 2;  // data-parallel sums of more ranks are NCCL's in another order
     check(exact ? same_run(&plain, &through) : near_run(&plain, &through, bound),
-          "%d x %d, %s: --p2p 0: %s (loss %.6f and %.6f)", mesh->dp.world, mesh->tp.world, model,
+          "%d x %d, %s: --debug p2p=0: %s (loss %.6f and %.6f)", mesh->dp.world, mesh->tp.world, model,
           exact ? "the same bits" : "near enough", through.losses[TP_STEPS - 1], plain.losses[TP_STEPS - 1]);
     if (matmul_can_fuse(c.mlp, local.ffn_dim)) {
         const TpRun run = train_steps(&c, &fused, mesh, NULL, bound, model),
                     again = train_steps(&c, &fused, mesh, NULL, bound, model);
         const int same = c.mlp == MLP_SWIGLU ? same_run(&plain, &run) : near_run(&plain, &run, bound);
-        check(same && same_run(&run, &again), "%d x %d, %s: --gelu-fusion 2: %s (loss %.6f and %.6f), and again",
+        check(same && same_run(&run, &again), "%d x %d, %s: --debug gelu-fusion=2: %s (loss %.6f and %.6f), and again",
               mesh->dp.world, mesh->tp.world, model, c.mlp == MLP_SWIGLU ? "the same bits" : "near enough",
               run.losses[TP_STEPS - 1], plain.losses[TP_STEPS - 1]);
     }
@@ -641,7 +642,8 @@ static void test_tp_overlap(const char *model, const Mesh *mesh, const Options *
         const int met = plain.met.gathers + plain.met.scatters,
                   all = expected.gathers + expected.scatters + expected.apart;
         check(same && met == 0 && plain.met.apart == all,
-              "%d x %d, %s: --tp-overlap 1 twice%s, --zero-stage %d --recompute %d --gelu-fusion %d --matmul-dtype %s: "
+              "%d x %d, %s: --debug tp-overlap=1 twice%s, --zero-stage %d --recompute %d --debug gelu-fusion=%d "
+              "--matmul-dtype %s: "
               "the same bits as 0, which overlaps %d of %d",
               mesh->dp.world, mesh->tp.world, model, &way == ways ? " and -1" : "", way.zero, way.recompute, way.fusion,
               way.dtype, met, all);

@@ -606,7 +606,7 @@ typedef struct {
     const Operands *operands;
     QuantMatrix stored;              // the weight as it is stored
     int decodes;                     // generation: few rows, each of whose bits do not depend on the others
-    const char *forward, *backward;  // names of its laps (--timing)
+    const char *forward, *backward;  // names of its laps (--debug timing)
     int num_adapters;
     Adapter adapters[LORA_MOST_PAIRS];
 } Linear;
@@ -656,7 +656,7 @@ struct Model {
     int block_here;
     int bf16_states;
     uint64_t seed;               // of the states' stochastic rounding
-    char *snapshots[NUM_SLOTS];  // --save-async: a copy of this rank's shards of a slot
+    char *snapshots[NUM_SLOTS];  // --debug save-async: a copy of this rank's shards of a slot
     LogitSums *logit_sums;       // tp: (tp,head_rows)
     Norm embedding_norm, final_norm;
     float *x_tokens, *x_embedding;  // the embedding, and after its norm, if it has one
@@ -690,7 +690,7 @@ typedef struct {
     Ranges ranges;           // (B,T) empty: a token sees its row up to itself
 } Pass;
 
-// Ends a lap of --timing.
+// Ends a lap of --debug timing.
 static void lap(const char *name, double flops) { timing_clock_lap(name, flops, 0); }
 
 // ---- what is below the update: where weights and gradients lie, and what training in fp32 on one rank does not need
@@ -1616,8 +1616,8 @@ void model_identify(HandshakeRecord *r) { (void)r; }
 static void check_run(const Config *c, const Options *o, const Mesh *mesh) {
     const Config local = tp_config(c, &mesh->tp);
     int64_t N = o->batch_size * o->seq_len;
-    const char *for_gpus = o->tp_overlap == 1              ? "--tp-overlap 1"
-                           : o->dp_overlap >= 0            ? "--dp-overlap"
+    const char *for_gpus = o->tp_overlap == 1              ? "--debug tp-overlap=1"
+                           : o->dp_overlap >= 0            ? "--debug dp-overlap"
                            : strcmp(o->grad_dtype, "fp32") ? "--grad-dtype bf16"
                            : *o->offload                   ? "--offload"
                                                            : NULL;

@@ -867,7 +867,8 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
         cudaCheck(cudaEventCreateWithFlags(e, cudaEventDisableTiming));
     open_links(m);
 }
-// --tp-overlap -1: a micro-step with nothing and with everything overlapped, in parts of all sizes. Its tokens are any;
+// --debug tp-overlap=-1: a micro-step with nothing and with everything overlapped, in parts of all sizes. Its tokens
+// are any;
 // gradients are overwritten later. The first run of each makes the matmuls' plans.
 static void measure_overlap(Model *m) {
     OverlapChoice *o = &m->links.rows.overlap;

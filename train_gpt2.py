@@ -962,7 +962,7 @@ def add_lora(model, o, base):
     base = os.path.abspath(base) if os.path.isdir(base) else base
     alpha = o.lora_alpha if o.lora_alpha >= 0 else 2.0 * o.lora
     require(alpha > 0, "--lora-alpha 0: adapters would have no effect", "leave it out: twice the rank")
-    return model.add_adapters(Lora(o.lora, alpha, bool(o.lora_rs), targets, base), o.seed)
+    return model.add_adapters(Lora(o.lora, alpha, False, targets, base), o.seed)
 
 
 # ---- training
@@ -979,12 +979,12 @@ def batch(stream, B, device, vocab_size):
     return inputs, targets
 
 
-HONOURED = """train-data val-data model output tokenizer print-every batch-size seq-len total-batch max-steps
+HONOURED = """train-data val-data model output tokenizer batch-size seq-len total-batch max-steps
     epochs overfit pack documents window seed recipe schedule learning-rate warmup final-lr-fraction decay-fraction
-    weight-decay grad-clip beta1 beta2 adam-eps optimizer lr-matrix lr-embedding lr-head lr-vector decay-matrix
-    decay-vector muon-momentum muon-polynomials muon-steps eval-every eval-steps hellaswag choice-data evaluate
-    sample-every sample-tokens temperature save-every matmul-dtype head-dtype threads lora lora-alpha lora-targets
-    lora-rs""".split()
+    weight-decay grad-clip beta1 beta2 adam-eps optimizer lr-matrix lr-embedding lr-head decay-matrix
+    decay-vector muon-momentum muon-polynomials eval-every eval-steps hellaswag choice-data evaluate
+    sample-every sample-tokens temperature save-every matmul-dtype head-dtype threads lora lora-alpha
+    lora-targets""".split()
 
 
 CHOICES = {
@@ -1021,7 +1021,7 @@ def option_table():
         # lines and strings may break anywhere
         text = " ".join(f.read().replace("\\\n", " ").split()).replace('" "', "")
     row = (
-        r'SECTION\("([^"]*)"\)|(STR|ONE|INT|FLT)\((\w+), "(\w*)", \'.\', '
+        r'SECTION\("([^"]*)", \w+\)|(STR|ONE|INT|FLT)\((\w+), "(\w*)", \'.\', '
         r'(?:"([^"]*)"|([^",]+)), +(?:"[^"]*", +|([^",]+), ([^",]+), +)?"([^"]*)"\)'
     )
     rows, section = [], ""
@@ -1169,8 +1169,16 @@ def add_options(p, table):
         )
 
 
+def spread_debug(argv):
+    """--debug a=1,b=2 -> --a=1 --b=2"""
+    words, spread = iter(w for word in argv for w in re.sub("^--debug=", "--debug\n", word).split("\n", 1)), []
+    for word in words:
+        spread += [f"--{pair}" for pair in next(words, "").split(",")] if word == "--debug" else [word]
+    return spread
+
+
 def parse_options(argv=None):
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = spread_debug(sys.argv[1:] if argv is None else argv)
     table, others = option_table()
     form = functools.partial(argparse.HelpFormatter, max_help_position=32, width=100)
     p = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False, add_help=False, formatter_class=form)
@@ -1254,7 +1262,7 @@ def lr_of_matrices(o):
 
 def base_lr(o):
     """The rate that those of all tensors are multiples of."""
-    own = max(lr_of_matrices(o), o.lr_embedding, o.lr_head, o.lr_vector) >= 0
+    own = max(lr_of_matrices(o), o.lr_embedding, o.lr_head) >= 0
     return o.learning_rate if o.learning_rate > 0 or not own else 1.0
 
 
@@ -1265,7 +1273,7 @@ def param_groups(model, o):
         in_block = 0 < p.unit <= model.config.num_layers
         kind = "vector" if len(p.shape) == 1 else "matrix" if in_block else "head" if p.role == "headw" else "embedding"
         groups.setdefault(kind, []).append(p)
-    rates = {"matrix": lr_of_matrices(o), "embedding": o.lr_embedding, "head": o.lr_head, "vector": o.lr_vector}
+    rates = {"matrix": lr_of_matrices(o), "embedding": o.lr_embedding, "head": o.lr_head, "vector": -1}
     decays = {"matrix": o.decay_matrix if o.decay_matrix >= 0 else o.weight_decay, "vector": o.decay_vector}
     base = base_lr(o)
     return {
@@ -1292,7 +1300,7 @@ POLAR_EXPRESS = [
 ]
 
 
-def newton_schulz(x, polynomials, steps):
+def newton_schulz(x, polynomials, steps=0):
     """x with its singular values set to about 1. steps 0: 5 of polar-express, 12 of simple."""
     simple = polynomials == "simple"
     margin, tall = 1.0 if simple else 1.01, x.shape[0] > x.shape[1]
@@ -1325,7 +1333,7 @@ class Muon(torch.optim.Optimizer):
                 m.lerp_(w.grad, 1 - o.muon_momentum)
                 u = w.grad.lerp(m, o.muon_momentum).to(self.dtype)
                 for x, part in zip(u.split(sizes), w.split(sizes)):
-                    x = newton_schulz(x, o.muon_polynomials, o.muon_steps)
+                    x = newton_schulz(x, o.muon_polynomials)
                     scale = max(1, x.shape[0] / x.shape[1]) ** 0.5
                     part.sub_(group["lr"] * (scale * x.to(w.dtype) + group["weight_decay"] * part))
 
@@ -1633,7 +1641,7 @@ def train(o):
             f"{total / average:.0f} tok/s | ETA {(steps - step) * average / 60:.1f}m"
         )
         console_overwrite("")
-        if step % (o.print_every or (steps if console_columns() else 1)) == 0 or step == steps or reader_is_gone():
+        if not console_columns() or step == steps or reader_is_gone():
             print(line, flush=True)
             line = ""
         memory = torch.cuda.max_memory_allocated() / 2**30 if o.device == "cuda" else None

@@ -8,41 +8,36 @@
 
 #include "recipe.h"
 
+// SECTION(title, group)
 // KIND(field, llm.c's letters, effect, default, [choices,] [smallest, largest,] help)
 // The long name is the field's with '-' for '_'. STR is any text, ONE one of the choices, INT and FLT a number in the
-// range.
+// range. --debug NAME=VALUE,... sets those of the group DEBUG, which compare ways or look closer; checkpoints and logs
+// have them under their names, as all others. LETTERS are llm.c's alone.
 // The effect of an option on what is trained, which test_cli.py tests:
 //   '*'  losses and weights differ
 //   '~'  losses and weights differ by rounding, in their last digits
 //   '='  losses and weights stay bitwise identical; memory or time differs
-//   ' '  none: the option says what is read, printed or written
+//   ' '  none: the option says what is read, printed or written. (--patience ends a run by what is evaluated.)
 // The help says what special values mean. --help adds the default.
 #define LLMC_OPTIONS(SECTION, STR, ONE, INT, FLT) \
-    SECTION("input and output") \
+    SECTION("input and output", LISTED) \
     STR(train_data, "i", '*', "dev/data/tinyshakespeare/tiny_shakespeare_train.bin", \
         "token shards to train on: a file or a quoted glob") \
-    STR(val_data, "j", ' ', "auto", \
-        "token shards of the validation loss (auto: --train-data with val for train, if that file exists; '': none)") \
+    STR(val_data, "j", '*', "auto", \
+        "token shards of the validation loss, for --patience and --debug overfit, too (auto: --train-data with val " \
+        "for train, if that exists; '': none)") \
     STR(model, "e", '*', "gpt2:124M", \
         "preset[,key=value...] with random weights, a Hugging Face folder, or a run's folder: its newest checkpoint") \
     STR(output, "o", ' ', "", "folder of the log and the checkpoints ('': console only)") \
     STR(tokenizer, "", ' ', "", \
         "tokenizer.bin for samples ('': the one beside the training data, or gpt2_tokenizer.bin)") \
     INT(force, "", '*', 0, 0, 1, "1: train on data of another tokenizer than the model's") \
-    INT(print_every, "", ' ', 0, 0, 1 << 30, \
-        "print every N-th step on a line of its own (0: every step, or on a terminal the last)") \
-    INT(log_gpu_every, "lg", ' ', -1, -1, 1 << 30, \
-        "print the GPU's clocks, power and temperature every N steps (-1: never)") \
-    INT(timing, "", ' ', 0, 0, 1 << 30, "time the parts of every N-th step (0: never)") \
-    INT(log_fp8_every, "", ' ', 100, 0, 1 << 30, \
-        "print what fp8 rounds to 0 and cuts to its largest value in every N-th step (0: never)") \
-    SECTION("batch and length of the run") \
+    SECTION("batch and length of the run", LISTED) \
     INT(batch_size, "b", '*', 4, 1, 1 << 20, "sequences in a micro-step of one rank (B)") \
     INT(seq_len, "t", '*', 1024, 1, 1 << 24, "tokens in a sequence (T)") \
-    INT(total_batch, "d", '*', -1, -1, 1ll << 40, "tokens in an optimiser step, in one or more micro-steps (-1: one)") \
+    INT(total_batch, "d", '*', -1, -1, 1ll << 40, "tokens in an optimiser step (-1: those of one micro-step)") \
     INT(max_steps, "x", '*', -1, -1, 1 << 30, "optimiser steps to run (-1: those of --epochs)") \
     FLT(epochs, "", '*', 1.0, 1e-6, 1e6, "passes over the training data, where --max-steps is not given") \
-    INT(overfit, "a", '*', 0, 0, 1, "1: train on the first batch of the validation data only") \
     ONE(pack, "", '*', "auto", "auto|no|whole|cut", \
         "rows of the data: no: cut from the stream of documents; whole: documents, packed into rows with padding; " \
         "cut: the same, and those longer than a row are cut first; auto: whole for conversations, else no") \
@@ -52,7 +47,7 @@
     INT(window, "", '*', -1, -1, 1 << 24, \
         "a token sees the last N tokens alone, itself among them (-1: the model's, else all)") \
     INT(seed, "", '*', 1337, 0, 1ll << 53, "seed of weights, data order and samples") \
-    SECTION("optimiser") \
+    SECTION("optimiser", LISTED) \
     ONE(recipe, "", '*', "model", "model|none", \
         "options that are not given: model: as the recipe of a preset has them, if it has one (modern); none: as " \
         "in brackets here") \
@@ -76,26 +71,19 @@
         "largest learning rate of the blocks' matrices (-1: --learning-rate, with muon 0.02)") \
     FLT(lr_embedding, "", '*', -1.0, -1, 1e3, "of the embeddings (-1: --learning-rate)") \
     FLT(lr_head, "", '*', -1.0, -1, 1e3, "of a head that is not tied to the embedding (-1: --learning-rate)") \
-    FLT(lr_vector, "", '*', -1.0, -1, 1e3, "of norms and biases (-1: --learning-rate)") \
     FLT(decay_matrix, "", '*', -1.0, -1, 1e3, "weight decay of the blocks' matrices (-1: --weight-decay)") \
     FLT(decay_vector, "", '*', 0.0, 0, 1e3, "weight decay of norms and biases") \
-    FLT(muon_momentum, "", '*', 0.95, 0, 0.999999999, "Muon's momentum, Nesterov's form") \
-    ONE(muon_polynomials, "", '*', "polar-express", "polar-express|simple", \
-        "what Muon's iteration applies to the singular values: polar-express, or simple (2, -1.5, 0.5 in each step)") \
-    INT(muon_steps, "", '*', 0, 0, 32, "steps of that iteration (0: 5 of polar-express, 12 of simple)") \
     FLT(skip_loss_z, "sl", '*', 0.0, 0, 1e30, \
         "skip an update whose loss is this many standard deviations above the last 128 (0: off)") \
     FLT(skip_norm_z, "sg", '*', 0.0, 0, 1e30, "the same for the gradient norm") \
-    ONE(on_nan, "", '*', "stop", "stop|skip", "loss or gradient norm is not finite: stop, or skip the update") \
-    INT(skip_limit, "", '*', 10, 1, 1 << 30, "with --on-nan skip: end after N such steps in a row, or 10 N in all") \
-    SECTION("adapters") \
-    INT(lora, "", '*', 0, 0, 4096, \
-        "train adapters of this rank beside the frozen weights of a --model folder (0: train the weights)") \
+    ONE(on_nan, "", '*', "stop", "stop|skip", \
+        "loss or gradient norm is not finite: stop, or skip the update (10 in a row, or 100 in all, stop the run)") \
+    SECTION("adapters", LISTED) \
+    INT(lora, "", '*', 0, 0, 4096, "rank of adapters that train beside a --model folder's frozen weights (0: none)") \
     FLT(lora_alpha, "", '*', -1.0, -1, 1e6, "adapters add alpha / rank of their product (-1: 2 * --lora)") \
     STR(lora_targets, "", '*', "all", \
         "which matrices of blocks have adapters: all, or peft's names with commas between (q_proj,v_proj)") \
-    INT(lora_rs, "", '*', 0, 0, 1, "1: rank-stabilised: alpha / sqrt(rank)") \
-    SECTION("evaluation and samples") \
+    SECTION("evaluation and samples", LISTED) \
     INT(eval_every, "v", ' ', 20, 0, 1 << 30, "evaluate every N steps, and at the end (0: never)") \
     INT(eval_steps, "m", ' ', 20, -1, 1 << 30, "batches in a validation loss (-1: the whole set)") \
     INT(hellaswag, "h", ' ', 0, 0, 1, "1: score dev/data/hellaswag/hellaswag_val.bin with every evaluation") \
@@ -110,69 +98,81 @@
     INT(top_k, "", ' ', 0, 0, 1 << 24, "sample from the k likeliest tokens (0: all)") \
     FLT(top_p, "", ' ', 1.0, 1e-9, 1, "sample from the likeliest tokens that together have this probability") \
     INT(samples, "", ' ', 1, 1, 1024, "samples after one prompt") \
-    INT(kv_cache, "", '=', 1, 0, 1, \
-        "keep keys and values of earlier tokens while sampling; 0: recompute them for every token") \
     ONE(cache_dtype, "", ' ', "native", "native|fp8", \
-        "what these keys and values are kept in: native (the dtype of the build), or fp8 (e4m3, a scale for each row " \
+        "what keys and values of earlier tokens are kept in: native (the dtype of the build), or fp8 (e4m3, a scale " \
+        "for each row " \
         "of a head)") \
     INT(generate, "", ' ', 0, 0, 1, \
         "1: print samples, without training; on a terminal and without --prompt: talk to the model") \
     STR(draft, "", ' ', "", "folder of a small model that proposes tokens: the same samples, sooner ('': none)") \
-    INT(draft_tokens, "", ' ', 4, 1, 31, "tokens that --draft proposes at a time") \
     INT(serve, "", ' ', 0, 0, 64, \
         "generate for requests on standard input, this many sequences at a time (doc/generate.md)") \
-    SECTION("checkpoints (need --output)") \
+    SECTION("checkpoints (need --output)", LISTED) \
     INT(save_every, "n", ' ', -1, -1, 1 << 30, \
         "write a checkpoint every N steps, at the end and when a signal stops the run (-1: not every N, 0: never)") \
     INT(save_keep, "nk", ' ', 0, 0, 1 << 30, "keep the newest K checkpoints (0: all)") \
     INT(save_major, "nm", ' ', 0, 0, 1 << 30, "never remove checkpoints of every N-th step (0: off)") \
-    INT(patience, "", ' ', 0, 0, 1 << 30, \
+    INT(patience, "", '*', 0, 0, 1 << 30, \
         "keep the checkpoint of the lowest validation loss, which the link `best` names, and end after N evaluations " \
         "without a lower one (0: off)") \
-    INT(save_async, "", '=', 1, 0, 1, "1: train on while a copy in host memory is written; 0: wait for the disk") \
     INT(resume, "y", ' ', 0, 0, 1, \
-        "1: go on from the newest checkpoint in --output, with its options unless others are given") \
+        "1: go on from --output's newest checkpoint, with its options unless others are given") \
     INT(reset_optimizer, "", '*', 0, 0, 1, \
         "1: with --resume 1, take the checkpoint's weights and place in the data, and begin with empty optimiser " \
         "states") \
-    SECTION("numbers and memory") \
+    SECTION("numbers and memory", LISTED) \
     ONE(matmul_dtype, "", '*', "native", "native|bf16|fp8|fp8-dw-bf16", \
         "what the blocks' matmuls multiply: native (the dtype of the build), bf16, fp8 (e4m3, scaled), or " \
         "fp8-dw-bf16 (gradients of weights in bf16)") \
-    ONE(weights, "", ' ', "native", "native|bf16|int8|int4|fp8", \
-        "how --generate and --evaluate store the matrices of blocks and head: native (the dtype of the build), bf16, " \
-        "int8 or fp8 (a scale for each row), int4 (a scale for each 128)") \
+    ONE(weights, "", '*', "native", "native|bf16|int8|int4|fp8", \
+        "how --generate and --evaluate store the matrices of blocks and head, and --lora those that it freezes: " \
+        "native (the dtype of the build), bf16, int8 or fp8 (a scale for each row), int4 (a scale for each 128)") \
     ONE(head_dtype, "", '*', "native", "native|fp8", \
         "what the LM head's logits are a product of: native, or fp8 with any --matmul-dtype; its gradients stay " \
         "native") \
-    INT(tf32, "f", '~', 1, 0, 1, "fp32 build on a GPU: allow TF32 matmuls") \
     INT(master_weights, "w", '~', 1, 0, 1, "keep an fp32 copy of bf16 weights; 0: stochastic rounding instead") \
     ONE(state_dtype, "", '~', "fp32", "fp32|bf16", "AdamW's m and v: fp32, or bf16 with stochastic rounding") \
     ONE(grad_dtype, "", '~', "fp32", "fp32|bf16", \
         "sums of gradients over micro-steps: fp32 (4 bytes a parameter more), or bf16") \
-    INT(gelu_fusion, "ge", '~', -1, -1, 2, \
-        "GELU or SwiGLU in the matmul's epilogue: 0 no, 1 in forward, 2 in backward too (-1: the fastest)") \
     INT(recompute, "r", '=', 0, 0, 3, \
-        "less memory, more time: 1 recomputes activation functions, 2 norms too, 3 whole blocks") \
+        "less memory, more time: 1 recomputes activation functions, 2 norms, too, 3 blocks") \
     INT(head_chunks, "", '~', 0, 0, 1 << 20, \
         "parts of the LM head: 1/N of the logits in memory (0: 1 on a GPU, parts of 256 MiB on a CPU)") \
     STR(offload, "", '=', "", \
         "what a GPU keeps in host memory: states (m and v), master, activations (needs --recompute 3), with commas " \
         "between") \
-    INT(autotune, "", '=', 1, 0, 1, "time cuBLASLt's candidates at start; 0: take its first") \
-    INT(cuda_graphs, "", '=', 1, 0, 1, \
-        "on a GPU: launch a micro-step as a CUDA graph, unless it is timed, meets other ranks or " \
-        "offloads activations") \
-    SECTION("processes") \
+    SECTION("processes", LISTED) \
     INT(threads, "", '=', 0, 0, 4096, "CPU threads of a rank (0: OMP_NUM_THREADS or all cores)") \
     FLT(timeout, "", ' ', 300, 0, 1e9, \
         "seconds without progress after which every rank reports and ends (0: never); 4 times that in the first step") \
     INT(zero_stage, "z", '~', 0, 0, 3, \
-        "shard over data-parallel ranks: 1 optimiser states, 2 and blocks' gradients, 3 and blocks' weights (bitwise " \
-        "identical, but for 2 and 3 with several micro-steps)") \
+        "shard over ranks: 1 optimiser states, 2 and blocks' gradients, 3 and blocks' weights (bitwise identical, " \
+        "but " \
+        "2 and 3 with several micro-steps)") \
+    INT(tp, "", '~', 1, 1, 128, "tensor parallelism: N neighbouring ranks share one model") \
+    SECTION("--debug NAME=VALUE,...   to compare ways and to look closer", DEBUG) \
+    INT(overfit, "a", '*', 0, 0, 1, "1: train on the first batch of the validation data only") \
+    INT(timing, "", ' ', 0, 0, 1 << 30, "time the parts of every N-th step (0: never)") \
+    INT(log_gpu_every, "lg", ' ', -1, -1, 1 << 30, \
+        "print the GPU's clocks, power and temperature every N steps (-1: never)") \
+    INT(log_fp8_every, "", ' ', 100, 0, 1 << 30, \
+        "print what fp8 rounds to 0 and cuts to its largest value in every N-th step (0: never)") \
+    FLT(muon_momentum, "", '*', 0.95, 0, 0.999999999, "Muon's momentum, Nesterov's form") \
+    ONE(muon_polynomials, "", '*', "polar-express", "polar-express|simple", \
+        "what Muon's iteration applies to the singular values: polar-express, or simple (2, -1.5, 0.5 in each step)") \
+    INT(kv_cache, "", '=', 1, 0, 1, \
+        "keep keys and values of earlier tokens while sampling; 0: recompute them for every token") \
+    INT(draft_tokens, "", ' ', 4, 1, 31, "tokens that --draft proposes at a time") \
+    INT(save_async, "", '=', 1, 0, 1, "1: train on while a copy in host memory is written; 0: wait for the disk") \
+    INT(tf32, "f", '~', 1, 0, 1, "fp32 build on a GPU: allow TF32 matmuls") \
+    INT(gelu_fusion, "ge", '~', -1, -1, 2, \
+        "GELU or SwiGLU in the matmul's epilogue: 0 no, 1 in forward, 2 in backward too (-1: the fastest)") \
+    INT(autotune, "", '=', 1, 0, 1, "time cuBLASLt's candidates at start; 0: take its first") \
+    INT(cuda_graphs, "", '=', 1, 0, 1, \
+        "on a GPU: launch a micro-step as a CUDA graph, unless it is timed, meets other ranks or " \
+        "offloads activations") \
     INT(dp_overlap, "", '~', -1, -1, 1, \
         "on GPUs: reduce gradients 1 during backward, 0 after it (-1: after it over NVLink if tokens are many)") \
-    INT(tp, "", '~', 1, 1, 128, "tensor parallelism: N neighbouring ranks share one model") \
     INT(tp_overlap, "", '=', -1, -1, 1, \
         "on GPUs: exchange --tp's rows during matmuls: 0 no, 1 always (-1: where it is measured to be faster)") \
     ONE(reduce_dtype, "", '~', "bf16", "fp32|bf16", \
@@ -180,6 +180,7 @@
     INT(p2p, "", '~', 1, 0, 1, \
         "up to 8 GPUs of a host write short messages, and what a step of generation with --tp exchanges, into each " \
         "other's memory; 0: NCCL sends them") \
+    SECTION("-pi mpi, -pn, -pr, -pg, -ps, -pf of llm.c's scripts: mpirun or srun says what they would", LETTERS) \
     ONE(init_method, "pi", ' ', "mpi", "mpi", "how ranks find each other: mpi; start them with mpirun or srun") \
     INT(num_processes, "pn", ' ', 1, 1, 1 << 20, "llm.c's; mpirun sets it") \
     INT(process_rank, "pr", ' ', 0, 0, 1 << 20, "llm.c's; mpirun sets it") \
@@ -194,9 +195,11 @@
 typedef struct { LLMC_OPTIONS(NOTHING, FIELD_TEXT, FIELD_TEXT, FIELD_INT, FIELD_FLT) } Options;
 
 typedef enum { OPTION_SECTION, OPTION_STR, OPTION_INT, OPTION_FLT } OptionKind;
+typedef enum { OPTIONS_LISTED, OPTIONS_DEBUG, OPTIONS_LETTERS } OptionGroup;
 typedef struct {
     OptionKind kind;
-    char name[32];  // or the title of a section
+    OptionGroup group;
+    char name[32], word[40];  // batch-size, --batch-size; autotune, --debug autotune
     const char *letters;
     char effect;
     const char *help, *default_text;
@@ -205,12 +208,12 @@ typedef struct {
     const char *choices;  // with | between; NULL: any text
 } OptionInfo;
 
-#define ROW_SECTION(title) {OPTION_SECTION, title, "", ' ', "", "", 0, 0, 0, NULL},
+#define ROW_SECTION(title, group) {OPTION_SECTION, OPTIONS_##group, "", "", "", ' ', title, "", 0, 0, 0, NULL},
 #define ROW_STR(field, letters, effect, value, help) ROW_ONE(field, letters, effect, value, NULL, help)
 #define ROW_ONE(field, letters, effect, value, choices, help) \
-    {OPTION_STR, #field, letters, effect, help, value, offsetof(Options, field), 0, 0, choices},
+    {OPTION_STR, OPTIONS_LISTED, #field, "", letters, effect, help, value, offsetof(Options, field), 0, 0, choices},
 #define ROW_NUM(kind, field, letters, effect, value, low, high, help) \
-    {kind, #field, letters, effect, help, #value, offsetof(Options, field), low, high, NULL},
+    {kind, OPTIONS_LISTED, #field, "", letters, effect, help, #value, offsetof(Options, field), low, high, NULL},
 #define ROW_INT(...) ROW_NUM(OPTION_INT, __VA_ARGS__)
 #define ROW_FLT(...) ROW_NUM(OPTION_FLT, __VA_ARGS__)
 static OptionInfo option_table[] = {LLMC_OPTIONS(ROW_SECTION, ROW_STR, ROW_ONE, ROW_INT, ROW_FLT)};
@@ -224,8 +227,16 @@ static void to_dashes(char *name) {
         if (*c == '_') *c = '-';
 }
 __attribute__((constructor)) static void options_name(void) {
-    for (int i = 0; i < NUM_OPTIONS; i++) to_dashes(option_table[i].name);
+    OptionGroup group = OPTIONS_LISTED;
+    for (OptionInfo *p = option_table; p < option_table + NUM_OPTIONS; p++) {
+        if (p->kind == OPTION_SECTION) group = p->group;
+        p->group = group;
+        to_dashes(p->name);
+        snprintf(p->word, sizeof p->word, "--%s%s", group == OPTIONS_DEBUG ? "debug " : "", p->name);
+    }
 }
+// Between an option's word and its value.
+static char option_separator(const OptionInfo *info) { return info->group == OPTIONS_DEBUG ? '=' : ' '; }
 
 // The value of an option: its text, or its number, which is written to `number` and reads back exactly.
 enum { OPTION_NUMBER = 32 };
@@ -240,36 +251,50 @@ static const char *option_text(const Options *o, const OptionInfo *info, char *n
     return number;
 }
 
-static int is_choice(const char *choices, const char *text) {
-    for (size_t n; *choices; choices += n + (choices[n] == '|')) {
-        n = strcspn(choices, "|");
-        if (n == strlen(text) && strncmp(choices, text, n) == 0) return 1;
+// The one of the choices that a text is, for good; NULL: none of them.
+static const char *choice_of(const char *choices, const char *text) {
+    enum { MOST = 64 };  // of all options
+    static char *kept[MOST];
+    const size_t length = strlen(text);
+    int i = 0;
+    if (strchr(text, '|')) return NULL;
+    while (strncmp(choices, text, length) || (choices[length] && choices[length] != '|')) {
+        choices = strchr(choices, '|');
+        if (!choices++) return NULL;
     }
-    return 0;
+    while (i < MOST - 1 && kept[i] && strcmp(kept[i], text)) i++;
+    if (!kept[i]) kept[i] = strdup(text);
+    return kept[i];
 }
 static void option_set(Options *o, const OptionInfo *info, const char *text) {
     void *field = (char *)o + info->offset;
+    const char *word = info->word, separator = option_separator(info);
     char *end = NULL;
     if (info->kind == OPTION_STR) {
-        require(!info->choices || is_choice(info->choices, text), "--%s '%s' is not %s\n%s", info->name, text,
-                info->choices, info->help);
-        *(const char **)field = text;
+        const char *value = info->choices ? choice_of(info->choices, text) : text;
+        require(value, "%s%c'%s' is not %s\n%s", word, separator, text, info->choices, info->help);
+        *(const char **)field = value;
         return;
     }
     int whole = info->kind == OPTION_INT;
     errno = 0;
     long long integer = whole ? strtoll(text, &end, 10) : 0;
     double number = whole ? integer : strtod(text, &end);
-    require(end != text && !*end && errno == 0 && isfinite(number), "--%s needs a %snumber, not '%s'\n%s", info->name,
+    require(end != text && !*end && errno == 0 && isfinite(number), "%s needs a %snumber, not '%s'\n%s", word,
             whole ? "whole " : "", text, info->help);
-    require(number >= info->low && number <= info->high, "--%s %s is outside %.10g to %.10g\n%s", info->name, text,
+    require(number >= info->low && number <= info->high, "%s%c%s is outside %.10g to %.10g\n%s", word, separator, text,
             info->low, info->high, info->help);
     // -1 has a meaning
-    require(number >= 0 || number == info->low, "--%s %s is below 0\n%s", info->name, text, info->help);
+    require(number >= 0 || number == info->low, "%s%c%s is below 0\n%s", word, separator, text, info->help);
     if (whole)
         *(long long *)field = integer;
     else
         *(double *)field = number;
+}
+
+// Alone it means 1.
+static int option_is_switch(const OptionInfo *info) {
+    return info->kind == OPTION_INT && info->low == 0 && info->high == 1;
 }
 
 static Options options_default(void) {
@@ -313,31 +338,49 @@ static void help_text(FILE *f, const char *text, int column) {
     }
     fputc('\n', f);
 }
-static void options_help(const char *path, FILE *f) {
-    const char *p = file_name(path);
-    fprintf(f,
-            "usage: ./%s [--name value | --name=value | -x value]...\n\n"
-            "  ./%s -e d6 -b 8 -t 256 -x 200 -n 100 -o log/mine          a GPT-2 of 6 layers\n"
-            "  ./%s -e log/mine/step_00000200 --generate --prompt 'To'   what it writes\n"
-            "  ./%s -e models/qwen -i 'my_train_*.bin' -j 'my_val_*.bin' -l 1e-5   fine-tuning\n\n"
-            "Letters are llm.c's, [] holds the default. A switch without a value is 1 (but -h is --help).\n"
-            "The mark of an option says what it changes:\n"
-            "  *  losses and weights\n"
-            "  ~  their rounding: the last digits\n"
-            "  =  memory or time; losses and weights stay bitwise identical\n",
-            p, p, p, p);
+static void help_row(FILE *f, const OptionInfo *o, int column) {
+    const RecipeRow *row = recipe_row(o->name);
+    char text[512];
+    snprintf(text, sizeof text, *o->default_text ? "%s [%s%s%s]" : "%s", o->help, o->default_text,
+             row ? "; modern:124M " : "", row ? row->value : "");
+    int at = fprintf(f, *o->letters ? "%c -%s, " : "%c     ", o->effect, o->letters);
+    help_text(f, text, at + fprintf(f, "%s%-*s", o->group == OPTIONS_DEBUG ? "  " : "--", column - at, o->name));
+}
+// Whether --help with this word ("": alone) shows an option.
+static int help_shows(const OptionInfo *o, const char *word) {
+    static const char first_page[] =
+        " train-data val-data model output batch-size seq-len total-batch max-steps epochs schedule learning-rate "
+        "warmup weight-decay lora eval-every sample-every generate prompt temperature save-every resume matmul-dtype "
+        "recompute threads zero-stage ";
+    if (!*word) return strstr(first_page, path_of(" %s ", o->name).text) != NULL;
+    if (!strcmp(word, "all")) return o->group != OPTIONS_LETTERS;
+    return strcasestr(o->word, word) || strcasestr(o->help, word);
+}
+static void options_help(const char *path, const char *word, FILE *f) {
+    const char *p = file_name(path), *title = NULL;
+    int found = 0;
+    OPTION_EACH(o) found += help_shows(o, word);
+    require(found, "no option has '%s' in its name or its text\n%s --help all lists all", word, path);
+    if (!*word)
+        fprintf(f,
+                "usage: ./%s [--name value | --name=value | -x value]...\n\n"
+                "  ./%s -e d6 -b 8 -t 256 -x 200 -n 100 -o log/mine          a GPT-2 of 6 layers\n"
+                "  ./%s -e models/qwen -i 'my_train_*.bin' -j 'my_val_*.bin' -l 1e-5   fine-tuning\n"
+                "  ./%s -e log/mine/step_00000200 --generate --prompt 'To'   what it writes\n\n",
+                p, p, p, p);
+    fputs("Letters are llm.c's, [] holds the default. A switch without a value is 1 (but -h is --help).\n"
+          "*  changes losses and weights\n~  their rounding: the last digits\n"
+          "=  memory or time; losses and weights stay bitwise identical\n\n",
+          f);
     for (const OptionInfo *o = option_table; o < option_table + NUM_OPTIONS; o++) {
-        char text[512];
-        if (o->kind == OPTION_SECTION) {
-            fprintf(f, "\n%s\n", o->name);
-            continue;
-        }
-        const RecipeRow *row = recipe_row(o->name);
-        snprintf(text, sizeof text, *o->default_text ? "%s [%s%s%s]" : "%s", o->help, o->default_text,
-                 row ? "; modern:124M " : "", row ? row->value : "");
-        int at = fprintf(f, *o->letters ? "%c -%s, " : "%c     ", o->effect, o->letters);
-        help_text(f, text, at + fprintf(f, "--%-*s", 25 - at, o->name));
+        const int is_title = o->kind == OPTION_SECTION;
+        if (is_title) title = o->help;
+        if (is_title ? o->group != OPTIONS_LETTERS || strcmp(word, "all") : !help_shows(o, word)) continue;
+        if (*word && title) fprintf(f, "%s\n", title);
+        title = NULL;
+        if (!is_title) help_row(f, o, *word ? 25 : 20);  // the first page has no long names
     }
+    if (!*word) fprintf(f, "\n./%s --help all lists every option, --help WORD those with WORD in name or text\n", p);
 }
 static void options_version(void) {
     printf("llm.cu %s, %s, compiler %s", GIT_REVISION, OPTIONS_PRECISION, __VERSION__);
@@ -349,13 +392,28 @@ static void options_version(void) {
 
 // ---- parsing
 
+// By its word or by llm.c's letters.
 static const OptionInfo *option_find(const char *argument, size_t length) {
-    size_t dashes = argument[1] == '-' ? 2 : 1;
     OPTION_EACH(p) {
-        const char *known = dashes == 2 ? p->name : p->letters;
-        if (strlen(known) + dashes == length && strncmp(known, argument + dashes, length - dashes) == 0) return p;
+        const size_t letters = strlen(p->letters);
+        if (strlen(p->word) == length && !strncmp(p->word, argument, length)) return p;
+        if (letters && letters + 1 == length && !strncmp(p->letters, argument + 1, letters)) return p;
     }
     return NULL;
+}
+// Options of before: name, the value that went on (NULL: any), what to do instead.
+static const char *const options_gone[][3] = {
+    {"lora-rs", "0", "alpha / sqrt(rank) is --lora-alpha times sqrt(rank)"},
+    {"lr-vector", "-1",
+     "--learning-rate is that of vectors; give the others theirs: --lr-matrix, --lr-embedding, --lr-head"},
+    {"muon-steps", "0", "polar-express has 5 steps, --debug muon-polynomials=simple 12"},
+    {"print-every", NULL, "the log, main.jsonl in --output, has every step"},
+    {"skip-limit", NULL, "10 such steps in a row end a run, or 100 in all"}};
+// NULL: there was none.
+static const char *const *option_gone(const char *name) {
+    int i = 0;
+    while (i < COUNT_OF(options_gone) && strcmp(options_gone[i][0], name)) i++;
+    return i < COUNT_OF(options_gone) ? options_gone[i] : NULL;
 }
 
 // How alike two names are, in percent: the pairs of letters of b that a has, over all letters. The 6 keeps short names
@@ -371,61 +429,90 @@ static int name_likeness(const char *a, const char *b) {
     }
     return 100 * pairs / (int)(strlen(a) + strlen(b) + 6);
 }
-// Ends the program; the hint names the options nearest to the unknown one.
+// Ends the program; the hint names the options nearest to the unknown one, with --debug its own alone.
 __attribute__((noreturn)) static void option_unknown(const char *program, const char *argument, size_t length) {
     enum { MOST = 3, LEAST = 22, SPREAD = 5 };
     static const char *const others[][2] = {// other trainers' names
-                                            {"lr", "learning-rate"},        {"min-lr", "final-lr-fraction"},
-                                            {"wd", "weight-decay"},         {"grad-norm", "grad-clip"},
-                                            {"bs", "batch-size"},           {"accumulation", "total-batch"},
-                                            {"block-size", "seq-len"},      {"context", "seq-len"},
-                                            {"max-length", "seq-len"},      {"num-train-epochs", "epochs"},
-                                            {"iters", "max-steps"},         {"log-interval", "print-every"},
-                                            {"checkpointing", "recompute"}, {"workers", "threads"},
-                                            {"temp", "temperature"}};
+                                            {"lr", "learning-rate"},   {"min-lr", "final-lr-fraction"},
+                                            {"wd", "weight-decay"},    {"grad-norm", "grad-clip"},
+                                            {"bs", "batch-size"},      {"accumulation", "total-batch"},
+                                            {"block-size", "seq-len"}, {"context", "seq-len"},
+                                            {"max-length", "seq-len"}, {"num-train-epochs", "epochs"},
+                                            {"iters", "max-steps"},    {"checkpointing", "recompute"},
+                                            {"workers", "threads"},    {"temp", "temperature"}};
     enum { OTHERS = COUNT_OF(others) };
-    size_t dashes = strspn(argument, "-");
-    char typed[64], names[128] = "";
-    snprintf(typed, sizeof typed, "%.*s", (int)(length - dashes), argument + dashes);
+    static const char debug[] = "--debug ";
+    const int in_debug = !strncmp(argument, debug, strlen(debug));
+    const size_t before = in_debug ? strlen(debug) : strspn(argument, "-");
+    char typed[64], names[160] = "", known[512] = "";
+    snprintf(typed, sizeof typed, "%.*s", (int)(length - before), argument + before);
     to_dashes(typed);
+    const char *const *gone = option_gone(typed);
+    require(!gone, "option '%.*s' is gone\n%s", (int)length, argument, gone[2]);
     int best = LEAST, found = 0;
     for (int listing = 0; listing < 2; listing++)
-        for (int i = 0; i < OTHERS + NUM_OPTIONS && found < MOST; i++) {
-            const OptionInfo *p = i < OTHERS ? NULL : &option_table[i - OTHERS];
-            const char *name = p ? p->name : others[i][1];
-            if (p && p->kind == OPTION_SECTION) continue;
-            int likeness = name_likeness(typed, p ? name : others[i][0]);
+        for (int i = in_debug ? OTHERS : 0; i < OTHERS + NUM_OPTIONS && found < MOST; i++) {
+            const char *const *other = i < OTHERS ? others[i] : NULL;
+            const OptionInfo *p =
+                other ? option_find(path_of("--%s", other[1]).text, strlen(other[1]) + 2) : &option_table[i - OTHERS];
+            if (p->kind == OPTION_SECTION || (in_debug && p->group != OPTIONS_DEBUG)) continue;
+            if (!listing && p->group == OPTIONS_DEBUG) APPEND(known, "%s%s", *known ? ", " : "", p->name);
+            int likeness = name_likeness(typed, other ? other[0] : p->name);
             if (!listing && likeness > best) best = likeness;
-            if (!listing || likeness < LEAST || likeness < best - SPREAD || strstr(names, name)) continue;
-            APPEND(names, "%s--%s", found++ ? " or " : "did you mean ", name);
+            if (!listing || likeness < LEAST || likeness < best - SPREAD || strstr(names, p->word)) continue;
+            APPEND(names, "%s%s", found++ ? " or " : "did you mean ", p->word);
         }
-    die("unknown option '%.*s'\n%s%s%s --help lists all", (int)length, argument, names, found ? "? " : "", program);
+    die("unknown option '%.*s'\n%s%s%s%s", (int)length, argument, names, found ? "? " : "",
+        in_debug ? "--debug has " : program, in_debug ? known : " --help all lists all");
 }
 
+// NAME=VALUE,...: --debug's options; a switch alone means 1.
+static void options_debug(Options *o, const char *program, const char *list) {
+    for (const char *at = list; *at; at += *at == ',') {
+        const size_t length = strcspn(at, ","), name = strcspn(at, ",=");
+        char word[64], value[64];
+        snprintf(word, sizeof word, "--debug %.*s", (int)name, at);
+        const OptionInfo *p = option_find(word, strlen(word));
+        if (!p) option_unknown(program, word, strlen(word));
+        require(name < length || option_is_switch(p), "%s needs a value\n%s", word, p->help);
+        if (name < length)
+            snprintf(value, sizeof value, "%.*s", (int)(length - name - 1), at + name + 1);
+        else
+            strcpy(value, "1");
+        option_set(o, p, value);
+        at += length;
+    }
+}
 // The options of the command line; o holds the others. --epochs alone takes the place of their --max-steps.
 static Options options_parse_over(Options o, int argc, char **argv) {
+    static const char debug[] = "--debug";
     int epochs = 0, steps = 0;
     for (int i = 1; i < argc; i++) {
         const char *argument = argv[i];
         int last = i + 1 == argc, alone = last || argv[i + 1][0] == '-';
-        int help = strcmp(argument, "--help") == 0 || (strcmp(argument, "-h") == 0 && alone);
+        size_t length = argument[0] == '-' && argument[1] == '-' ? strcspn(argument, "=") : strlen(argument);
+        int help = length == strlen("--help") && !strncmp(argument, "--help", length);
         int version = strcmp(argument, "--version") == 0;
-        if (help) options_help(argv[0], stdout);
+        if (help) options_help(argv[0], argument[length] ? argument + length + 1 : alone ? "" : argv[i + 1], stdout);
+        if (strcmp(argument, "-h") == 0 && alone) options_help(argv[0], "", stdout);
         if (version) options_version();
-        if (help || version) exit(EXIT_SUCCESS);
+        if (help || version || (strcmp(argument, "-h") == 0 && alone)) exit(EXIT_SUCCESS);
         require(argument[0] == '-' || i < 2 || !file_exists(argument),
                 "'%s' is not an option but a file\n"
                 "the shell has expanded a pattern: quote it, as in -i 'data/*.bin'",
                 argument);
         require(argument[0] == '-' && argument[1], "'%s' is not an option\nevery option is --name value; see %s --help",
                 argument, argv[0]);
-        size_t length = argument[1] == '-' ? strcspn(argument, "=") : strlen(argument);
-        const OptionInfo *p = option_find(argument, length);
-        if (!p) option_unknown(argv[0], argument, length);
-        int is_switch = p->kind == OPTION_INT && p->low == 0 && p->high == 1;  // alone it means 1
-        const char *value = argument[length] ? argument + length + 1 : is_switch && alone ? "1" : NULL;
-        require(value || !last, "option %s needs a value\n%s", argument, p->help);
-        option_set(&o, p, value ? value : argv[++i]);
+        const int is_debug = length == strlen(debug) && !strncmp(argument, debug, length);
+        const OptionInfo *p = is_debug ? NULL : option_find(argument, length);
+        if (!p && !is_debug) option_unknown(argv[0], argument, length);
+        const char *value = argument[length] ? argument + length + 1 : p && option_is_switch(p) && alone ? "1" : NULL;
+        require(value || !last, "option %s needs a value\n%s", argument,
+                p ? p->help : "NAME=VALUE with commas between: --help all lists the names");
+        if (!value) value = argv[++i];
+        if (is_debug) options_debug(&o, argv[0], value);
+        if (!p) continue;
+        option_set(&o, p, value);
         epochs |= p->offset == offsetof(Options, epochs);
         steps |= p->offset == offsetof(Options, max_steps);
     }
@@ -438,18 +525,18 @@ static const char *option_change(const Options *a, const Options *b, const Optio
     const char *text = option_text(a, info, number);
     return strcmp(text, option_text(b, info, other)) ? text : NULL;
 }
-// Refuses options that were given, and that another one leaves without effect.
-static void require_effects(const Options *given, const Options *o) {
+// Refuses options that another one leaves without effect.
+typedef struct {
+    const char *options;  // the beginning of their names
+    int met;
+    const char *needs;
+} OptionNeed;
+static void require_needs(const Options *asked, const OptionNeed *needs, int count) {
     const Options standard = options_default();
     char number[OPTION_NUMBER];
-    OPTION_EACH(p) {
-        const char *needs = NULL;
-        if (!strncmp(p->name, "muon-", 5) && strcmp(o->optimizer, "muon")) needs = "--optimizer muon";
-        if (!strncmp(p->name, "lora-", 5) && !o->lora) needs = "--lora 16";
-        if (!strcmp(p->name, "decay-fraction") && !strcmp(o->schedule, "constant")) needs = "a --schedule that falls";
-        require(!needs || !option_change(given, &standard, p, number),
-                "--%s says nothing without %s\nadd that, or leave --%s out", p->name, needs, p->name);
-    }
+    for (const OptionNeed *n = needs; n < needs + count; n++) OPTION_EACH(p)
+    require(n->met || strncmp(p->name, n->options, strlen(n->options)) || !option_change(asked, &standard, p, number),
+            "%s says nothing without %s\nadd that, or leave %s out", p->word, n->needs, p->word);
 }
 static inline Options options_parse(int argc, char **argv) {
     const Options given = options_parse_over(options_default(), argc, argv), recipe = options_of_recipe(&given);
@@ -457,7 +544,10 @@ static inline Options options_parse(int argc, char **argv) {
     require(!strcmp(o.optimizer, recipe.optimizer) || !strcmp(recipe.optimizer, "adamw"),
             "--optimizer %s: the rates of %s's recipe are those of %s\nadd --recipe none, and give rates", o.optimizer,
             o.model, recipe.optimizer);
-    if (!o.resume) require_effects(&given, &o);  // else the checkpoint's options come first
+    const OptionNeed needs[] = {{"muon-", !strcmp(o.optimizer, "muon"), "--optimizer muon"},
+                                {"lora-", o.lora > 0, "--lora 16"},
+                                {"decay-fraction", strcmp(o.schedule, "constant") != 0, "a --schedule that falls"}};
+    if (!o.resume) require_needs(&given, needs, COUNT_OF(needs));  // else the checkpoint's options come first
     return o;
 }
 
@@ -469,7 +559,8 @@ static inline void options_echo(const Options *o, FILE *f) {
         const int in_recipe = option_change(&recipe, &standard, p, number) != NULL;
         const int given = option_change(o, in_recipe ? &recipe : &standard, p, other) != NULL;
         if (in_recipe || given)
-            fprintf(f, "  --%-18s %s%s\n", p->name, option_text(o, p, number), given ? "" : "  (recipe)");
+            fprintf(f, "  %s%-*s%s%s\n", p->word, p->group == OPTIONS_DEBUG ? 1 : 21 - (int)strlen(p->word),
+                    p->group == OPTIONS_DEBUG ? "=" : "", option_text(o, p, number), given ? "" : "  (recipe)");
     }
 }
 // " --name value" of each option in which a differs from b.
@@ -478,7 +569,7 @@ static inline char *options_that_differ(const Options *a, const Options *b, char
     *text = 0;
     OPTION_EACH(p) {
         const char *value = option_change(a, b, p, number);
-        if (value) append_text(text, size, " --%s %s", p->name, value);
+        if (value) append_text(text, size, " %s%c%s", p->word, option_separator(p), value);
     }
     return text;
 }

@@ -1,6 +1,6 @@
-// Where a step's time goes (--timing N). Work is timed in named laps; a lap begins where the last one ended. The floor
-// of a name is the least time for its FLOPs and its memory traffic at the hardware's published peaks. A backend ends
-// laps by a clock, or on a GPU by events on the compute stream (cuda/common.cuh).
+// Where a step's time goes (--debug timing=N). Work is timed in named laps; a lap begins where the last one ended. The
+// floor of a name is the least time for its FLOPs and its memory traffic at the hardware's published peaks. A backend
+// ends laps by a clock, or on a GPU by events on the compute stream (cuda/common.cuh).
 #ifndef LLMC_TIMING_H
 #define LLMC_TIMING_H
 

@@ -385,14 +385,23 @@ def optimizers(a):
 
 def share(a):
     """The laps of a timed step, which follow one another on the GPU."""
-    common = {"max-steps": a.steps, "total-batch": a.batch, "eval-every": 0, "timing": a.steps // 2}
+    common = {"max-steps": a.steps, "total-batch": a.batch, "eval-every": 0}
     table_head(
         f"steps of {a.batch:,} tokens", "model", "polynomials", "Muon, ms", "AdamW, ms", "step, ms", "Muon's share"
     )
     for model in a.models:
         for polynomials in "simple", "polar-express":
             name = f"share_{re.sub('[^A-Za-z0-9]', '_', model)}_{polynomials}"
-            run_ours(a, name, common | {"model": model, "optimizer": "muon", "muon-polynomials": polynomials})
+            run_ours(
+                a,
+                name,
+                common
+                | {
+                    "model": model,
+                    "optimizer": "muon",
+                    "debug": f"timing={a.steps // 2},muon-polynomials={polynomials}",
+                },
+            )
             for line in read_ours(a, name, "timing")[-1:]:
                 ms = {lap: group["ms"] for lap, group in line["groups"].items()}
                 total, muon = sum(ms.values()), ms.get("Muon", 0)

@@ -23,7 +23,7 @@ static void fuzz_one(const uint8_t *data, size_t size) {
         static char names[NUM_OPTIONS][64];
         const OptionInfo *info = &option_table[i];
         if (info->kind == OPTION_SECTION) continue;
-        snprintf(names[i], sizeof names[i], "--%s", info->name);
+        snprintf(names[i], sizeof names[i], "%s", info->word);
         again[count++] = names[i];
         again[count++] = (char *)option_text(&o, info, values[i]);
     }

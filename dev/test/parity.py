@@ -91,7 +91,7 @@ def trainers(gpu):
     found = {"PyTorch": [sys.executable, "train_gpt2.py", "--device", "cpu", "--dtype", "fp32", "--compile", "0"]}
     if os.path.exists(os.path.join(ROOT, "train_gpt2")):
         found["C"] = ["./train_gpt2"]
-    for name, program, more in (("CUDA bf16", "train_gpt2cu", []), ("CUDA fp32", "train_gpt2fp32cu", ["--tf32", "0"])):
+    for name, program, more in (("CUDA bf16", "train_gpt2cu", []), ("CUDA fp32", "train_gpt2fp32cu", ["-f", "0"])):
         if gpu and os.path.exists(os.path.join(ROOT, program)):
             found[name] = [f"./{program}", *more]
     return found

@@ -67,11 +67,16 @@ def train(data, tmp_path):  # noqa: F811
             "-s": "0",
             "-l": "3e-3",
             "-z": "1",
-            "--tf32": "0",
+            "-f": "0",
             "--timeout": "120",
             "-o": tmp_path / output,
         }
-        words = [w for pair in (options | dict(zip(arguments[::2], arguments[1::2]))).items() for w in pair]
+        given = list(zip(arguments[::2], arguments[1::2]))
+        pairs = [
+            *(options | dict(p for p in given if p[0] != "--debug")).items(),
+            *(p for p in given if p[0] == "--debug"),
+        ]
+        words = [w for pair in pairs for w in pair]
         return Job(
             ranks,
             PROGRAMS[precision],
@@ -101,8 +106,8 @@ LONG = ["-x", "100000", "-n", "100000", "--timeout", TIMEOUT]
 @pytest.mark.parametrize("option", ["--recompute=1", "--recompute=2", "--recompute=3"])
 def test_recomputing_changes_no_bit(train, tmp_path, option):
     name, value = option.split("=")
-    succeeds(train(0, "plain", "-n", "12", "--gelu-fusion", "0"), 300)
-    succeeds(train(0, "less", "-n", "12", "--gelu-fusion", "0", name, value), 300)
+    succeeds(train(0, "plain", "-n", "12", "--debug", "gelu-fusion=0"), 300)
+    succeeds(train(0, "less", "-n", "12", "--debug", "gelu-fusion=0", name, value), 300)
     assert curve(tmp_path / "plain") == curve(tmp_path / "less") and checkpoint(tmp_path / "plain", 12) == checkpoint(
         tmp_path / "less", 12
     )
@@ -147,10 +152,10 @@ def test_graphs_change_no_bit(train, tmp_path, kind, precision):
                 0,
                 name,
                 *WATCHED,
-                "--timing",
-                "5",
-                "--cuda-graphs",
-                value,
+                "--debug",
+                "timing=5",
+                "--debug",
+                f"cuda-graphs={value}",
                 *GRAPHS[kind],
                 precision=precision,
             ),
@@ -178,7 +183,7 @@ def test_rows_that_are_not_learned_need_no_logits(train, tmp_path, kind, rows):
         assert any(int(n) < 64 * rows for n in re.findall(r"(\d+) rows, \d+ to 256, forward", text)), text
     succeeds(train(0, "parts", *more, "--head-chunks", 3, precision="fp32"), 300)
     close(curve(tmp_path / "parts"), curve(tmp_path / "cpu"), 1e-4)
-    for i, way in enumerate((["--recompute", 2], ["--cuda-graphs", 0], [])):
+    for i, way in enumerate((["--recompute", 2], ["--debug", "cuda-graphs=0"], [])):
         succeeds(train(0, f"way{i}", *more, *way, precision="fp32"), 300)
         assert curve(tmp_path / f"way{i}") == curve(tmp_path / "fp32")
         assert checkpoint(tmp_path / f"way{i}", 12) == checkpoint(tmp_path / "fp32", 12)
@@ -190,7 +195,7 @@ def test_rows_that_are_not_learned_need_no_logits(train, tmp_path, kind, rows):
 
 def test_saving_beside_training_saves_the_same(train, tmp_path):
     for name, value in (("beside", 1), ("waiting", 0)):
-        succeeds(train(0, name, "-n", "5", "--save-async", value), 300)
+        succeeds(train(0, name, "-n", "5", "--debug", f"save-async={value}"), 300)
     for step in (5, 10, 12):
         assert checkpoint(tmp_path / "beside", step) == checkpoint(tmp_path / "waiting", step)
     assert curve(tmp_path / "beside") == curve(tmp_path / "waiting")
@@ -216,7 +221,7 @@ def test_offloading_changes_no_bit(train, tmp_path, more):
     more = [*more, "-n", "4"]
     succeeds(train(0, "here", *more), 300)
     succeeds(train(0, "away", *more, *OFFLOAD), 300)
-    succeeds(train(0, "mixed", *more, *OFFLOAD, "-x", "4", "--save-async", "0"), 300)
+    succeeds(train(0, "mixed", *more, *OFFLOAD, "-x", "4", "--debug", "save-async=0"), 300)
     succeeds(train(0, "mixed", *more, "-y", "1", "-x", "8", "--offload", ""), 300)
     text = succeeds(train(0, "mixed", *more, "-y", "1", *OFFLOAD), 300)
     assert " | in host memory: states,master\n" in text and "two pieces of masters" in text
@@ -254,7 +259,7 @@ def test_what_cannot_be_offloaded_is_refused(train):
 
 
 def test_timing_adds_up(train, tmp_path):
-    succeeds(train(0, "timed", "--timing", "6"), 300)
+    succeeds(train(0, "timed", "--debug", "timing=6"), 300)
     succeeds(train(0, "plain"), 300)
     assert curve(tmp_path / "timed") == curve(tmp_path / "plain")
     choices = events(tmp_path / "plain", "choices")
@@ -274,7 +279,7 @@ def test_timing_adds_up(train, tmp_path):
 
 
 def write(program, *options, ranks=0):
-    options = [*options, "--generate", "-g", "100", "--tf32", "0", "--seed", "3"]
+    options = [*options, "--generate", "-g", "100", "--debug", "tf32=0", "--seed", "3"]
     if ranks:
         options += ["--tp", ranks]
     return samples(succeeds(Job(ranks, program, *options, cwd=ROOT), 300))
@@ -288,7 +293,7 @@ def test_tokens_depend_on_no_cache_no_graph_and_no_neighbour(model, cache, preci
     options = [PROGRAMS[precision], "-e", MODELS[model].replace("channels=64", "channels=128"), "--cache-dtype", cache]
     cached = write(*options)
     assert len(cached[0].split()) > 10
-    assert cached == write(*options, "--kv-cache", "0") == write(*options, "--cuda-graphs", "0")
+    assert cached == write(*options, "--debug", "kv-cache=0") == write(*options, "--debug", "cuda-graphs=0")
     for count in ("5", "40"):
         many = write(*options, "--samples", count)
         assert len(many) == int(count) and many[0] == cached[0] and many[1] != many[0]
@@ -311,7 +316,19 @@ def test_weights_in_few_bits_have_the_loss_that_they_have_on_the_cpu(data, tmp_p
 
     def loss(name, program, weights):
         log = tmp_path / name / weights
-        options = ["-e", tmp_path / "run", *shards, "--evaluate", "1", "--weights", weights, "--tf32", "0", "-o", log]
+        options = [
+            "-e",
+            tmp_path / "run",
+            *shards,
+            "--evaluate",
+            "1",
+            "--weights",
+            weights,
+            "--debug",
+            "tf32=0",
+            "-o",
+            log,
+        ]
         text = succeeds(Job(0, program, *options, cwd=data), 300)
         assert name == "cpu" or STAND_IN or ("quantised matrices" in text) == (weights in ("int8", "int4", "fp8"))
         return next(e["loss"] for e in map(json.loads, open(log / "evaluate.jsonl")) if e["event"] == "eval")
@@ -358,12 +375,20 @@ def test_tokens_of_ranks_that_share_a_model(model, tp):
         tokens = write(*options, ranks=tp)
         assert len(tokens[0].split()) > 10
         assert tokens == write(test_weights.TRAINER, *options[1:], ranks=tp)
-        assert tokens == write(*options, "--p2p", "0", ranks=tp) == write(*options, "--cuda-graphs", "0", ranks=tp)
+        assert (
+            tokens
+            == write(*options, "--debug", "p2p=0", ranks=tp)
+            == write(*options, "--debug", "cuda-graphs=0", ranks=tp)
+        )
         if "--weights" not in more:  # a rank quantises its part of a row
             assert tokens == write(*options)
     options = [PROGRAMS["bf16"], "-e", DIVIDED[model]]
     tokens = write(*options, ranks=tp)
-    assert tokens == write(*options, "--kv-cache", "0", ranks=tp) == write(*options, "--cuda-graphs", "0", ranks=tp)
+    assert (
+        tokens
+        == write(*options, "--debug", "kv-cache=0", ranks=tp)
+        == write(*options, "--debug", "cuda-graphs=0", ranks=tp)
+    )
     assert tokens[0] == write(*options, "--samples", "40", ranks=tp)[0]
 
 
@@ -428,14 +453,14 @@ def succeeds_in_fp8(job):
 @pytest.mark.parametrize("dtype, head", FP8_DTYPES)
 def test_fp8_repeats_whatever_saves_time_or_memory(train, tmp_path, dtype, head):
     """Several micro-steps, evaluations and samples between steps; and stopped and resumed."""
-    more = fp8(dtype, head, "-n", "6", "-v", "3", "-m", "2", "-s", "4", "-g", "20", "--log-fp8-every", "4")
+    more = fp8(dtype, head, "-n", "6", "-v", "3", "-m", "2", "-s", "4", "-g", "20", "--debug", "log-fp8-every=4")
     text = succeeds_in_fp8(train(0, "first", *more))
     assert "fp8, % rounded to 0 and saturated: inputs" in text
     for name, others in {
         "again": [],
-        "kernels": ["--cuda-graphs", "0"],
-        "recomputed": ["--recompute", "3", "--timing", "5"],
-        "apart": ["--gelu-fusion", "0", "--recompute", "2"],
+        "kernels": ["--debug", "cuda-graphs=0"],
+        "recomputed": ["--recompute", "3", "--debug", "timing=5"],
+        "apart": ["--debug", "gelu-fusion=0", "--recompute", "2"],
     }.items():
         succeeds(train(0, name, *more, *others), 300)
         same_run(tmp_path / name, tmp_path / "first")
@@ -468,7 +493,7 @@ def test_fp8_between_ranks(train, tmp_path, dtype, head):
         assert checkpoint(tmp_path / name, 12) == checkpoint(tmp_path / "tp", 12)
     close(losses(tmp_path / "tp"), losses(tmp_path / "1"), 1e-2)
     for name, under in {} if STAND_IN else {"apart": 0, "under products": 1}.items():
-        succeeds(train(WORLD, name, *shared, "--tp-overlap", under), 300)
+        succeeds(train(WORLD, name, *shared, "--debug", f"tp-overlap={under}"), 300)
         assert curve(tmp_path / name) == curve(tmp_path / "tp")
         assert checkpoint(tmp_path / name, 12) == checkpoint(tmp_path / "tp", 12)
 
@@ -498,8 +523,8 @@ def test_graphs_change_no_bit_between_ranks(train, tmp_path, stage):
                 "-d",
                 4 * WORLD * 2 * 64,
                 *WATCHED,
-                "--cuda-graphs",
-                value,
+                "--debug",
+                f"cuda-graphs={value}",
             ),
             300,
         )
@@ -509,7 +534,7 @@ def test_graphs_change_no_bit_between_ranks(train, tmp_path, stage):
 @several
 @pytest.mark.skipif(bool(STAND_IN), reason="a stand-in has no GPU")
 @pytest.mark.parametrize(
-    "more", [["-z", "0"], ["-z", "1"], ["-z", "1", "--reduce-dtype", "fp32"]], ids=["stage0", "stage1", "fp32"]
+    "more", [["-z", "0"], ["-z", "1"], ["-z", "1", "--debug", "reduce-dtype=fp32"]], ids=["stage0", "stage1", "fp32"]
 )
 def test_gradients_reduced_at_once(train, tmp_path, more):
     """Again: the same bits. Two ranks: those of a reduction under backward, too; among more, NCCL may take another
@@ -520,7 +545,7 @@ def test_gradients_reduced_at_once(train, tmp_path, more):
         ("again", 0, "all at once after backward"),
     ):
         assert f"gradients: NCCL, {how}\n" in succeeds(
-            train(WORLD, name, *more, "-n", "12", "--dp-overlap", overlap), 300
+            train(WORLD, name, *more, "-n", "12", "--debug", f"dp-overlap={overlap}"), 300
         )
     assert curve(tmp_path / "once") == curve(tmp_path / "again") and checkpoint(tmp_path / "once", 12) == checkpoint(
         tmp_path / "again", 12
@@ -536,7 +561,7 @@ def test_gradients_reduced_at_once(train, tmp_path, more):
 def test_several_train_as_one(train, tmp_path):
     """fp32: sums in another order, twelve steps long."""
     succeeds(train(0, "one", precision="fp32"), 300)
-    succeeds(train(WORLD, "several", "--reduce-dtype", "fp32", precision="fp32"), 300)
+    succeeds(train(WORLD, "several", "--debug", "reduce-dtype=fp32", precision="fp32"), 300)
     close(curve(tmp_path / "several"), curve(tmp_path / "one"), 1e-4)
 
 
@@ -559,7 +584,7 @@ MUON = ["--optimizer", "muon", "--lr-matrix", "0.01", "--decay-matrix", "0.1"]
 @pytest.mark.parametrize("kind", ["one micro-step", "llama3.2", "odd sizes"])
 def test_muon_in_fp32_is_that_of_the_cpu(train, tmp_path, kind, polynomials):
     """Twelve steps, whose matrices have three shapes; then in bf16, which rounds each product."""
-    more = [*GRAPHS[kind], *MUON, "--muon-polynomials", polynomials]
+    more = [*GRAPHS[kind], *MUON, "--debug", f"muon-polynomials={polynomials}"]
     succeeds(train(0, "fp32", *more, precision="fp32"), 300)
     PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
     succeeds(train(0, "cpu", *more, precision="cpu"), 300)
@@ -576,7 +601,7 @@ def test_muon_in_fp32_is_that_of_the_cpu(train, tmp_path, kind, polynomials):
 def test_muon_resumes_bitwise(train, tmp_path, more):
     succeeds(train(0, "straight", *MUON, *more, "-n", "4"), 300)
     for steps, go_on in ((4, 0), (8, 1), (12, 1)):
-        beside = ["--save-async", go_on]
+        beside = ["--debug", f"save-async={go_on}"]
         succeeds(train(0, "run", *MUON, *more, *beside, "-n", "4", "-x", steps, "-y", go_on), 300)
     assert curve(tmp_path / "run") == curve(tmp_path / "straight")
     assert checkpoint(tmp_path / "run", 12) == checkpoint(tmp_path / "straight", 12)
@@ -594,15 +619,20 @@ def test_muon_is_not_offloaded(train):
 def test_muon_between_ranks(train, tmp_path, kind):
     """Whole matrices are dealt out: the same bits with any stage of ZeRO, and near those of one GPU."""
     more = [*SHARED[kind], *WATCHED, *MUON]
-    for name, stage, others in (("0", 0, []), ("1", 1, []), ("2", 2, ["--save-async", 0]), ("3", 3, ["--timing", 5])):
+    for name, stage, others in (
+        ("0", 0, []),
+        ("1", 1, []),
+        ("2", 2, ["--debug", "save-async=0"]),
+        ("3", 3, ["--debug", "timing=5"]),
+    ):
         succeeds(train(WORLD, name, *more, *one_micro_step(), "-z", stage, *others), 300)
     for name in ("0", "2", "3"):
         same_run(tmp_path / name, tmp_path / "1")
     succeeds(train(0, "one", *more, precision="fp32"), 300)
-    succeeds(train(WORLD, "ranks", *more, "--reduce-dtype", "fp32", precision="fp32"), 300)
+    succeeds(train(WORLD, "ranks", *more, "--debug", "reduce-dtype=fp32", precision="fp32"), 300)
     close(curve(tmp_path / "ranks"), curve(tmp_path / "one"), 1e-4)
     for tp in TENSOR:
-        mesh = ["--tp", tp, "--reduce-dtype", "fp32"]
+        mesh = ["--tp", tp, "--debug", "reduce-dtype=fp32"]
         succeeds(train(WORLD, f"tp{tp}", *more, *mesh, precision="fp32"), 300)
         close(curve(tmp_path / f"tp{tp}"), curve(tmp_path / "one"), 1e-4)
 
@@ -643,7 +673,7 @@ def lora(train, tmp_path):
     "kind, more",
     [
         ("gpt2", []),
-        ("llama3.2", ["--lora", 4, "--lora-rs", 1, "-b", 16]),
+        ("llama3.2", ["--lora", 4, "--lora-alpha", 16, "-b", 16]),
         ("qwen3", ["--lora-targets", "q_proj,v_proj,up_proj"]),
         ("llama3.2", ["--weights", "int8"]),
         ("llama3.2", ["--weights", "int4"]),
@@ -667,13 +697,13 @@ def test_adapters_in_fp32_are_those_of_the_cpu(lora, tmp_path, kind, more):
 @pytest.mark.parametrize("kind, more", [("gpt2", []), ("qwen3", []), ("llama3.2", ["--weights", "int4"])])
 def test_what_saves_time_or_memory_changes_no_bit_of_adapters(lora, tmp_path, kind, more, precision):
     ways = {
-        "plain": ["--cuda-graphs", 0],
+        "plain": ["--debug", "cuda-graphs=0"],
         "graphs": [],
         "less": ["--recompute", 2],
         "least": ["--recompute", 3, "--offload", "states,activations"],
     }
     for name, way in ways.items():
-        fusion = ["--gelu-fusion", 0] if precision == "bf16" else []
+        fusion = ["--debug", "gelu-fusion=0"] if precision == "bf16" else []
         succeeds(lora(0, name, kind, *WATCHED, *more, *fusion, *([] if STAND_IN else way), precision=precision), 300)
     for name in ways:
         same_run(tmp_path / name, tmp_path / "plain")
@@ -684,7 +714,7 @@ def test_adapters_resume_bitwise_and_merge_to_what_was_trained(lora, train, tmp_
     beside = ["-n", 4, "-v", 4, "-m", 2, *more]
     succeeds(lora(0, "straight", "llama3.2", *beside), 300)
     for steps, go_on in ((4, 0), (8, 1), (12, 1)):
-        succeeds(lora(0, "run", "llama3.2", *beside, "--save-async", go_on, "-x", steps, "-y", go_on), 300)
+        succeeds(lora(0, "run", "llama3.2", *beside, "--debug", f"save-async={go_on}", "-x", steps, "-y", go_on), 300)
     assert curve(tmp_path / "run") == curve(tmp_path / "straight")
     assert checkpoint(tmp_path / "run", 12) == checkpoint(tmp_path / "straight", 12)
     merged = ["-e", tmp_path / "run" / "step_00000012", "--evaluate", 1, "-m", 2]
@@ -696,12 +726,12 @@ def test_adapters_resume_bitwise_and_merge_to_what_was_trained(lora, train, tmp_
 
 def test_adapters_beside_products_in_fp8(lora, tmp_path):
     ways = {
-        "plain": ["--cuda-graphs", 0],
+        "plain": ["--debug", "cuda-graphs=0"],
         "graphs": [],
         "one scale": ["--matmul-dtype", "fp8-dw-bf16"],  # there is no gradient of weights for which it differs
         "least": ["--recompute", 3, "--offload", "states,activations"],
     }
-    more = ["--matmul-dtype", "fp8", "--gelu-fusion", 0, *WATCHED]
+    more = ["--matmul-dtype", "fp8", "--debug", "gelu-fusion=0", *WATCHED]
     for name, way in ways.items():
         succeeds_in_fp8(lora(0, name, "llama3.2", *more, *([] if STAND_IN else way)))
         same_run(tmp_path / name, tmp_path / "plain")
@@ -714,13 +744,13 @@ def test_adapters_beside_products_in_fp8(lora, tmp_path):
 @several
 def test_adapters_between_ranks(lora, tmp_path):
     """The same bits with each stage of ZeRO, and near those of one GPU, with tensor-parallel groups as well."""
-    for name, stage, others in (("0", 0, []), ("1", 1, []), ("2", 2, ["--save-async", 0])):
+    for name, stage, others in (("0", 0, []), ("1", 1, []), ("2", 2, ["--debug", "save-async=0"])):
         succeeds(lora(WORLD, name, "llama3.2", *WATCHED, "-b", 16 // WORLD, "-z", stage, *others), 300)
     for name in ("0", "2"):
         same_run(tmp_path / name, tmp_path / "1")
     succeeds(lora(0, "one", "llama3.2", *WATCHED, precision="fp32"), 300)
     for tp in [1, *(tp for tp in TENSOR if tp <= 4)]:
-        mesh = ["--tp", tp, "--reduce-dtype", "fp32", *WATCHED]
+        mesh = ["--tp", tp, "--debug", "reduce-dtype=fp32", *WATCHED]
         succeeds(lora(WORLD, f"tp{tp}", "llama3.2", *mesh, precision="fp32"), 300)
         close(curve(tmp_path / f"tp{tp}"), curve(tmp_path / "one"), 1e-4)
 
@@ -768,12 +798,12 @@ def one_micro_step(tp=1):
 @pytest.mark.parametrize("kind", SHARED)
 def test_stages_of_zero_with_one_micro_step(train, tmp_path, kind, reduce):
     """The same bits, whatever is kept: losses, evaluations, samples, what is saved beside training or not."""
-    more = [*SHARED[kind], *one_micro_step(), "--reduce-dtype", reduce]
+    more = [*SHARED[kind], *one_micro_step(), "--debug", f"reduce-dtype={reduce}"]
     for name, stage, others in (
         ("1", 1, []),
-        ("2", 2, ["--save-async", 0]),
+        ("2", 2, ["--debug", "save-async=0"]),
         ("3", 3, []),
-        ("again", 3, ["--recompute", 3, "--save-async", 0, "--timing", 5]),
+        ("again", 3, ["--recompute", 3, "--debug", "save-async=0", "--debug", "timing=5"]),
     ):
         text = succeeds(train(WORLD, name, *more, *WATCHED, "-z", stage, *others), 300)
         assert f"ranks     {WORLD}," in text and f"ZeRO stage {stage}" in text
@@ -806,10 +836,10 @@ def test_stages_of_zero_with_several_micro_steps(train, tmp_path, precision, sum
 @pytest.mark.parametrize("kind, dtype", [("gpt2", "fp8"), ("llama3.2", "fp8-dw-bf16")])
 def test_weights_gathered_in_fp8(train, tmp_path, kind, dtype):
     """Stage 3 gathers blocks in fp8, the others quantise whole ones: the same bits, over several micro-steps, too."""
-    more = [*SHARED[kind], *WATCHED, "--matmul-dtype", dtype, "--log-fp8-every", 4]
+    more = [*SHARED[kind], *WATCHED, "--matmul-dtype", dtype, "--debug", "log-fp8-every=4"]
     several = [*more, "-d", 4 * WORLD * 2 * 64]
     succeeds_in_fp8(train(WORLD, "1", *more, *one_micro_step(), "-z", 1))
-    for name, others in {"3": [], "recomputed": ["--recompute", 3, "--timing", 5]}.items():
+    for name, others in {"3": [], "recomputed": ["--recompute", 3, "--debug", "timing=5"]}.items():
         succeeds(train(WORLD, name, *more, *one_micro_step(), "-z", 3, *others), 300)
         same_run(tmp_path / name, tmp_path / "1")
     for stage in (2, 3):
@@ -895,7 +925,7 @@ def test_tensor_parallel_ranks_train_as_one(train, tmp_path, kind, tp):
     """fp32: sums in another order, twelve steps long; a group's samples are those of one GPU."""
     more = [*SHARED[kind], "-v", "6", "-m", "-1", "-s", "6", "-g", "20", "--temperature", "0"]
     succeeds(train(0, "one", *more, precision="fp32"), 300)
-    text = succeeds(train(WORLD, "mesh", *more, "--tp", tp, "--reduce-dtype", "fp32", precision="fp32"), 300)
+    text = succeeds(train(WORLD, "mesh", *more, "--tp", tp, "--debug", "reduce-dtype=fp32", precision="fp32"), 300)
     assert f"mesh      {WORLD // tp} data-parallel x {tp} tensor-parallel" in text
     close(curve(tmp_path / "mesh"), curve(tmp_path / "one"), 2e-5)
     a, b = ({e["step"]: (e["loss"],) for e in events(tmp_path / name, "eval")} for name in ("mesh", "one"))
@@ -929,7 +959,9 @@ def test_rows_that_travel_under_products_change_no_bit(train, tmp_path, kind, tp
         }
         for overlap in (0, 1, 0, 1):
             name = f"{recompute}-{overlap}"
-            text = succeeds(train(WORLD, name, *more, "--recompute", recompute, "--tp-overlap", overlap), 300)
+            text = succeeds(
+                train(WORLD, name, *more, "--recompute", recompute, "--debug", f"tp-overlap={overlap}"), 300
+            )
             assert curve(tmp_path / name) == curve(tmp_path / "first") and checkpoint(
                 tmp_path / name, 12
             ) == checkpoint(tmp_path / "first", 12)
@@ -949,7 +981,7 @@ def test_rows_under_products_that_rotate_change_no_bit(train, tmp_path):
     more = [*SHARED["llama3.2"], "-n", "4", "-x", "4", "--tp", WORLD, "-b", "64", "-d", 64 * 64]
     overlaps(succeeds(train(WORLD, "measured", *more), 300))
     for overlap in (0, 1):
-        succeeds(train(WORLD, f"{overlap}", *more, "--tp-overlap", overlap), 300)
+        succeeds(train(WORLD, f"{overlap}", *more, "--debug", f"tp-overlap={overlap}"), 300)
         assert curve(tmp_path / f"{overlap}") == curve(tmp_path / "measured") and checkpoint(
             tmp_path / f"{overlap}", 4
         ) == checkpoint(tmp_path / "measured", 4)
@@ -961,7 +993,7 @@ def test_rows_under_products_that_rotate_change_no_bit(train, tmp_path):
 def test_tensor_parallel_runs_repeat(train, tmp_path, kind, tp):
     """bf16: near one GPU; again, with the other stage of ZeRO and whatever is recomputed: the same bits. Stopped and
     resumed, too."""
-    more = [*SHARED[kind], "-n", "6", "--gelu-fusion", "0"]
+    more = [*SHARED[kind], "-n", "6", "--debug", "gelu-fusion=0"]
     succeeds(train(0, "one", *more), 300)
     succeeds(train(WORLD, "mesh", *more, "--tp", tp), 300)
     close(curve(tmp_path / "mesh"), curve(tmp_path / "one"), 2e-2)
@@ -969,7 +1001,7 @@ def test_tensor_parallel_runs_repeat(train, tmp_path, kind, tp):
         "again": ["-z", "0"],
         "1": ["--recompute", "1"],
         "2": ["--recompute", "2"],
-        "3": ["--recompute", "3", "--timing", "5"],
+        "3": ["--recompute", "3", "--debug", "timing=5"],
     }.items():
         succeeds(train(WORLD, name, *more, "--tp", tp, *others), 300)
         assert curve(tmp_path / name) == curve(tmp_path / "mesh") and checkpoint(tmp_path / name, 12) == checkpoint(
@@ -1028,7 +1060,7 @@ def test_losing_a_rank(train, how, tp, overlap, stage):
     """Of sharded ranks weights are on their way most of the time."""
     if overlap == 1:
         overlaps(succeeds(train(WORLD, "first", *SHARED["gpt2"], "--tp", tp, "-x", "1"), 300))
-    more = [*LONG, *SHARED["gpt2"], "--tp", tp, "--tp-overlap", overlap, "-z", stage]
+    more = [*LONG, *SHARED["gpt2"], "--tp", tp, "--debug", f"tp-overlap={overlap}", "-z", stage]
     job = train(WORLD, "run", *more).wait_for("step      3/", 300)
     time.sleep(random.random())
     rank = random.randrange(WORLD)
@@ -1067,13 +1099,13 @@ def test_short_messages_peer_to_peer_change_no_bit(train, tmp_path, tp):
                 "6",
                 "-g",
                 "20",
-                "--p2p",
-                value,
+                "--debug",
+                f"p2p={value}",
             ),
             300,
         )
         assert STAND_IN or re.search(
-            r"messages  loss and norm: " + ("peer to peer[;\n]" if value else r"NCCL \(--p2p 0\)"), text
+            r"messages  loss and norm: " + ("peer to peer[;\n]" if value else r"NCCL \(--debug p2p=0\)"), text
         ), text
     if WORLD // tp <= 2:
         assert curve(tmp_path / "near") == curve(tmp_path / "far") and checkpoint(tmp_path / "near", 12) == checkpoint(
@@ -1101,8 +1133,8 @@ def test_a_wait_says_whom_it_was_for(train, tp):
             tp,
             "-d",
             8 * WORLD // tp * 2 * 64,
-            "--cuda-graphs",
-            "0",
+            "--debug",
+            "cuda-graphs=0",
         ).wait_for("step      3/", 300)
         time.sleep(random.random())
         rank = random.randrange(WORLD)
@@ -1166,5 +1198,5 @@ def test_more_ranks_than_gpus_are_refused(train):
 
 @several
 def test_timing_shows_what_ranks_wait_for(train, tmp_path):
-    assert "waiting for ranks" in succeeds(train(WORLD, "timed", "--timing", "6"), 300)
+    assert "waiting for ranks" in succeeds(train(WORLD, "timed", "--debug", "timing=6"), 300)
     assert all(e["groups"]["waiting for ranks"]["ms"] >= 0 for e in events(tmp_path / "timed", "timing"))

@@ -33,7 +33,7 @@ MAKE = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS
 RANK = 4
 HOW = {  # with the number of matrices in a layer
     "llama": ({}, 7),
-    "qwen2": ({"lora_targets": "q_proj,v_proj,down_proj", "lora_rs": 1, "lora_alpha": 3.0}, 3),
+    "qwen2": ({"lora_targets": "q_proj,v_proj,down_proj", "lora_alpha": 3.0}, 3),
     "gpt2": ({"lora_targets": "c_attn,mlp.c_proj,attn.c_proj", "lora_alpha": 5.0}, 3),
 }
 
@@ -45,15 +45,18 @@ def folders(tmp_path_factory):
     for kind, (how, _) in HOW.items():
         base, folder = (str(tmp_path_factory.mktemp(kind) / name) for name in ("base", "adapter"))
         ref.write_weights(small_model(SMALL[kind]), base)
-        model = adapted(base, how)
+        model = adapted(base, how, rs=kind == "qwen2")
         ref.disturb(model, 3)
         ref.write_weights(model, folder)
         made[kind] = base, folder
     return made
 
 
-def adapted(base, how, **more):
-    return ref.add_lora(ref.make_model(base, 1), options(**{"lora": RANK} | how | more), base)
+def adapted(base, how, rs=False, **more):
+    """rs: as peft makes rank-stabilised ones, which are read and not made here."""
+    model = ref.add_lora(ref.make_model(base, 1), options(**{"lora": RANK} | how | more), base)
+    model.lora = replace(model.lora, rs=rs)
+    return model
 
 
 def ours(kind, folders):
@@ -356,7 +359,8 @@ def refused(*words):
         (["--lora", 4, "-z", 3], "--zero-stage 3 shards weights that are trained"),
         (["--lora", 4, "--evaluate", 1], "--lora trains"),
         (["--lora", 4, "-e", "d2"], "--model 'd2' is no folder"),
-        (["--lora-rs", 1], "--lora-rs says nothing without --lora 16"),
+        (["--lora-alpha", 1], "--lora-alpha says nothing without --lora 16"),
+        (["--lora", 4, "--lora-rs", 1], "--lora-alpha times sqrt(rank)"),
         (["--weights", "int8"], "--weights int8 is for --generate, --evaluate and --lora"),
     ],
 )
@@ -478,7 +482,7 @@ def test_merged_weights(folders, tmp_path, monkeypatch, kind, dtype):
     save_file({n: t.to(dtype) for n, t in load_file(base / "model.safetensors").items()}, base / "model.safetensors")
     edit(base / "config.json", {"torch_dtype": str(dtype).removeprefix("torch.")})
     (base / "generation_config.json").write_text('{"eos_token_id": 5}')
-    model = adapted(str(base), HOW[kind][0])
+    model = adapted(str(base), HOW[kind][0], rs=kind == "qwen2")
     ref.disturb(model, 3)
     ref.write_weights(model, folder)
     main(monkeypatch, "merge", folder, whole)

@@ -450,7 +450,7 @@ def test_any_number_of_ranks_trains_alike(train, tmp_path):
         runs = [f"{ranks}-zero1", f"{ranks}-again", f"{ranks}-zero0"]
         for run, stage in zip(runs, (1, 1, 0)):
             # a copy written beside training, or the model itself
-            text = succeeds(train(ranks, run, "-z", stage, "--save-async", stage, *more))
+            text = succeeds(train(ranks, run, "-z", stage, "--debug", f"save-async={stage}", *more))
             assert text.count("step     12/12") == 1 and f"ranks     {ranks}," in text  # one rank prints
         first, again, stage0 = (tmp_path / r for r in runs)
         assert curve(first) == curve(again) == curve(stage0)
@@ -522,7 +522,7 @@ def test_resume_on_the_same_ranks_is_bitwise(train, tmp_path, states):
     succeeds(train(3, "straight", *more))
     succeeds(train(3, "run", *more, "-x", "8"))
     # the stage does not matter either, nor the way of saving
-    succeeds(train(3, "run", *more, "-y", "1", "-z", "0", "--save-async", "0"))
+    succeeds(train(3, "run", *more, "-y", "1", "-z", "0", "--debug", "save-async=0"))
     assert checkpoint(tmp_path / "run", 12) == checkpoint(tmp_path / "straight", 12)
     assert curve(tmp_path / "run") == curve(tmp_path / "straight")
 
@@ -564,7 +564,9 @@ def resumes_bitwise(train, tmp_path, more, stages):
     more = [*more, "-n", "3", "-b", "6"]
     succeeds(train(2, "straight", *more, "-z", "0"))
     for steps, stage in zip((3, 6, 9, 12), stages):
-        succeeds(train(2, "run", *more, "-z", stage, "-x", steps, "-y", int(steps > 3), "--save-async", stage % 2))
+        succeeds(
+            train(2, "run", *more, "-z", stage, "-x", steps, "-y", int(steps > 3), "--debug", f"save-async={stage % 2}")
+        )
     assert curve(tmp_path / "run") == curve(tmp_path / "straight")
     for step in (3, 6, 9, 12):
         assert checkpoint(tmp_path / "run", step) == checkpoint(tmp_path / "straight", step)
@@ -694,7 +696,7 @@ def test_stages_of_zero_with_one_micro_step(train, tmp_path, ranks, kind):
     """Bitwise: losses, evaluations, samples, what is saved beside training or not."""
     more = [*SHARDED[kind], *WATCHED, "-b", 12 // ranks]
     for stage in (1, 2, 3):
-        succeeds(train(ranks, f"{stage}", *more, "-z", stage, "--save-async", stage % 2))
+        succeeds(train(ranks, f"{stage}", *more, "-z", stage, "--debug", f"save-async={stage % 2}"))
     one, *others = (tmp_path / f"{stage}" for stage in (1, 2, 3))
     assert len(told(one)) == 3 + 3 + 2 + 12
     for other in others:
@@ -758,7 +760,7 @@ def test_ranks_that_cannot_share_units(train):
 
 
 def test_timing_shows_what_ranks_wait_for(train, tmp_path):
-    text = succeeds(train(3, "timed", "--timing", "4", "-x", "8"))
+    text = succeeds(train(3, "timed", "--debug", "timing=4", "-x", "8"))
     succeeds(train(3, "plain", "-x", "8"))
     assert curve(tmp_path / "timed") == curve(tmp_path / "plain")
     timed = events(tmp_path / "timed", "timing")
@@ -776,7 +778,9 @@ def test_timing_shows_what_ranks_wait_for(train, tmp_path):
     ids=["alone", "bf16", "shared", "copied"],
 )
 def test_timing_counts_the_bytes_of_what_a_rank_updates(train, tmp_path, ranks, share, more, per_weight):
-    text = succeeds(train(ranks, "timed", "-e", "d2,channels=256,vocab=4096,seq=32", "--timing", "2", "-x", "2", *more))
+    text = succeeds(
+        train(ranks, "timed", "-e", "d2,channels=256,vocab=4096,seq=32", "--debug", "timing=2", "-x", "2", *more)
+    )
     weights, counted = (
         events(tmp_path / "timed", "start")[0]["parameters"],
         events(tmp_path / "timed", "timing")[0]["groups"]["AdamW"]["bytes"],
@@ -981,7 +985,7 @@ def test_kill_during_a_save(train, tmp_path, repeat):
 LAYOUTS = [
     (0, []),
     (2, ["-z", "1"]),
-    (2, ["-z", "0", "--save-async", "0"]),
+    (2, ["-z", "0", "--debug", "save-async=0"]),
     (2, ["-z", "0", "--tp", "2"]),
     (4, ["-z", "1", "--tp", "2"]),
 ]
@@ -1030,7 +1034,7 @@ def test_ranks_go_back_to_what_is_whole(train, tmp_path, ranks):
 def test_a_full_disk_during_a_save(train, tmp_path, rank, save_async):
     """One rank may not write beyond a size, as on a full disk: a clear message, training goes on, nothing is left of
     what failed, the older checkpoint is as it was; with room again the next save works."""
-    job = train(3, "run", *LONG, "-n", "50", "--save-async", save_async).wait_for("checkpoint ")
+    job = train(3, "run", *LONG, "-n", "50", "--debug", f"save-async={save_async}").wait_for("checkpoint ")
     before = checkpoint(tmp_path / "run", 50)
     full = lambda size: resource.prlimit(job.ranks()[rank], resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
     full(50000)

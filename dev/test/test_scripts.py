@@ -253,8 +253,8 @@ def test_memory_of_8B():
     [
         ("-o a", "a"),
         ("-o a --output=b", "b"),
-        ("-o a --overfit -o b", "b"),
-        ("--overfit -y -o b", "b"),
+        ("-o a --evaluate -o b", "b"),
+        ("--evaluate -y -o b", "b"),
         ("-o a -x -1 -o b", "b"),
         ("-y 1 -o a -x -1", "a"),
         ("-o a -y", "a"),

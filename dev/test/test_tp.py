@@ -150,7 +150,7 @@ def test_resume_on_the_same_layout_is_bitwise(train, tmp_path, ranks, tp, states
     succeeds(train(ranks, "straight", *more))
     succeeds(train(ranks, "again", *more, "-z", "0", "--recompute", "3"))
     succeeds(train(ranks, "run", *more, "-x", "3"))
-    succeeds(train(ranks, "run", *more, "-y", "1", "-z", "0", "--save-async", "0", "--recompute", "1"))
+    succeeds(train(ranks, "run", *more, "-y", "1", "-z", "0", "--debug", "save-async=0", "--recompute", "1"))
     straight = checkpoint(tmp_path / "straight", 6)
     assert checkpoint(tmp_path / "run", 6) == straight == checkpoint(tmp_path / "again", 6)
     assert curve(tmp_path / "run") == curve(tmp_path / "straight")
@@ -250,9 +250,9 @@ def test_samples_and_choices(train, data, tmp_path):
         (2, ["--tp", "2", "-t", "31", "-d", "31"], "31 tokens of a micro-step do not divide over --tp 2 ranks"),
         (4, ["--tp", "2", "-d", 3 * 32], "is not a multiple of batch-size * seq-len * ranks / tp = 64"),
         (0, ["--tp", "2"], "1 ranks are not groups of --tp 2"),
-        (2, ["--tp", "2", "--tp-overlap", "1"], "--tp-overlap 1 needs a GPU"),
-        (2, ["--tp-overlap", "1"], "--tp-overlap 1 has nothing to overlap with --tp 1"),
-        (2, ["--dp-overlap", "0"], "--dp-overlap needs a GPU"),
+        (2, ["--tp", "2", "--debug", "tp-overlap=1"], "--debug tp-overlap=1 needs a GPU"),
+        (2, ["--debug", "tp-overlap=1"], "--debug tp-overlap=1 has nothing to overlap with --tp 1"),
+        (2, ["--debug", "dp-overlap=0"], "--debug dp-overlap needs a GPU"),
         (2, ["--offload", "states"], "--offload needs a GPU"),
     ],
 )

@@ -166,13 +166,13 @@ typedef struct {
     const char *name;
     double flops, bytes;
 } TimingLap;
-static TimingLap timing_laps[TIMING_LAPS];  // 2 MiB, untouched without --timing
+static TimingLap timing_laps[TIMING_LAPS];  // 2 MiB, untouched without --debug timing
 static int num_timing_laps;
 static cudaStream_t timing_stream;
 
 static inline void timing_lap(const char *name, double flops, double bytes, cudaStream_t stream) {
     if (!timing.on || stream != timing_stream) return;
-    require(num_timing_laps < TIMING_LAPS, "--timing: a step has more than %d laps\nuse fewer micro-steps",
+    require(num_timing_laps < TIMING_LAPS, "--debug timing: a step has more than %d laps\nuse fewer micro-steps",
             TIMING_LAPS);
     TimingLap *l = &timing_laps[num_timing_laps++];
     if (!l->event) cudaCheck(cudaEventCreate(&l->event));

@@ -6,7 +6,7 @@
 // must not change: pointers, sizes, scales, plans. No launcher of ours keeps host state from call to call but what its
 // first call finds out about the GPU. What changes goes through device memory, before the graph: tokens are uploaded
 // from one of two pinned slots. What the host does besides launching is not replayed: beats of the watchdog, names for
-// profilers, laps of --timing.
+// profilers, laps of --debug timing.
 //
 // Not supported: work that waits for another stream, whose events a capture cannot see. The driver's memory for a graph
 // (some KB a kernel) is not in the table of memory.cuh.
@@ -26,7 +26,7 @@ static inline void graph_close(Graph *g) {
 }
 
 static inline void graph_check(cudaError_t status, const char *what) {
-    require(status == cudaSuccess, "a CUDA graph cannot be %s: %s\nuse --cuda-graphs 0", what,
+    require(status == cudaSuccess, "a CUDA graph cannot be %s: %s\nuse --debug cuda-graphs=0", what,
             cudaGetErrorString(status));
 }
 

@@ -105,7 +105,7 @@ static inline void memory_does_not_fit(const Memory *m, MemoryBytes room, Memory
     require(
         m->bytes.host <= room.host,
         "this run needs %.0f MiB of host memory, and a rank's share of what is free here is %.0f MiB (table above)\n"
-        "close other programs, use --save-async 0, or --offload less",
+        "close other programs, use --debug save-async=0, or --offload less",
         mib(m->bytes.host), mib(room.host));
     if (hint) hint(text, sizeof text, room, m, context);
     die("this run needs %.0f MiB and the GPU has %.0f MiB free (table above)\n%s", mib(m->bytes.device),
@@ -117,7 +117,7 @@ static inline void memory_pin(Buffer *b) {
     getrlimit(RLIMIT_MEMLOCK, &limit);
     require(status == cudaSuccess,
             "no %.0f MiB of host memory for '%s': %s\n"
-            "close other programs, use --save-async 0, or --offload less%s",
+            "close other programs, use --debug save-async=0, or --offload less%s",
             mib(b->bytes), b->name, cudaGetErrorString(status),
             limit.rlim_cur < b->bytes ? "; or raise what a process may lock (ulimit -l)" : "");
 }

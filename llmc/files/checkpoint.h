@@ -56,6 +56,7 @@ typedef struct {
     double best_loss;
     int64_t best_step, evaluated_step, worse_evaluations;
     char *options[NUM_OPTIONS];  // the run's options as text, to compare or to restore; NULL: not known
+    const char *const *gone;     // one that the run had changed and that is gone (options_gone); NULL: none
     char precision[96];          // set by loading; see precision_text
     Path data_folder;            // of the first training shard; not in the file
 } TrainState;
@@ -782,6 +783,8 @@ static inline void read_options(const Json *j, const char *path, TrainState *s) 
     JSON_EACH(j, key, options) {
         const char *name = json_string(j, key), *value = json_string(j, key + 1);
         require(value, "'%s': option %.100s is not a text" STATE_DAMAGED, path, name);
+        const char *const *gone = option_gone(name);
+        if (gone && gone[1] && strcmp(value, gone[1])) s->gone = gone;
         state_set_option(s, name, value);
     }
 }

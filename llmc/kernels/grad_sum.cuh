@@ -41,7 +41,7 @@ static inline double grad_sum_bytes(GradSum step, size_t count) {
                                                  : 1;
     return (double)(count * (sums * sizeof(float) + grads * sizeof(floatX)));
 }
-// On any stream, so without a lap of --timing.
+// On any stream, so without a lap of --debug timing.
 static inline void grad_sum(GradSum step, float *sums, floatX *to, const floatX *grads, size_t count,
                             cudaStream_t stream) {
     require(((uintptr_t)sums | (uintptr_t)to | (uintptr_t)grads) % 16 == 0 && count % VecX::size == 0,

@@ -71,7 +71,7 @@ typedef struct Matmul {
     // 0, or: products of a multiple of part_rows are parts of one of whole_rows, and bitwise identical to it.
     int part_rows, whole_rows;
     double tune_seconds;
-    const char *lap;  // of --timing, for products that are no layer's; NULL: by the form
+    const char *lap;  // of --debug timing, for products that are no layer's; NULL: by the form
     MatmulPlan *plans;
 } Matmul;
 

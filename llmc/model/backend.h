@@ -83,7 +83,7 @@ static inline size_t head_rows(const Options *o, int B, int T) {
     return rows > (size_t)B ? rows : (size_t)B;
 }
 static inline Lora lora_of(const Config *c, const Options *o) {
-    Lora l = {(int)o->lora, (int)o->lora_rs, (float)(o->lora_alpha < 0 ? 2.0 * o->lora : o->lora_alpha), 0, 0};
+    Lora l = {(int)o->lora, 0, (float)(o->lora_alpha < 0 ? 2.0 * o->lora : o->lora_alpha), 0, 0};
     if (l.rank) l.targets = lora_targets(c, o->lora_targets, "--lora-targets");
     return l;
 }

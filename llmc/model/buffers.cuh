@@ -38,7 +38,7 @@ typedef struct {
     float *master;
     void *m, *v;
     char *staging[NUM_SLOTS];    // (2, plan_piece) --offload: of a slot that is in host memory
-    void *snapshots[NUM_SLOTS];  // --save-async: pinned copies of this rank's shards of a slot, unit after unit
+    void *snapshots[NUM_SLOTS];  // --debug save-async: pinned copies of this rank's shards of a slot, unit after unit
     float *reduce_staging;       // a unit's gradients in fp32
     // fp8: weights as they lie, those of blocks in the layout of the table from block 1 on, with ZeRO 3 of two blocks,
     // then the head's; the blocks' transposed, with ZeRO 3 of one; all blocks' vectors; absmax of each layer's weights,

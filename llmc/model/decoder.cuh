@@ -114,7 +114,7 @@ static void decode_memory_hint(char *text, size_t size, MemoryBytes, const Memor
 static inline void decoder_open_exchange(Decoder *d, const Plan *p, cudaStream_t stream) {
     char why[256];
     require(p2p_open(&d->p2p, &p->mesh->tp, stream, 30 /*s*/, why, sizeof why),
-            "ranks of --tp cannot exchange what a step of generation needs: %s\nuse --p2p 0", why);
+            "ranks of --tp cannot exchange what a step of generation needs: %s\nuse --debug p2p=0", why);
     p2p_patience(&d->p2p, 0.8 * watchdog.timeout);
 }
 // reaches: ranks of --tp write to each other's memory from inside the kernel.

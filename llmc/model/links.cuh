@@ -37,7 +37,7 @@ inline const Comm *short_group(const Mesh *mesh, int which) {
 // Why p2p_open is not even called; NULL: it is. Ranks that share a GPU are suspended in turns at every wait, which is
 // slow: they only push rows.
 inline const char *why_not_p2p(const Options *o, const Mesh *mesh, int which, int pushes) {
-    if (!o->p2p) return "--p2p 0";
+    if (!o->p2p) return "--debug p2p=0";
     if (ranks_share_gpu && !(which == SHORT_TENSOR && pushes)) return "ranks may share a GPU";
     return short_group(mesh, which)->world > P2P_RANKS ? "more than 8 ranks" : NULL;
 }
@@ -103,7 +103,7 @@ inline void links_open_overlap(Links *k, const Options *o, size_t bytes, int nev
     comm_align(job);
     if (failed && !*why) snprintf(why, sizeof k->why_not[SHORT_TENSOR], "another group of ranks cannot push rows");
     comm_require(job, !failed || o->tp_overlap < 0,
-                 "--tp-overlap 1: %s\nleave it out: ranks then exchange rows through NCCL", why);
+                 "--debug tp-overlap=1: %s\nleave it out: ranks then exchange rows through NCCL", why);
     if (failed && job->rank == 0) printf("rows between tensor-parallel ranks: synchronous: %s\n", why);
     if (failed) return;
     push_open(&x->push, p2p, bytes);

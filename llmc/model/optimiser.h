@@ -6,15 +6,12 @@
 #include "../options.h"
 
 static inline Muon muon_of(const Options *o) {
-    // The paper's; from the eighth on they are all the same.
+    // The paper's.
     static const double polar_express[][3] = {{8.28721201814563, -23.595886519098837, 17.300387312530933},
                                               {4.107059111542203, -2.9478499167379106, 0.5448431082926601},
                                               {3.9486908534822946, -2.908902115962949, 0.5518191394370137},
                                               {3.3184196573706015, -2.488488024314874, 0.51004894012372},
-                                              {2.300652019954817, -1.6689039845747493, 0.4188073119525673},
-                                              {1.891301407787398, -1.2679958271945868, 0.37680408948524835},
-                                              {1.8750014808534479, -1.2500016453999487, 0.3750001645474248},
-                                              {1.875, -1.25, 0.375}};
+                                              {2.300652019954817, -1.6689039845747493, 0.4188073119525673}};
     static const double simple[] = {2, -1.5, 0.5};
     const int is_simple = !strcmp(o->muon_polynomials, "simple");
     // Rounding may leave singular values slightly above 1, where the steps but the last would not bring them back.
@@ -22,9 +19,9 @@ static inline Muon muon_of(const Options *o) {
     Muon m;
     m.momentum = (float)o->muon_momentum;
     m.safety = (float)margin;
-    m.steps = o->muon_steps ? (int)o->muon_steps : is_simple ? 12 : 5;
-    for (int i = 0; i < MUON_MOST_STEPS; i++) {
-        const double *p = is_simple ? simple : polar_express[i < 7 ? i : 7], s = i < 7 ? margin : 1;
+    m.steps = is_simple ? 12 : COUNT_OF(polar_express);
+    for (int i = 0; i < m.steps; i++) {
+        const double *p = is_simple ? simple : polar_express[i], s = margin;
         const MuonPolynomial q = {(float)(p[0] / s), (float)(p[1] / (s * s * s)), (float)(p[2] / (s * s * s * s * s))};
         m.polynomials[i] = q;
     }
@@ -41,8 +38,7 @@ static inline double lr_of_matrices(const Options *o) {
 // The table has factors of one learning rate and of one weight decay: of the common ones or, where a tensor has its own
 // and the common one is 0, of 1.
 static inline double base_lr(const Options *o) {
-    const int own =
-        is_given(lr_of_matrices(o)) || is_given(o->lr_embedding) || is_given(o->lr_head) || is_given(o->lr_vector);
+    const int own = is_given(lr_of_matrices(o)) || is_given(o->lr_embedding) || is_given(o->lr_head);
     return o->learning_rate > 0 || !own ? o->learning_rate : 1;
 }
 static inline double base_decay(const Options *o) {
@@ -55,7 +51,7 @@ static inline float base_factor(double own, double common, double base) {
 }
 static inline void param_set_optimiser(Param *p, int in_block, const Options *o) {
     const int matrix = in_block && !p->is_vector;
-    const double lr = p->is_vector            ? o->lr_vector
+    const double lr = p->is_vector            ? -1
                       : matrix                ? lr_of_matrices(o)
                       : p->role == ROLE_HEADW ? o->lr_head
                                               : o->lr_embedding;

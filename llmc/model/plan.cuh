@@ -59,11 +59,11 @@ static inline int plan_normalises_qk(const Plan *p) { return p->qkv.output == LI
 static inline int plan_activation_fused(const Plan *p) {
     const int can = matmul_can_fuse(p->local.mlp, p->local.ffn_dim);
     const int asked = (int)p->options.gelu_fusion;
-    require(
-        asked <= 0 || can,
-        "--gelu-fusion %d needs a bf16 build and a Hopper GPU, and with SwiGLU an MLP width that is a multiple of 64\n"
-        "leave it out",
-        asked);
+    require(asked <= 0 || can,
+            "--debug gelu-fusion=%d needs a bf16 build and a Hopper GPU, and with SwiGLU an MLP width that is a "
+            "multiple of 64\n"
+            "leave it out",
+            asked);
     if (asked >= 0) return asked;
     return can && p->N >= MATMUL_FUSION_ROWS ? 2 : 0;
 }

@@ -26,8 +26,8 @@
 // the absmax of each matrix (zero_measure); norms and biases, which stay as they are, come with it, of all blocks. In
 // backward the get transposes what was gathered.
 //
-// Sums: --reduce-dtype bf16 sends gradients as they are and NCCL rounds after each hop; fp32 sends them widened, so
-// that the sum is rounded once. Units that fit p2p.cuh's workspace (the final norm's) are rounded once in both. With
+// Sums: --debug reduce-dtype=bf16 sends gradients as they are and NCCL rounds after each hop; fp32 sends them widened,
+// so that the sum is rounded once. Units that fit p2p.cuh's workspace (the final norm's) are rounded once in both. With
 // one rank nothing is sent and nothing waited for.
 #ifndef LLMC_ZERO_CUH
 #define LLMC_ZERO_CUH
@@ -121,7 +121,7 @@ static inline int zero_linked(const Comm *comm, const Comm *job) {
     free(all);
     return !comm_or(job, apart);
 }
-// tokens: of a rank's micro-step. overlap: --dp-overlap.
+// tokens: of a rank's micro-step. overlap: --debug dp-overlap.
 static inline int zero_at_once(const Comm *comm, const Comm *job, int stage, int overlap, int wide, size_t tokens) {
     if (stage >= 2) return 0;  // gradients of two blocks are there at a time
     if (comm->world == 1 || overlap >= 0) return comm->world > 1 && overlap == 0;

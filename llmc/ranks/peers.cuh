@@ -284,7 +284,7 @@ inline int p2p_describe(const P2p *p, char *text, size_t size) {
     if (state == P2P_LATE && (int)call.kind < P2P_TRIALS && call.epoch <= P2P_TRIALS)
         append_text(text, size,
                     "; a first trial: maybe stores to another GPU's memory do not arrive, look for IOMMU and PCIe ACS,"
-                    " or use --p2p 0");
+                    " or use --debug p2p=0");
     return 1;
 }
 // The watchdog's thread calls it: whether a wait was given up, and a message in `text`.

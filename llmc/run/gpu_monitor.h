@@ -1,4 +1,5 @@
-// The state of a working GPU: clocks, power, temperature, and what holds the clocks back (--log-gpu-every, llm.c's
+// The state of a working GPU: clocks, power, temperature, and what holds the clocks back (--debug log-gpu-every,
+// llm.c's
 // -lg). NVIDIA's management library tells it. It comes with the driver and is opened when it is needed, not linked.
 #ifndef LLMC_GPU_MONITOR_H
 #define LLMC_GPU_MONITOR_H
@@ -14,10 +15,10 @@ typedef struct {
 
 static struct { void *nvml, *device; } gpu_monitor;
 
-#define NVML_HINT "it comes with NVIDIA's driver (libnvidia-ml.so.1); or leave --log-gpu-every out"
+#define NVML_HINT "it comes with NVIDIA's driver (libnvidia-ml.so.1); or leave --debug log-gpu-every out"
 static void *nvml_function(const char *name) {
     void *found = dlsym(gpu_monitor.nvml, name);
-    require(found, "--log-gpu-every: the management library has no %s\n" NVML_HINT, name);
+    require(found, "--debug log-gpu-every: the management library has no %s\n" NVML_HINT, name);
     return found;
 }
 // Reads one value; functions for several sensors get a number first. A value that the GPU does not have stays 0:
@@ -47,14 +48,15 @@ static inline void gpu_monitor_open(const char *uuid) {
     typedef int Init(void);
     typedef int Find(const char *, void **);
     char name[48];
-    require(strlen(uuid) == 32, "--log-gpu-every: this run has no GPU\nleave it out");
+    require(strlen(uuid) == 32, "--debug log-gpu-every: this run has no GPU\nleave it out");
     snprintf(name, sizeof name, "GPU-%.8s-%.4s-%.4s-%.4s-%.12s", uuid, uuid + 8, uuid + 12, uuid + 16, uuid + 20);
     gpu_monitor.nvml = dlopen("libnvidia-ml.so.1", RTLD_NOW);
-    require(gpu_monitor.nvml, "--log-gpu-every: %s\n" NVML_HINT, dlerror());
+    require(gpu_monitor.nvml, "--debug log-gpu-every: %s\n" NVML_HINT, dlerror());
     int status = ((Init *)nvml_function("nvmlInit_v2"))();
-    require(status == 0, "--log-gpu-every: the management library does not start (status %d)\n" NVML_HINT, status);
+    require(status == 0, "--debug log-gpu-every: the management library does not start (status %d)\n" NVML_HINT,
+            status);
     status = ((Find *)nvml_function("nvmlDeviceGetHandleByUUID"))(name, &gpu_monitor.device);
-    require(status == 0, "--log-gpu-every: the management library does not know %s (status %d)\n" NVML_HINT, name,
+    require(status == 0, "--debug log-gpu-every: the management library does not know %s (status %d)\n" NVML_HINT, name,
             status);
     gpu_monitor_read();  // a function that is missing ends the run now, not later
 }

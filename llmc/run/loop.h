@@ -251,11 +251,11 @@ static void judge_step(Trainer *t, const StepResult *r) {
 }
 // Why steps that are not finite end the run; NULL: training goes on.
 static const char *reason_to_end(const Trainer *t) {
-    long long limit = t->o.skip_limit;
+    enum { IN_A_ROW = 10, IN_ALL = 100 };
     if (t->not_finite_in_a_row == 0) return NULL;
     if (!strcmp(t->o.on_nan, "stop")) return "--on-nan stop ends the run";
-    if (t->not_finite_in_a_row >= limit) return "as many steps in a row were not finite as --skip-limit allows";
-    if (t->not_finite >= 10 * limit) return "ten times --skip-limit steps were not finite";
+    if (t->not_finite_in_a_row >= IN_A_ROW) return "ten steps in a row were not finite: --on-nan skip goes no further";
+    if (t->not_finite >= IN_ALL) return "a hundred steps were not finite: --on-nan skip goes no further";
     return NULL;
 }
 static void end_diverged(Trainer *t, const char *reason) {

@@ -154,8 +154,7 @@ static inline void report_step(Trainer *t, const StepReport *r) {
              "step %6ld/%lld | loss %.4f | norm %.4f%s | lr %.2e | %.1f ms%s | %.0f tok/s | ETA %s%s%s", t->state.step,
              t->steps, loss, norm, z, r->lr, 1e3 * r->seconds, share, tokens / t->step_seconds, eta,
              skipped ? " | update skipped: " : "", skipped ? skipped : "");
-    int64_t every = t->o.print_every ? t->o.print_every : console_columns() ? t->steps : 1;
-    if (skipped || t->state.step % every == 0 || t->state.step == t->steps) {
+    if (skipped || !console_columns() || t->state.step == t->steps) {
         puts(t->step_line);
         *t->step_line = 0;
     }

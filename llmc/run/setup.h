@@ -99,9 +99,9 @@ static void check_options(const Options *o) {
             "leave it out, or add --generate, --serve or --sample-every",
             o->cache_dtype);
     require(o->tp_overlap < 1 || o->tp > 1,
-            "--tp-overlap 1 has nothing to overlap with --tp 1\nadd --tp N, or leave it out");
+            "--debug tp-overlap=1 has nothing to overlap with --tp 1\nadd --tp N, or leave it out");
     require(o->zero_stage < 2 || o->dp_overlap != 0,
-            "--dp-overlap 0 keeps all gradients until backward is done, --zero-stage %lld has no room for them\n"
+            "--debug dp-overlap=0 keeps all gradients until backward is done, --zero-stage %lld has no room for them\n"
             "leave one of them out",
             o->zero_stage);
     require(*o->output || (o->save_every <= 0 && !o->resume), "checkpoints need a folder\nadd --output FOLDER");
@@ -116,16 +116,17 @@ static void check_options(const Options *o) {
     require(!o->evaluate || *o->val_data || *o->choice_data || o->hellaswag,
             "--evaluate 1 has nothing to evaluate\ngive --val-data or --choice-data");
     require(!*o->draft || (o->generate && o->kv_cache),
-            "--draft proposes tokens for --generate and --serve, with --kv-cache 1\n"
+            "--draft proposes tokens for --generate and --serve, with --debug kv-cache=1\n"
             "add --generate 1, or leave --draft out");
     require(!*o->draft || is_directory(o->draft), "--draft '%s' is no folder\nname the folder of a small model",
             o->draft);
     require(!*o->draft || generation_slots(o) * (o->draft_tokens + 1) <= DECODE_ROWS,
             "%d sequences with %lld drafted tokens each are more than the %d rows of a step\n"
-            "use a smaller --serve or --draft-tokens",
+            "use a smaller --serve or --debug draft-tokens",
             generation_slots(o), o->draft_tokens, DECODE_ROWS);
     require(o->window != 0, "--window 0: a token would not see itself\ngive a number of tokens, or -1 for all");
-    require(!o->overfit || *o->val_data, "--overfit 1 needs --val-data, whose first batch it trains on\nname shards");
+    require(!o->overfit || *o->val_data,
+            "--debug overfit=1 needs --val-data, whose first batch it trains on\nname shards");
     require(!*o->choice_data || o->eval_every || o->evaluate || o->generate,
             "--eval-every 0 never scores --choice-data\ngive a number of steps, or leave --choice-data out");
     require(o->eval_steps != 0 || (!o->eval_every && !o->evaluate),
@@ -357,7 +358,7 @@ static void report_changed_options(Trainer *t) {
     OPTION_EACH(p) {
         const char *before = state_option(&t->before, p->name), *now = state_option(s, p->name);
         if (!before || !strcmp(before, now) || !strcmp(p->name, "resume") || !strcmp(p->name, "output")) continue;
-        printf("changed since the checkpoint: --%s %s -> %s\n", p->name, before, now);
+        printf("changed since the checkpoint: %s%c%s -> %s\n", p->word, option_separator(p), before, now);
         if (!strcmp(p->name, "val-data") || !strcmp(p->name, "eval-steps") || !strcmp(p->name, "seq-len"))
             s->best_step = s->evaluated_step = s->worse_evaluations = 0;
     }
@@ -372,7 +373,7 @@ static void use_adapters(Trainer *t, const char *folder) {
     t->adapters = path_of("%s", folder);
     t->base = adapter_base(folder);
     t->o.model = t->base.text;
-    t->o.lora = t->o.lora_rs = 0;
+    t->o.lora = 0;
     t->o.lora_alpha = -1;
     t->o.lora_targets = "all";
 }
@@ -399,6 +400,8 @@ static inline void take_options(Trainer *t, int argc, char **argv) {
         option_set(&o, p, state_option(&t->before, p->name));
     }
     t->o = options_parse_over(o, argc, argv);
+    require(named || forward_only(&t->o) || !t->state.gone, "'%s' was trained with --%s, which is gone\n%s", folder,
+            t->state.gone[0], t->state.gone[2]);
     require(named || !t->o.lora || is_adapter_folder(folder),
             "'%s' has whole weights, and --lora trains adapters\n"
             "begin another run: --model %s and an --output of its own",
@@ -524,7 +527,7 @@ static inline void load_or_init(Trainer *t) {
             t->state.optimizer_begin = t->state.step;
         } else
             checkpoint_load(&t->model, t->resumed_from.text, &t->state);
-        // --overfit always trains on the first batch
+        // --debug overfit always trains on the first batch
         if (t->train.num_shards && !t->o.overfit)
             dataloader_seek(&t->train, t->state.epoch, state_row(&t->state, t->o.seq_len));
     } else {

@@ -51,7 +51,7 @@ typedef struct {
     Model *m, *draft;            // draft NULL: there is none
     int drafted;                 // tokens that it proposes at a time; slots * (drafted + 1) <= DECODE_ROWS
     int slots, window;           // sequences at a time, at most DECODE_ROWS; tokens of a slot
-    int keeps;                   // keys and values; 0: each token recomputes them (--kv-cache 0)
+    int keeps;                   // keys and values; 0: each token recomputes them (--debug kv-cache=0)
     int eot;                     // token before every text
     const Tokenizer *tokenizer;  // NULL: token ids are printed
     Ends *ends;                  // the texts are looked for by `hear`
@@ -133,7 +133,7 @@ static DecodeRow engine_row(const Sequence *s, int token) {
     const DecodeRow row = {s->slot, token, s->draw};
     return row;
 }
-// --kv-cache 0: the keys and values of a slot anew, by rows as they were made.
+// --debug kv-cache=0: the keys and values of a slot anew, by rows as they were made.
 static void engine_recompute(Engine *e, Sequence *s) {
     DecodeRow rows[DECODE_ROWS];
     Drawn drawn[DECODE_ROWS];

@@ -1,6 +1,6 @@
 // Samples: --samples texts after one prompt, during training or with --generate. A sample that exceeds the window
-// continues from the last half of the window (engine.h). --kv-cache 0 recomputes everything for each token: the same
-// tokens, slowly. Include this after a backend.
+// continues from the last half of the window (engine.h). --debug kv-cache=0 recomputes everything for each token: the
+// same tokens, slowly. Include this after a backend.
 #ifndef LLMC_GENERATE_H
 #define LLMC_GENERATE_H
 
