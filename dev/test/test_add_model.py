@@ -1,5 +1,5 @@
-"""doc/add_model.md, followed to the letter: a model whose activation is silu(x)^2 trains as PyTorch's does, and one step
-that was forgotten ends in an error, never in another model."""
+"""doc/add_model.md, followed to the letter: a model whose activation is silu(x)^2 trains as PyTorch's does, and one
+step that was forgotten ends in an error, never in another model."""
 
 import json
 import re
@@ -89,7 +89,20 @@ def test_a_new_activation(tmp_path):
     start = ["-e", "first/step_00000003", "-x", "4", "-n", "0"]
     assert run(tree, *start, "-o", "ours").returncode == 0
     tiny = [str(word) for word in tiny_run(tree)]
-    reference = [sys.executable, "train_gpt2.py", *tiny, *start, "-v", "0", "-s", "0", "--device", "cpu", "-o", "theirs"]
+    reference = [
+        sys.executable,
+        "train_gpt2.py",
+        *tiny,
+        *start,
+        "-v",
+        "0",
+        "-s",
+        "0",
+        "--device",
+        "cpu",
+        "-o",
+        "theirs",
+    ]
     done = subprocess.run(reference, cwd=tree, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert losses(tree, "ours") == pytest.approx(losses(tree, "theirs"), abs=2e-5) and len(losses(tree, "ours")) == 4
