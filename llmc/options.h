@@ -181,12 +181,12 @@
         "up to 8 GPUs of a host write short messages, and what a step of generation with --tp exchanges, into each " \
         "other's memory; 0: NCCL sends them") \
     SECTION("-pi mpi, -pn, -pr, -pg, -ps, -pf of llm.c's scripts: mpirun or srun says what they would", LETTERS) \
-    ONE(init_method, "pi", ' ', "mpi", "mpi", "how ranks find each other: mpi; start them with mpirun or srun") \
-    INT(num_processes, "pn", ' ', 1, 1, 1 << 20, "llm.c's; mpirun sets it") \
-    INT(process_rank, "pr", ' ', 0, 0, 1 << 20, "llm.c's; mpirun sets it") \
-    INT(gpus_per_node, "pg", ' ', 8, 1, 1024, "llm.c's; the node-local rank of MPI decides") \
-    STR(server_ip, "ps", ' ', "", "llm.c's, for tcp") \
-    STR(fs_path, "pf", ' ', "", "llm.c's, for fs")
+    ONE(init_method, "pi", ' ', "mpi", "mpi", "mpi: start ranks with mpirun or srun") \
+    INT(num_processes, "pn", ' ', 1, 1, 1 << 20, "processes") \
+    INT(process_rank, "pr", ' ', 0, 0, 1 << 20, "rank") \
+    INT(gpus_per_node, "pg", ' ', 8, 1, 1024, "GPUs of a host") \
+    STR(server_ip, "ps", ' ', "", "for tcp") \
+    STR(fs_path, "pf", ' ', "", "for fs")
 
 #define NOTHING(...)
 #define FIELD_TEXT(field, ...) const char *field;
@@ -401,14 +401,12 @@ static const OptionInfo *option_find(const char *argument, size_t length) {
     }
     return NULL;
 }
-// Options of before: name, the value that went on (NULL: any), what to do instead.
+// Options of before: name, the value that went on, what to do instead.
 static const char *const options_gone[][3] = {
     {"lora-rs", "0", "alpha / sqrt(rank) is --lora-alpha times sqrt(rank)"},
     {"lr-vector", "-1",
      "--learning-rate is that of vectors; give the others theirs: --lr-matrix, --lr-embedding, --lr-head"},
-    {"muon-steps", "0", "polar-express has 5 steps, --debug muon-polynomials=simple 12"},
-    {"print-every", NULL, "the log, main.jsonl in --output, has every step"},
-    {"skip-limit", NULL, "10 such steps in a row end a run, or 100 in all"}};
+    {"muon-steps", "0", "polar-express has 5 steps, --debug muon-polynomials=simple 12"}};
 // NULL: there was none.
 static const char *const *option_gone(const char *name) {
     int i = 0;

@@ -200,7 +200,7 @@ def test_good_input_trains(trainer):
         ),
         (["--lora-alpha", "4"], ["--lora-alpha says nothing without --lora 16"]),
         (["-k", "constant", "--decay-fraction", "0.2"], ["--decay-fraction says nothing without a --schedule that"]),
-        (["--reset-optimizer"], ["--reset-optimizer 1 is for a run that goes on", "add --resume 1"]),
+        (["--reset-optimizer"], ["--reset-optimizer says nothing without --resume 1"]),
         (["--offload", "states,m"], ["unknown --offload 'm'", "use states, master, activations"]),
         (["-z", "2", "--debug", "dp-overlap=0"], ["--debug dp-overlap=0 keeps all gradients", "--zero-stage 2"]),
         (["-pi", "tcp"], ["tcp", "mpi"]),
@@ -502,7 +502,7 @@ def test_patience_keeps_the_best_and_ends(trainer, tmp_path):
     assert max(e["step"] for e in events(log, "step")) == last + 4 and f"after step {best}:" in goes_on.stdout
     for off in ("-v", "-n"):
         told = trainer.bare(*words, off, "0", "-o", "other")
-        fails(told, "--patience compares validation losses", "--eval-every")
+        fails(told, "--patience says nothing without", "--eval-every")
 
 
 def test_patience_begins_anew_with_other_validation_data(trainer, tmp_path):
@@ -1961,7 +1961,7 @@ def test_validation_data_beside_the_training_data(trainer, tmp_path):
     said = succeeds(trainer.bare(*words)).stdout
     assert "no validation loss: --val-data names no shards" in said and "val loss" not in said
     fails(trainer.bare(*words, "--evaluate", "1"), "nothing to evaluate")
-    fails(trainer.bare(*words, "-a", "1"), "--debug overfit=1 needs --val-data")
+    fails(trainer.bare(*words, "-a", "1"), "--debug overfit says nothing without --val-data")
 
 
 def test_text_from_a_checkpoint_alone(trainer, tmp_path):

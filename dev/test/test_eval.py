@@ -626,7 +626,7 @@ def test_refusals(world, tmp_path, capsys, monkeypatch):
         assert words in (capsys.readouterr().err + str(e.value)), changes
     for changes, words in (
         ({"--choice-data": "", "-j": ""}, "nothing to evaluate"),
-        ({"--evaluate": 0, "-v": 0}, "never scores"),
+        ({"--evaluate": 0, "-v": 0}, "--choice-data says nothing without"),
         ({"--generate": 1}, "are two runs"),
         ({"--evaluate": 0, "-x": 0}, "--evaluate 1"),
         ({"--choice-data": "twice/other.bin"}, "different tokenizers"),

@@ -361,7 +361,7 @@ def refused(*words):
         (["--lora", 4, "-e", "d2"], "--model 'd2' is no folder"),
         (["--lora-alpha", 1], "--lora-alpha says nothing without --lora 16"),
         (["--lora", 4, "--lora-rs", 1], "--lora-alpha times sqrt(rank)"),
-        (["--weights", "int8"], "--weights int8 is for --generate, --evaluate and --lora"),
+        (["--weights", "int8"], "--weights says nothing without --generate, --evaluate or --lora"),
     ],
 )
 def test_the_c_trainer_refuses(c_trainer, of_bytes, text_shards, more, words):  # noqa: F811

@@ -251,7 +251,7 @@ def test_samples_and_choices(train, data, tmp_path):
         (4, ["--tp", "2", "-d", 3 * 32], "is not a multiple of batch-size * seq-len * ranks / tp = 64"),
         (0, ["--tp", "2"], "1 ranks are not groups of --tp 2"),
         (2, ["--tp", "2", "--debug", "tp-overlap=1"], "--debug tp-overlap=1 needs a GPU"),
-        (2, ["--debug", "tp-overlap=1"], "--debug tp-overlap=1 has nothing to overlap with --tp 1"),
+        (2, ["--debug", "tp-overlap=1"], "--debug tp-overlap says nothing without --tp N"),
         (2, ["--debug", "dp-overlap=0"], "--debug dp-overlap needs a GPU"),
         (2, ["--offload", "states"], "--offload needs a GPU"),
     ],

@@ -151,7 +151,7 @@ def test_refused(data, tmp_path):
         *shards,
         "--weights",
         "int8",
-        fails="--weights int8 is for --generate, --evaluate and --lora",
+        fails="--weights says nothing without --generate, --evaluate or --lora",
     )
     generate = ["-e", MODELS["gpt2"], "--generate", "-g", 3]
     run(*generate, "--weights", "int3", fails="--weights 'int3' is not native|bf16|int8|int4|fp8")

@@ -784,7 +784,7 @@ static inline void read_options(const Json *j, const char *path, TrainState *s) 
         const char *name = json_string(j, key), *value = json_string(j, key + 1);
         require(value, "'%s': option %.100s is not a text" STATE_DAMAGED, path, name);
         const char *const *gone = option_gone(name);
-        if (gone && gone[1] && strcmp(value, gone[1])) s->gone = gone;
+        if (gone && strcmp(value, gone[1])) s->gone = gone;
         state_set_option(s, name, value);
     }
 }

@@ -80,26 +80,23 @@ static void check_options(const Options *o) {
             "--%s '%s' has control characters or is not UTF-8: no checkpoint can record it\nrename the file", p->name,
             option_text(o, p, NULL));
     offloads(o);  // refuses what it does not know
-    require(!o->reset_optimizer || o->resume, "--reset-optimizer 1 is for a run that goes on\n"
-                                              "add --resume 1, or leave it out: a new run has empty states");
-    require(!weights_are_quantised(o) || forward_only(o) || o->lora,
-            "--weights %s is for --generate, --evaluate and --lora: a training run changes its weights\n"
-            "leave it out; --matmul-dtype fp8 trains with fewer bits",
-            o->weights);
     check_lora(o);
-    require(!o->patience || forward_only(o) || (*o->val_data && o->eval_every && *o->output && o->save_every),
-            "--patience compares validation losses and keeps a checkpoint\n"
-            "give --val-data, --eval-every, --save-every and --output, or leave it out");
+    const int compares = *o->val_data && o->eval_every && *o->output && o->save_every;
+    const OptionNeed needs[] = {{"reset-optimizer", o->resume, "--resume 1"},
+                                {"weights", forward_only(o) || o->lora, "--generate, --evaluate or --lora"},
+                                {"patience", compares || forward_only(o),
+                                 "--val-data, --eval-every, --save-every and --output"},
+                                {"cache-dtype", writes_text(o), "--generate, --serve or --sample-every"},
+                                {"tp-overlap", o->tp > 1 || o->tp_overlap < 1, "--tp N"},
+                                {"draft", o->generate && o->kv_cache, "--generate and --debug kv-cache=1"},
+                                {"overfit", *o->val_data != 0, "--val-data, whose first batch it trains on"},
+                                {"choice-data", o->eval_every || o->evaluate || o->generate,
+                                 "--eval-every or --evaluate"}};
+    require_needs(o, needs, COUNT_OF(needs));
     const int native = !strcmp(o->matmul_dtype, "native") && !strcmp(o->head_dtype, "native");
     require(!weights_are_quantised(o) || (native && o->zero_stage < 3),
             "--weights %s goes with none of --matmul-dtype, --head-dtype and --zero-stage 3\nleave them out",
             o->weights);
-    require(!cache_is_fp8(o) || writes_text(o),
-            "--cache-dtype %s is for text that is written, and this run writes none\n"
-            "leave it out, or add --generate, --serve or --sample-every",
-            o->cache_dtype);
-    require(o->tp_overlap < 1 || o->tp > 1,
-            "--debug tp-overlap=1 has nothing to overlap with --tp 1\nadd --tp N, or leave it out");
     require(o->zero_stage < 2 || o->dp_overlap != 0,
             "--debug dp-overlap=0 keeps all gradients until backward is done, --zero-stage %lld has no room for them\n"
             "leave one of them out",
@@ -115,9 +112,6 @@ static void check_options(const Options *o) {
     require(!o->serve || !*o->prompt, "--serve reads its prompts from standard input\nleave --prompt out");
     require(!o->evaluate || *o->val_data || *o->choice_data || o->hellaswag,
             "--evaluate 1 has nothing to evaluate\ngive --val-data or --choice-data");
-    require(!*o->draft || (o->generate && o->kv_cache),
-            "--draft proposes tokens for --generate and --serve, with --debug kv-cache=1\n"
-            "add --generate 1, or leave --draft out");
     require(!*o->draft || is_directory(o->draft), "--draft '%s' is no folder\nname the folder of a small model",
             o->draft);
     require(!*o->draft || generation_slots(o) * (o->draft_tokens + 1) <= DECODE_ROWS,
@@ -125,10 +119,6 @@ static void check_options(const Options *o) {
             "use a smaller --serve or --debug draft-tokens",
             generation_slots(o), o->draft_tokens, DECODE_ROWS);
     require(o->window != 0, "--window 0: a token would not see itself\ngive a number of tokens, or -1 for all");
-    require(!o->overfit || *o->val_data,
-            "--debug overfit=1 needs --val-data, whose first batch it trains on\nname shards");
-    require(!*o->choice_data || o->eval_every || o->evaluate || o->generate,
-            "--eval-every 0 never scores --choice-data\ngive a number of steps, or leave --choice-data out");
     require(o->eval_steps != 0 || (!o->eval_every && !o->evaluate),
             "--eval-steps 0 measures nothing\nuse --eval-every 0 to leave evaluation out, -1 for the whole set");
 }
