@@ -151,35 +151,28 @@
         "2 and 3 with several micro-steps)") \
     INT(tp, "", '~', 1, 1, 128, "tensor parallelism: N neighbouring ranks share one model") \
     SECTION("--debug NAME=VALUE,...   to compare ways and to look closer", DEBUG) \
-    INT(overfit, "a", '*', 0, 0, 1, "1: train on the first batch of the validation data only") \
-    INT(timing, "", ' ', 0, 0, 1 << 30, "time the parts of every N-th step (0: never)") \
+    INT(overfit, "a", '*', 0, 0, 1, "train on the first batch of the validation data only") \
+    INT(timing, "", ' ', 0, 0, 1 << 30, "of the parts of every N-th step (0: never)") \
     INT(log_gpu_every, "lg", ' ', -1, -1, 1 << 30, \
-        "print the GPU's clocks, power and temperature every N steps (-1: never)") \
-    INT(log_fp8_every, "", ' ', 100, 0, 1 << 30, \
-        "print what fp8 rounds to 0 and cuts to its largest value in every N-th step (0: never)") \
-    FLT(muon_momentum, "", '*', 0.95, 0, 0.999999999, "Muon's momentum, Nesterov's form") \
+        "the GPU's clocks, power and temperature every N steps (-1: never)") \
+    INT(log_fp8_every, "", ' ', 100, 0, 1 << 30, "shares that fp8 rounds to 0 or cuts in every N-th step (0: never)") \
+    FLT(muon_momentum, "", '*', 0.95, 0, 0.999999999, "of Nesterov's form") \
     ONE(muon_polynomials, "", '*', "polar-express", "polar-express|simple", \
-        "what Muon's iteration applies to the singular values: polar-express, or simple (2, -1.5, 0.5 in each step)") \
-    INT(kv_cache, "", '=', 1, 0, 1, \
-        "keep keys and values of earlier tokens while sampling; 0: recompute them for every token") \
-    INT(draft_tokens, "", ' ', 4, 1, 31, "tokens that --draft proposes at a time") \
-    INT(save_async, "", '=', 1, 0, 1, "1: train on while a copy in host memory is written; 0: wait for the disk") \
+        "polar-express in 5 steps, or simple (2, -1.5, 0.5) in 12") \
+    INT(kv_cache, "", '=', 1, 0, 1, "keep keys and values of earlier tokens; 0: recompute them for every token") \
+    INT(draft_tokens, "", ' ', 4, 1, 31, "that --draft proposes at a time") \
+    INT(save_async, "", '=', 1, 0, 1, "train on while a copy is written; 0: wait for the disk") \
     INT(tf32, "f", '~', 1, 0, 1, "fp32 build on a GPU: allow TF32 matmuls") \
     INT(gelu_fusion, "ge", '~', -1, -1, 2, \
-        "GELU or SwiGLU in the matmul's epilogue: 0 no, 1 in forward, 2 in backward too (-1: the fastest)") \
-    INT(autotune, "", '=', 1, 0, 1, "time cuBLASLt's candidates at start; 0: take its first") \
-    INT(cuda_graphs, "", '=', 1, 0, 1, \
-        "on a GPU: launch a micro-step as a CUDA graph, unless it is timed, meets other ranks or " \
-        "offloads activations") \
+        "activation in a matmul's epilogue: 0 no, 1 forward, 2 and backward (-1: the fastest)") \
+    INT(autotune, "", '=', 1, 0, 1, "time cuBLASLt's candidates; 0: take its first") \
+    INT(cuda_graphs, "", '=', 1, 0, 1, "launch a micro-step as a CUDA graph where that can be") \
     INT(dp_overlap, "", '~', -1, -1, 1, \
-        "on GPUs: reduce gradients 1 during backward, 0 after it (-1: after it over NVLink if tokens are many)") \
+        "reduce gradients 1 during, 0 after backward (-1: after it over NVLink if tokens are many)") \
     INT(tp_overlap, "", '=', -1, -1, 1, \
-        "on GPUs: exchange --tp's rows during matmuls: 0 no, 1 always (-1: where it is measured to be faster)") \
-    ONE(reduce_dtype, "", '~', "bf16", "fp32|bf16", \
-        "sums of gradients over GPUs: bf16, or fp32 with one rounding (twice the bytes)") \
-    INT(p2p, "", '~', 1, 0, 1, \
-        "up to 8 GPUs of a host write short messages, and what a step of generation with --tp exchanges, into each " \
-        "other's memory; 0: NCCL sends them") \
+        "exchange --tp's rows during matmuls: 0 no, 1 always (-1: where that is faster)") \
+    ONE(reduce_dtype, "", '~', "bf16", "fp32|bf16", "sums of gradients over GPUs: bf16, or fp32 with one rounding") \
+    INT(p2p, "", '~', 1, 0, 1, "short messages go into other GPUs' memory; 0: through NCCL") \
     SECTION("-pi mpi, -pn, -pr, -pg, -ps, -pf of llm.c's scripts: mpirun or srun says what they would", LETTERS) \
     ONE(init_method, "pi", ' ', "mpi", "mpi", "mpi: start ranks with mpirun or srun") \
     INT(num_processes, "pn", ' ', 1, 1, 1 << 20, "processes") \
