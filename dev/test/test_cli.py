@@ -1187,7 +1187,7 @@ def test_resuming_needs_no_other_option(trainer, tmp_path):
     said = succeeds(trainer.bare("-o", run, "-y", "1", "-x", "4")).stdout
     assert re.findall("changed since the checkpoint: (.*)", said) == ["--max-steps 2 -> 4"]
     said = succeeds(trainer.bare("-o", run, "-y", "-x", "6", "--debug", "timing=2")).stdout
-    assert re.findall("changed since the checkpoint: (.*)", said) == ["--debug timing=0 -> 2", "--max-steps 4 -> 6"]
+    assert re.findall("changed since the checkpoint: (.*)", said) == ["--max-steps 4 -> 6", "--debug timing=0 -> 2"]
     assert [e["loss"] for e in events(run, "step")] == [e["loss"] for e in events(straight, "step")]
     first, last = (events(run, "start")[i]["options"] for i in (0, -1))
     assert first | {"resume": 1, "max-steps": 6, "timing": 2} == last
