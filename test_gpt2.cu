@@ -1,5 +1,5 @@
 // Whole-model tests on GPUs: what train_gpt2.cu ships, against PyTorch and against itself.
-//   python train_gpt2.py --write-debug DIR ...; ./test_gpt2cu OUTPUT_FOLDER DIR...     (make test does both)
+//   python dev/test/oracle.py --write-debug DIR ...; ./test_gpt2cu OUTPUT_FOLDER DIR...     (make test does both)
 //   ./test_gpt2cu --brief OUTPUT_FOLDER DIR...
 //     every kernel a few times: for compute-sanitizer, which is slow (make sanitize)
 //   mpirun -np N ./test_gpt2cu OUTPUT_FOLDER DIR...
@@ -700,7 +700,7 @@ int main(int argc, char **argv) {
     argc -= brief;
     argv += brief;
     require(argc >= 3, "usage: test_gpt2cu [--brief] OUTPUT_FOLDER DEBUG_FOLDER...\n"
-                       "write the folders with train_gpt2.py --write-debug");
+                       "write the folders with oracle.py --write-debug");
     if (comm.world == 1 && sizeof(floatX) == 2 && !brief) test_memory_hint();
     if (comm.world == 1 && !brief) test_all_long_prompts();
     for (int i = 2; i < argc; i++) {

@@ -25,7 +25,7 @@ typedef struct {
     const char *option, *value;
     RecipeScale scale;
 } RecipeRow;
-// train_gpt2.py reads this table, too.
+// dev/reference/options.py has the same table.
 static const RecipeRow modern_recipe[] = {
     {"optimizer", "muon", SCALE_NONE},
     {"muon-polynomials", "simple", SCALE_NONE},

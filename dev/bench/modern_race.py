@@ -37,6 +37,7 @@ import dev.missing_package  # noqa: E402,F401, before torch
 import torch  # noqa: E402
 
 import train_gpt2 as ref  # noqa: E402
+from dev.reference.options import RECIPE  # noqa: E402
 from dev.tool_output import outlive_reader  # noqa: E402
 
 PROGRAM = "records/track_3_optimization/train_gpt_simple.py"
@@ -302,7 +303,7 @@ def first_weights(a, seed):
 
 def recipe_options(a):
     """The recipe as it stands, at any batch: so does that program. Its loss is a sum, ours a mean."""
-    options = {name: value for name, (value, _) in ref.read_recipe().items()}
+    options = {name: value for name, (value, _) in RECIPE.items()}
     return options | {"total-batch": a.batch, "max-steps": a.steps, "adam-eps": f"{1e-10 / a.batch:.9g}"}
 
 

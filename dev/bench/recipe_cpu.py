@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt2 as ref
+from dev.reference.config import config_check
 from dev.tool_output import outlive_reader
 
 MODEL = "modern:d4,channels=128,heads=1,seq=128"  # the head is as wide as in 124M: the softmax scale belongs to it
@@ -43,7 +44,7 @@ def loss_of(data, steps, seed, scale, changes, options):
     made = ref.make_model
 
     def make_model(descriptor, seed, vocab):
-        return ref.Model(ref.config_check(replace(made(descriptor, seed, vocab).config, **changes))).init(seed)
+        return ref.Model(config_check(replace(made(descriptor, seed, vocab).config, **changes))).init(seed)
 
     o = ref.parse_options(
         ["-e", MODEL, "-x", str(steps), "-i", f"{data}_train*.bin", "-j", f"{data}_val*.bin", *OPTIONS]

@@ -1,7 +1,7 @@
 // Whole-model tests that need a backend and nothing else: test_gpt2.cu runs them on a GPU, dev/test/test_model.c on the
 // CPU.
 //   reference
-//     logits, loss, every gradient and ten training losses against PyTorch (a folder of train_gpt2.py --write-debug)
+//     logits, loss, every gradient and ten training losses against PyTorch (a folder of oracle.py --write-debug)
 //   accumulate  1 micro-step of B sequences = B micro-steps of 1, to rounding
 //   repeat      the same run twice: the same bits
 //   documents   the losses of each document of a row = those that it has alone; the tests above, within documents
@@ -100,21 +100,21 @@ typedef struct {
 static inline int *read_tokens(const StReader *r, const StTensor *t) {
     const StFile *f = &r->files[t->file];
     int *tokens = (int *)malloc_or_die(t->bytes);
-    require(t->type == ST_I32, "'%s': %s is not I32\nwrite it with train_gpt2.py --write-debug", f->path.text, t->name);
+    require(t->type == ST_I32, "'%s': %s is not I32\nwrite it with oracle.py --write-debug", f->path.text, t->name);
     pread_or_die(f->fd, tokens, t->bytes, t->begin, f->path.text);
     return tokens;
 }
 // Characters, each of them an integer.
 static inline void read_text(const StReader *r, const char *name, char *text, size_t size) {
     const StTensor *t = st_find(r, name);
-    require(t && t->count < size, "the debug file has no '%s'\nwrite it again with train_gpt2.py --write-debug", name);
+    require(t && t->count < size, "the debug file has no '%s'\nwrite it again with oracle.py --write-debug", name);
     int *characters = read_tokens(r, t);
     for (size_t i = 0; i <= t->count; i++) text[i] = i < t->count ? (char)characters[i] : 0;
     free(characters);
 }
 static inline int read_int(const StReader *r, const char *name) {
     const StTensor *t = st_find(r, name);
-    require(t && t->count == 1, "the debug file has no '%s'\nwrite it again with train_gpt2.py --write-debug", name);
+    require(t && t->count == 1, "the debug file has no '%s'\nwrite it again with oracle.py --write-debug", name);
     int *values = read_tokens(r, t), value = values[0];
     free(values);
     return value;
@@ -125,8 +125,7 @@ static inline DebugFile debug_open(const char *folder) {
     snprintf(path, sizeof path, "%s/debug.safetensors", folder);
     st_open(&d.file, path);
     const StTensor *x = st_find(&d.file, "tokens"), *y = st_find(&d.file, "targets");
-    require(x && y && x->dims == 2, "'%s' holds no tokens and targets\nwrite it with train_gpt2.py --write-debug",
-            path);
+    require(x && y && x->dims == 2, "'%s' holds no tokens and targets\nwrite it with oracle.py --write-debug", path);
     d.B = (int)x->shape[0];
     d.T = (int)x->shape[1];
     d.tokens = read_tokens(&d.file, x);
@@ -147,7 +146,7 @@ static inline void debug_close(DebugFile *d) {
 static inline float *debug_floats(const DebugFile *d, const char *name, size_t count) {
     const StTensor *t = st_find(&d->file, name);
     require(t && t->count == count,
-            "the debug file has no '%s' of %zu values\nwrite it again with train_gpt2.py --write-debug", name, count);
+            "the debug file has no '%s' of %zu values\nwrite it again with oracle.py --write-debug", name, count);
     float *values = (float *)malloc_or_die(count * sizeof(float));
     st_read_floats(&d->file, t, 0, count, values);
     return values;
@@ -260,7 +259,7 @@ static inline void test_reference(const char *folder, const Options *base) {
         char name[128];
         snprintf(name, sizeof name, "grad.%s", p->name);
         const StTensor *t = st_find(&d.file, name);
-        require(t, "the debug file has no '%s'\nwrite it again with train_gpt2.py --write-debug", name);
+        require(t, "the debug file has no '%s'\nwrite it again with oracle.py --write-debug", name);
         const size_t size = (size_t)p->file_rows * p->file_cols;
         float *expected = (float *)malloc_or_die(p->size * sizeof(float)),
               *got = (float *)malloc_or_die(p->size * sizeof(float)),
@@ -434,7 +433,7 @@ static inline float *debug_numbers(const DebugFile *d, const ParamTable *t, size
         char name[128];
         snprintf(name, sizeof name, "grad.%s", p->name);
         const StTensor *tensor = st_find(&d->file, name);
-        require(tensor, "the debug file has no '%s'\nwrite it again with train_gpt2.py --write-debug", name);
+        require(tensor, "the debug file has no '%s'\nwrite it again with oracle.py --write-debug", name);
         param_read(&d->file, tensor, p, 0, (size_t)p->file_rows * (size_t)p->file_cols, all + logits + p->offset,
                    scratch);
     }

@@ -39,7 +39,7 @@ def write_models(output):
         subprocess.run(
             [
                 sys.executable,
-                "train_gpt2.py",
+                "dev/test/oracle.py",
                 "--write-debug",
                 folder,
                 "--model",

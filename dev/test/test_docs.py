@@ -19,7 +19,7 @@ import pytest
 from test_build import CONFIG, ROOT, copy_tree, tracked
 
 sys.path.insert(0, str(ROOT))
-import train_gpt2 as ref  # noqa: E402
+from dev.test import oracle as ref  # noqa: E402
 
 TRAINER = ROOT / "build/train_gpt2"
 PAGES = sorted((ROOT / "doc").glob("*.md"))
@@ -384,7 +384,7 @@ def test_the_page_of_the_recipe():
     text, options = (ROOT / "doc/recipe.md").read_text(), lambda model: vars(ref.parse_options(["-e", model]))
     rows = re.findall(r"^\| (`--.*?) \| (.*?) \|", text, re.M)
     given = {n: v for names, values in rows for n, v in zip(re.findall(r"--([\w-]+)", names), values.split(", ") * 2)}
-    assert set(given) == set(ref.read_recipe())
+    assert set(given) == set(ref.RECIPE)
     for name, value in given.items():
         is_that = options("modern:124M")[name.replace("-", "_")]
         assert value == str(is_that) or float(value) == pytest.approx(is_that, rel=5e-3), name

@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "dev/data"), str(ROOT / "dev/test")]
 import data_common
-import train_gpt2 as ref
+from dev.test import oracle as ref
 import launcher
 from launcher import ENVIRONMENT, skip_without_vocab_bpe
 from test_ranks import MPIRUN

@@ -136,7 +136,7 @@ static void test_ranges(const char *folder, const Options *o, const char *output
 
 int main(int argc, char **argv) {
     require(argc >= 3,
-            "usage: test_model OUTPUT_FOLDER DEBUG_FOLDER...\nwrite the folders with train_gpt2.py --write-debug");
+            "usage: test_model OUTPUT_FOLDER DEBUG_FOLDER...\nwrite the folders with oracle.py --write-debug");
     for (int i = 2; i < argc; i++) {
         DebugFile d = debug_open(argv[i]);
         const Options o = options_for(argv[i], &d, d.B);

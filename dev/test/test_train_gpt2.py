@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, ROOT)
-import train_gpt2 as ref  # noqa: E402
+from dev.test import oracle as ref  # noqa: E402
 
 torch.set_num_threads(1)  # models are tiny
 
@@ -351,6 +351,19 @@ def test_validation_data_beside_the_training_data(tmp_path):
     assert found("my_train_*.bin") == str(tmp_path / "train/my_val_*.bin") and found("mine.bin") == ""
 
 
+def test_ranges_of_options_are_those_of_c():
+    """What the table of llmc/options.h has between the default and the help of an option."""
+    with open(os.path.join(ROOT, "llmc/options.h")) as f:
+        text = " ".join(f.read().replace("\\\n", " ").split()).replace('" "', "")
+    row = r'(?:INT|FLT)\((\w+), "\w*", \'.\', [^",]+, +(?:"[^"]*", +)?([^",]+), ([^",]+), +"'
+    theirs = {name.replace("_", "-"): limits for name, *limits in re.findall(row, text)}
+    numbers = [option for option in [*ref.plain.OPTIONS, *ref.MORE_OPTIONS] if option.low is not None]
+    assert len(numbers) > 30
+    for option in numbers:
+        low, high = (eval(limit.replace("ll", "")) for limit in theirs[option.name])
+        assert (option.low, option.high) == (low, high), option.name
+
+
 def test_options_are_those_of_c(c_program):
     theirs = {
         name: (letters, value)
@@ -515,8 +528,7 @@ def test_help(capsys, words):
     for line in lines[2:5]:
         ref.parse_options(line.split("   ")[0].split()[2:])
     assert all(f"--{name} " in text.replace("\n", " ") for name in ref.HONOURED)
-    about = {name: text for *_, name, _, _, _, _, _, text in ref.option_table()[0]}
-    assert len(about) > 60 and all(about[name] in " ".join(text.split()) for name in ref.HONOURED)
+    assert all(option.help in " ".join(text.split()) for option in ref.plain.OPTIONS)
 
 
 def test_h_with_a_value_is_hellaswag():
@@ -571,7 +583,7 @@ def test_options_that_another_leaves_without_effect(capsys, words, needed):
 @pytest.mark.parametrize("typed", ["--recompute", "-nk"])
 def test_options_of_c_alone(capsys, typed):
     status, text = parse(capsys, typed, "1")
-    assert status == 1 and f"{typed} is not built in train_gpt2.py" in text
+    assert status == 1 and f"unknown option '{typed}'" in text and "./train_gpt2 --help" in text
 
 
 # ---- the model against plain numpy, transformers, finite differences
@@ -1159,7 +1171,7 @@ def test_overfit_takes_one_batch(text_shards, tmp_path):
 @pytest.mark.parametrize("columns, shown, kept", [(50, [1, 2, 3, 4, 5], [6]), (0, [], [1, 2, 3, 4, 5, 6])])
 def test_the_line_of_a_step(text_shards, monkeypatch, capsys, columns, shown, kept):
     """On a terminal that is so wide (0: in a pipe) each replaces the one before."""
-    monkeypatch.setattr(ref, "console_columns", lambda: columns)
+    monkeypatch.setattr(ref.core, "console_columns", lambda: columns)
     ref.train(
         options(
             train_data=text_shards[1],
