@@ -640,7 +640,7 @@ def length_of_run(o, c, shards, data_eot):
 class Run:
     """Data, model and trainer of a run, its log, and the loop over its steps."""
 
-    write_weights, Trainer = staticmethod(write_weights), Trainer
+    write_weights, Trainer, note = staticmethod(write_weights), Trainer, ""
 
     def __init__(self, o):
         self.o, kind = o, (o.seq_len, o.pack, o.documents)
@@ -691,7 +691,7 @@ class Run:
     def start(self):
         """The run, and the options that the recipe gave."""
         o, c, dtype = self.o, self.model.config, self.trainer.dtype
-        parameters, trained = (sum(math.prod(p.shape) for p in t) for t in (self.model.table, self.model.trained))
+        parameters = sum(math.prod(p.shape) for p in self.model.table)
         device = torch.cuda.get_device_name() if o.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
         self.started, self.file = time.perf_counter(), open_log(o)
         about = dict(device=device, dtype=dtype, build=f"PyTorch {torch.__version__}", parameters=parameters)
@@ -701,8 +701,7 @@ class Run:
         print(
             f"train_gpt2.py | PyTorch {torch.__version__} | {device} | {dtype} | {o.model}: "
             f"{1e-6 * parameters:.1f}M parameters, "
-            + f"{1e-6 * trained:.1f}M trained in adapters, " * (trained != parameters)
-            + f"{self.steps} steps of {self.total} tokens"
+            f"{self.note}{self.steps} steps of {self.total} tokens"
         )
         recipe = {name: (value, getattr(o, name.replace("-", "_"))) for name, value in recipe_of(o).items()}
         kept = [f"--{name} {value}" for name, (value, now) in recipe.items() if type(now)(value) == now]

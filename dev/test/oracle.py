@@ -397,6 +397,8 @@ class Run(core.Run):
         self.sets = open_sets(o.hellaswag, o.choice_data, o.seq_len, self.model.config.vocab_size)
 
     def start(self):
+        trained = sum(math.prod(p.shape) for p in self.model.trained)
+        self.note = f"{1e-6 * trained:.1f}M trained in adapters of rank {self.o.lora}, " * bool(self.o.lora)
         super().start()
         for s in self.sets:
             cut = f", {s.cut} choices lose the beginning of their context: longer than T = {self.o.seq_len}"

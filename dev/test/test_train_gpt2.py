@@ -1279,3 +1279,11 @@ def test_random_models():
     done = subprocess.run(tool, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.endswith("\n2 models: none went wrong\n"), done
     assert done.stdout.count(": all agree\n") == 2
+
+
+def test_a_folder_of_a_run_is_its_newest_checkpoint(tmp_path):
+    for seed, step in ((1, 2), (2, 10), (3, 4)):
+        ref.write_weights(ref.make_model("d1,channels=64,seq=32,vocab=256", seed), str(tmp_path / f"step_{step:08}"))
+    (tmp_path / "step_00000012").mkdir()  # that a killed run left
+    newest = ref.core.make_model(str(tmp_path), 0).get_parameter("transformer.wte.weight")
+    assert newest.equal(ref.make_model("d1,channels=64,seq=32,vocab=256", 2).get_parameter("transformer.wte.weight"))
