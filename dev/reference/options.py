@@ -180,6 +180,19 @@ OPTIONS = [
     Option(
         "optimiser", "lr-head", "", -1.0, "of a head that is not tied to the embedding (-1: --learning-rate)", -1, 1e3
     ),
+    Option("optimiser", "decay-matrix", "", -1.0, "weight decay of the blocks' matrices (-1: --weight-decay)", -1, 1e3),
+    Option("optimiser", "decay-vector", "", 0.0, "weight decay of norms and biases", 0, 1e3),
+    Option("optimiser", "muon-momentum", "", 0.95, "Muon's momentum, Nesterov's form", 0, 0.999999999),
+    Option(
+        "optimiser",
+        "muon-polynomials",
+        "",
+        "polar-express",
+        "what Muon's iteration applies to the singular values: polar-express, or simple (2, -1.5, 0.5 in each step)",
+    ),
+    Option(
+        "evaluation and samples", "eval-every", "v", 20, "evaluate every N steps, and at the end (0: never)", 0, 1 << 30
+    ),
     Option(
         "evaluation and samples", "eval-steps", "m", 20, "batches in a validation loss (-1: the whole set)", -1, 1 << 30
     ),
