@@ -315,8 +315,8 @@ HF_FAMILIES = {
 def config_to_hf(c):
     """Config -> the dict of a Hugging Face config.json."""
     hf = {"architectures": [HF_FAMILIES[c.model_type]], "model_type": c.model_type, "torch_dtype": "float32"}
-    act = "relu2" if c.mlp == "relu2" else "silu"
-    hf |= {"activation_function": "gelu_new"} if c.model_type == "gpt2" else {"hidden_act": act}
+    activation = {"gelu": "gelu_new", "swiglu": "silu", "relu2": "relu2"}[c.mlp]
+    hf["activation_function" if c.model_type == "gpt2" else "hidden_act"] = activation
     hf |= {name: getattr(c, name) for name in HF_MODERN if c.model_type == "modern"}
     hf |= {theirs: getattr(c, ours) for ours, theirs in (HF_GPT2 if c.model_type == "gpt2" else HF_LLAMA).items()}
     if c.model_type == "mistral":

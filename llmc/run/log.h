@@ -6,11 +6,11 @@
 #ifndef LLMC_LOGGER_H
 #define LLMC_LOGGER_H
 
-#include <fcntl.h>
-#include <sys/ioctl.h>
-
 #include "../files/hf_config.h"
 #include "../options.h"
+
+#include <fcntl.h>
+#include <sys/ioctl.h>
 
 typedef struct {
     Text lines;      // in memory, not yet in the file. lines.file NULL: no output folder, or not rank 0

@@ -82,7 +82,7 @@ static void check_options(const Options *o) {
     offloads(o);  // refuses what it does not know
     check_lora(o);
     const int compares = *o->val_data && o->eval_every && *o->output && o->save_every;
-    const OptionNeed needs[] = {{"reset-optimizer", o->resume, "--resume 1"},
+    const OptionNeed needs[] = {{"reset-optimizer", o->resume != 0, "--resume 1"},
                                 {"weights", forward_only(o) || o->lora, "--generate, --evaluate or --lora"},
                                 {"patience", compares || forward_only(o),
                                  "--val-data, --eval-every, --save-every and --output"},
