@@ -246,8 +246,8 @@ static const char *option_text(const Options *o, const OptionInfo *info, char *n
 
 // The one of the choices that a text is, for good; NULL: none of them.
 static const char *choice_of(const char *choices, const char *text) {
-    enum { MOST = 64 };  // of all options
-    static char *kept[MOST];
+    enum { MOST = 64, LONGEST = 31 };  // of all options
+    static char kept[MOST][LONGEST + 1];
     const size_t length = strlen(text);
     int i = 0;
     if (strchr(text, '|')) return NULL;
@@ -255,8 +255,9 @@ static const char *choice_of(const char *choices, const char *text) {
         choices = strchr(choices, '|');
         if (!choices++) return NULL;
     }
-    while (i < MOST - 1 && kept[i] && strcmp(kept[i], text)) i++;
-    if (!kept[i]) kept[i] = strdup(text);
+    while (*kept[i] && strcmp(kept[i], text)) i++;
+    assert(i + 1 < MOST && length <= LONGEST);  // the last one stays empty
+    if (!*kept[i]) strcpy(kept[i], text);
     return kept[i];
 }
 static void option_set(Options *o, const OptionInfo *info, const char *text) {

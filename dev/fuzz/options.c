@@ -20,15 +20,20 @@ static void fuzz_one(const uint8_t *data, size_t size) {
     for (char *word; argc < 200 && (word = strsep(&rest, "\n"));) argv[argc++] = word;
     const Options o = options_parse(argc, argv);
     for (int i = 0; i < NUM_OPTIONS; i++) {
-        static char names[NUM_OPTIONS][64];
+        static char given[NUM_OPTIONS][128];
         const OptionInfo *info = &option_table[i];
         if (info->kind == OPTION_SECTION) continue;
-        snprintf(names[i], sizeof names[i], "%s", info->word);
-        again[count++] = names[i];
-        again[count++] = (char *)option_text(&o, info, values[i]);
+        const int debug = info->group == OPTIONS_DEBUG;
+        const char *value = option_text(&o, info, values[i]);
+        snprintf(given[i], sizeof given[i], debug ? "%s=%s" : "--%s", info->name, value);
+        again[count++] = debug ? (char *)"--debug" : given[i];
+        again[count++] = debug ? given[i] : (char *)value;
     }
     const Options same = options_parse(count, again);
-    assert(memcmp(&o, &same, sizeof o) == 0);
+    for (int i = 0; i < NUM_OPTIONS; i++) {
+        char number[OPTION_NUMBER];
+        assert(option_table[i].kind == OPTION_SECTION || !option_change(&o, &same, &option_table[i], number));
+    }
     char *echo = NULL;
     size_t length;
     FILE *f = open_memstream(&echo, &length);

@@ -383,7 +383,11 @@ def test_the_page_of_the_recipe():
     """Its options and its sizes are those that a run gets."""
     text, options = (ROOT / "doc/recipe.md").read_text(), lambda model: vars(ref.parse_options(["-e", model]))
     rows = re.findall(r"^\| (`--.*?) \| (.*?) \|", text, re.M)
-    given = {n: v for names, values in rows for n, v in zip(re.findall(r"--([\w-]+)", names), values.split(", ") * 2)}
+    given = {
+        n: v
+        for names, values in rows
+        for n, v in zip(re.findall(r"--(?:debug )?([\w-]+)", names), values.split(", ") * 2)
+    }
     assert set(given) == set(ref.RECIPE)
     for name, value in given.items():
         is_that = options("modern:124M")[name.replace("-", "_")]

@@ -191,14 +191,14 @@ static inline int json_parse_owned(Json *j, char *text, size_t length) {
 // The text of a file, for json_parse_owned. NULL: it cannot be read, with the reason in j->error.
 static inline char *json_read(Json *j, const char *path, size_t *length) {
     memset(j, 0, sizeof *j);
-    int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
-    FILE *f = fd < 0 ? NULL : fdopen(fd, "rb");
     struct stat s;
+    const int other = stat(path, &s) == 0 && !S_ISREG(s.st_mode);  // opening a pipe would wait for its writer
+    FILE *f = other ? NULL : fopen(path, "rb");
     char *text = NULL;
-    if (!f || fstat(fd, &s) != 0)
-        snprintf(j->error, sizeof j->error, "%s", strerror(errno));
-    else if (!S_ISREG(s.st_mode))
+    if (other)
         strcpy(j->error, "not a file");
+    else if (!f || fstat(fileno(f), &s) != 0)
+        snprintf(j->error, sizeof j->error, "%s", strerror(errno));
     else if (s.st_size > JSON_MAX_BYTES)
         strcpy(j->error, "more than 100 MiB of JSON");
     else {
