@@ -19,6 +19,7 @@ from dataclasses import dataclass
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
+import dev.missing_package  # noqa: E402,F401, before numpy
 import numpy as np  # noqa: E402
 import safetensors.torch  # noqa: E402
 import torch  # noqa: E402
