@@ -1,7 +1,7 @@
 // GPT-2, Llama 3, Qwen2.5 and Qwen3 on GPUs: what a model keeps, block, forward, backward, update, in the order of
 // train_gpt2.c, which computes the same in plain loops. Below each call lies one header: a kernel (llmc/kernels), a
 // linear layer with all that belongs to it (llmc/model/linear.cuh), a decision that was taken before the first step
-// (llmc/model/plan.cuh). The training loop is llmc/run/loop.h, all options are --help.
+// (llmc/model/plan.cuh). The training loop is llmc/run/loop.h, all options are --help all.
 //   make train_gpt2cu && ./train_gpt2cu -i "data/train_*.bin" -j "data/val_*.bin" -e gpt2:124M -b 64 -d 524288 -o out
 //
 // One block, for every family:

@@ -161,7 +161,7 @@ def main():
     print(f"  {args.trainer} -e {model} --generate -g 400 --prompt 'import '       more text")
     print("  make test                        every check that this machine can run")
     print("  make doctor                      what else it could use, and how to turn it on")
-    print(f"  {args.trainer} --help               all options")
+    print(f"  {args.trainer} --help               the options that matter; --help all: every one")
     print(
         "  python dev/data/prepare.py --input YOUR_TEXT --output dev/data/mine       train on your own text (README.md)"
     )
