@@ -695,8 +695,8 @@ def test_a_program_that_says_nothing(tmp_path):
             sizes.append(size() >> 20)
         begin = time.time()
         assert s.post("completions", {"prompt": "say hi"})[0] == 503 and time.time() - begin < 2
-        # bodies under way take some, once; three rounds whose bodies stay would be 270 MB
-        assert sizes[-1] - sizes[2] < 120, sizes
+        # bodies under way take some, once, and Python collects late; a round whose bodies stay would be 90 MB each time
+        assert min(after - before for before, after in zip(sizes[2:], sizes[3:])) < 30, sizes
         os.kill(child, signal.SIGCONT)
         s.wait(lambda: s.post("completions", {"prompt": "say hi"})[0] == 200)
 
