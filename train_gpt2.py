@@ -199,8 +199,8 @@ class Model(nn.Module):
         return tuple(table[:T] for table in self.rope)
 
     def ranges(self, inputs):
-        """llmc/documents.h: inputs (B,T) with marks -> ids, positions, and which keys each query sees (B,1,T,T); None:
-        all before it."""
+        """llmc/data/documents.h: inputs (B,T) with marks -> ids, positions, and which keys each query sees (B,1,T,T);
+        None: all before it."""
         places = torch.arange(inputs.shape[1], device=inputs.device)
         if self.documents <= 0 and self.window < 0:
             return inputs, places, None
@@ -353,7 +353,7 @@ def batch(stream, B, device, vocab_size):
 
 
 def learning_rate_at(o, steps, step, peak=None):
-    """llmc/schedule.h; steps count from 0. peak: --learning-rate, or a base of others."""
+    """llmc/run/schedule.h; steps count from 0. peak: --learning-rate, or a base of others."""
     peak = o.learning_rate if peak is None else peak
     if o.schedule == "constant":
         return peak
@@ -554,7 +554,7 @@ class Trainer:
         ids, o, begin = [first], self.o, 0
         most = min(o.seq_len, o.window if o.window > 0 else o.seq_len)
         while len(ids) <= o.sample_tokens and (len(ids) == 1 or ids[-1] != first):
-            if len(ids) - begin > most:  # the last half goes on as a new beginning, as in llmc/generate.h
+            if len(ids) - begin > most:  # the last half goes on as a new beginning, as in llmc/talk/generate.h
                 begin = len(ids) - (most + 1) // 2
             window = torch.tensor([ids[begin:]], device=o.device)
             logits = self.logits(window)[0, -1, :known].double().cpu().numpy()
@@ -582,7 +582,7 @@ def open_log(o):
 
 
 def find_validation_data(o, sets=False):
-    """--val-data auto, as in llmc/trainer.h: beside the training data, or none."""
+    """--val-data auto, as in llmc/run/loop.h: beside the training data, or none."""
     if o.val_data == "auto":
         folder, name = os.path.split(o.train_data)
         beside = os.path.join(folder, "val".join(name.rsplit("train", 1)))
@@ -592,7 +592,7 @@ def find_validation_data(o, sets=False):
 
 
 def console_columns():
-    """llmc/logger.h: of a terminal; 0 elsewhere."""
+    """llmc/run/log.h: of a terminal; 0 elsewhere."""
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns
     except (OSError, ValueError, AttributeError):
@@ -684,7 +684,7 @@ class Run:
         require(fits, f"tokenizer '{path}' is not the one that made the data", "give the data's own --tokenizer")
 
     def log(self, event, step, **fields):
-        """A line of main.jsonl, as llmc/logger.h writes it."""
+        """A line of main.jsonl, as llmc/run/log.h writes it."""
         elapsed = round(time.perf_counter() - self.started, 3)
         print(json.dumps({"event": event, "step": step, "elapsed": elapsed, **fields}), file=self.file, flush=True)
 
@@ -764,7 +764,7 @@ class Run:
             due = o.save_every > 0 and step % o.save_every == 0
             if o.output and o.save_every and (due or step == steps or reader_is_gone()):
                 self.save(step)
-            if reader_is_gone():  # as in llmc/stop.h
+            if reader_is_gone():  # as in llmc/ranks/stop.h
                 break
         if not o.evaluate:
             self.log("end", step, reason="all steps done" if step == steps else "Broken pipe")

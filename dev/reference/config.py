@@ -1,5 +1,6 @@
 """The shapes of models: Config, the presets by name, and config.json of a Hugging Face folder, as llmc/config.h and
-llmc/hf_config.h have them. dev/test/test_train_gpt2.py compares each preset with what the C headers make of it."""
+llmc/files/hf_config.h have them. dev/test/test_train_gpt2.py compares each preset with what the C headers make of
+it."""
 
 import os
 import re

@@ -337,6 +337,17 @@ def test_one_place_chooses_the_activation():
     assert places == ["llmc/kernels/activation_policy.cuh"] and len(kernels) > 5 and not asking, (places, asking)
 
 
+def test_files_that_are_named_are_there():
+    """Headers and kernels that a comment or a page names by their path."""
+    named = {
+        name
+        for f in tracked(*SOURCES, ".py", ".md")
+        for name in re.findall(r"\bllmc/[a-z_0-9/]+\.(?:h|cuh|cu)\b", (ROOT / f).read_text())
+    }
+    gone = sorted(name for name in named if not (ROOT / name).exists())
+    assert len(named) > 40 and not gone, gone
+
+
 def test_headers_are_guarded():
     wrong = [
         str(f)
