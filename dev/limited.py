@@ -36,7 +36,7 @@ class Limited:
     def __init__(self, target, *setup, seconds=5, memory=1 << 30, path=(os.path.dirname(os.path.abspath(__file__)),)):
         self.start = [target, list(setup), seconds, memory, list(path)]
         self.seconds, self.memory = seconds, memory
-        self.child, self.owner, self.lock, self.rest = None, os.getpid(), threading.Lock(), b""
+        self.child, self.owner, self.lock, self.rest = None, os.getpid(), threading.RLock(), b""
 
     def __call__(self, *given):
         with self.lock:
@@ -88,13 +88,17 @@ class Limited:
         return line
 
     def close(self):
-        """Ends the child. A later call starts another."""
-        if self.child:
-            self.child.kill()
-            self.child.wait()
-            self.child.stdin.close()
-            self.child.stdout.close()
-        self.child = None
+        """Ends the child, and with it a call that another thread waits for. A later call starts another."""
+        child = self.child
+        if not child:
+            return
+        child.kill()
+        with self.lock:  # whoever waits for the child may be reading from it
+            if self.child is child:
+                child.wait()
+                child.stdin.close()
+                child.stdout.close()
+                self.child = None
 
     def __del__(self):
         if getattr(self, "child", None) and self.owner == os.getpid():

@@ -139,7 +139,7 @@ class Child:
                 self.fail(503, "the model's program does not answer", "try again later; the server's log says more")
 
     def fail(self, status, problem, hint):
-        for job in list(self.jobs.values()):
+        for job in [job for job in self.jobs.values() if not job.dropped]:
             job.answer.hear(job, {"event": "error", "status": status, "message": problem, "hint": hint})
 
     async def read(self):
@@ -512,9 +512,11 @@ class Answer:
                 yield changed
 
     def end(self):
+        """Nothing more is heard. The jobs let go of this, so that it is freed at once and not by a later collection."""
         for job in self.jobs:
             if job.child:
                 job.child.drop(job)
+            job.answer = None
 
     def usage(self):
         made, prompt = self.made_tokens, self.prompt_tokens

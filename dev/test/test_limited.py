@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,18 @@ def test_a_setup_that_fails_says_so_each_time(tmp_path):
     for _ in range(2):
         with pytest.raises(Failed, match="no setup"):
             child("anything")
+
+
+def test_another_thread_may_close_it(child):
+    """Whoever waits for the child hears that it has ended; neither of the two finds it gone halfway."""
+    with ThreadPoolExecutor(1) as thread:
+        for _ in range(20):
+            assert child("before") == ["name", "before"]
+            waits = thread.submit(child, "loop")
+            time.sleep(0.01)
+            child.close()
+            assert isinstance(waits.exception(), Exceeded)
+    assert child("after") == ["name", "after"]
 
 
 def test_a_forked_process_has_a_child_of_its_own(child):
