@@ -202,7 +202,7 @@ static void group_close(void) {
     }
 }
 
-static size_t elements(const Case *c) { return (c->kind <= P2P_TWO_SHOTS ? 1 : (size_t)group.world) * c->count; }
+static size_t elements(const Case *c) { return (c->kind == P2P_ALL_REDUCE ? 1 : (size_t)group.world) * c->count; }
 template <typename T> static T *place(Member *m, const Case *c) { return (T *)m->data + STRIP + c->shift; }
 
 // One call of one rank, from its numbers to the comparison.
@@ -247,27 +247,22 @@ static void call_all(const Case *c) {
 // The most elements that a call of a kind takes.
 static size_t longest(const P2p *p, P2pKind kind, int wide) {
     return p2p_limit(p, kind) / (wide ? sizeof(float) : sizeof(bf16)) /
-           (kind <= P2P_TWO_SHOTS ? 1 : (size_t)group.world);
+           (kind == P2P_ALL_REDUCE ? 1 : (size_t)group.world);
 }
 
 static double draw(void) { return rand_uniform(ladder.seed, 77, ladder.draws++); }
 // Any kind and type, sizes evenly by their logarithm up to `most_bytes`, half of them on 16 bytes.
 static Case random_case(size_t most_bytes) {
     const P2p *p = &group.members[0].p2p;
-    const int pick = (int)(draw() * (P2P_KINDS + 1)), choose = pick == P2P_KINDS;
-    Case c = {choose ? P2P_TWO_SHOTS : (P2pKind)pick,
-              draw() < 0.5,
-              draw() < 0.5 ? 0 : (int)(draw() * SHIFTS),
-              0,
-              pick == P2P_ALL_GATHER && draw() < 0.5,
-              -1,
-              0};
+    const P2pKind kind = (P2pKind)(draw() * P2P_KINDS);
+    Case c = {
+        kind, draw() < 0.5, draw() < 0.5 ? 0 : (int)(draw() * SHIFTS), 0, kind == P2P_ALL_GATHER && draw() < 0.5, -1,
+        0};
     const size_t limit = p2p_limit(p, c.kind) < most_bytes ? p2p_limit(p, c.kind) : most_bytes,
                  size = c.wide ? sizeof(float) : sizeof(bf16);
-    const size_t most = limit / size / (c.kind <= P2P_TWO_SHOTS ? 1 : (size_t)group.world),
+    const size_t most = limit / size / (c.kind == P2P_ALL_REDUCE ? 1 : (size_t)group.world),
                  count = (size_t)exp2(draw() * log2((double)most + 1));
     c.count = count < 1 ? 1 : count > most ? most : count;
-    if (choose) c.kind = p2p_choose(p, c.count * size);
     return c;
 }
 
@@ -369,7 +364,7 @@ static void check_bites(void) {
                        "%s, %s: sums from rank 1 on differ in %llu elements", p2p_names[kind], case_type(&c), o.wrong);
         }
 }
-// Sizes around the places where one kind gives way to the next, and the largest.
+// The largest sizes, and those around which blocks and vectors begin.
 static void check_limits(void) {
     ladder_case("%d ranks, limits", group.world);
     const P2p *p = &group.members[0].p2p;
@@ -384,17 +379,14 @@ static void check_limits(void) {
             }
         }
     check_outcome("all kinds");
-    const size_t lines = p2p_lines_bytes(group.world);
-    check_true(p2p_choose(p, lines) == P2P_LINES && p2p_choose(p, lines + 1) != P2P_LINES && p->max_bytes >= LARGEST,
-               "lines up to %zu bytes, then %s, then %s", lines, p2p_names[p2p_choose(p, lines + 1)],
-               p2p_names[p2p_choose(p, p->max_bytes)]);
+    check_true(p->max_bytes >= LARGEST, "messages of up to %zu bytes", p->max_bytes);
     Memory memory = {};
     P2p small;
     size_t least = SIZE_MAX;
     p2p_request(&small, &memory, group.world, 0, 0);
     for (int kind = 0; kind < P2P_KINDS; kind++) least = std::min(least, p2p_limit(&small, (P2pKind)kind));
     memory_free(&memory);
-    check_true(least >= P2P_TEST * sizeof(float),
+    check_true(least >= (size_t)group.world * P2P_TEST * sizeof(float),
                "the smallest workspace holds %zu bytes of every kind, which p2p_open's trial needs", least);
 }
 static void set_delays(int on) {
@@ -479,7 +471,7 @@ static int expire(const char *how) {
     require(apart || trap || !strcmp(how, "skip"), "unknown --expire %s\nuse skip, apart or trap", how);
     group_open(group.comm.world > 1 ? group.comm.world : 3, 1 << 20, SHORT_PATIENCE);
     if (!trap) watchdog_watch(p2p_hook, NULL);
-    Case c = {apart ? P2P_ONE_SHOT : P2P_LINES, 1, 0, 1000, 0, -1, 0},
+    Case c = {apart ? P2P_ALL_GATHER : P2P_ALL_REDUCE, 1, 0, 1000, 0, -1, 0},
          other = {P2P_REDUCE_SCATTER, 1, 0, 100, 0, -1, 0};
     for (int n = 0; n < 5; n++) call_all(&c);
     wait_all();
@@ -564,19 +556,19 @@ template <typename F> static double graph_us(F call) {
     return us[BENCH_TURNS / 2];
 }
 static double bench_kind(P2pKind kind, size_t count) {
-    if (count * sizeof(floatX) * (kind <= P2P_TWO_SHOTS ? 1 : (size_t)group.world) >
+    if (count * sizeof(floatX) * (kind == P2P_ALL_REDUCE ? 1 : (size_t)group.world) >
         p2p_limit(&group.members[0].p2p, kind))
         return 0;
     return graph_us([&](Member *m) { p2p_run(&m->p2p, kind, (floatX *)m->data, count); });
 }
-// The same by NCCL. P2P_TWO_SHOTS: an all-reduce
+// The same by NCCL.
 static double nccl_us(const Nccl *n, P2pKind kind, size_t count) {
     if (!NCCL_BUILT) return 0;
     return graph_us([&](Member *m) {
         floatX *data = (floatX *)m->data, *mine = data + (size_t)n->rank * count;
 #ifdef USE_NCCL
         const ncclDataType_t type = sizeof(floatX) == sizeof(float) ? ncclFloat : ncclBfloat16;
-        if (kind == P2P_TWO_SHOTS) ncclCheck(ncclAllReduce(data, data, count, type, ncclSum, n->handle, m->stream));
+        if (kind == P2P_ALL_REDUCE) ncclCheck(ncclAllReduce(data, data, count, type, ncclSum, n->handle, m->stream));
 #endif
         if (kind == P2P_REDUCE_SCATTER)
             nccl_carry(n->handle, NCCL_REDUCE_SCATTER, n->comm, mine, data, count, sizeof *data, m->stream);
@@ -595,35 +587,27 @@ static void bench_ranks(void) {
     if (NCCL_BUILT) nccl = nccl_open(&group.comm, group.members[0].stream, 32, LANE_TENSOR);
     printf("microseconds in a graph of %d calls, %d GPUs, %s; p2p: the kind that is taken; NCCL %s\n", BENCH_CALLS,
            group.world, FLOATX_NAME, NCCL_BUILT ? "in a graph of as many" : "is not in this build");
-    for (size_t bytes :
-         {1 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20}) {
-        const size_t count = bytes / sizeof(floatX);
-        const P2pKind kind = p2p_choose(&group.members[0].p2p, bytes);
-        double us[3];
-        for (int k = 0; k < 3; k++) us[k] = bench_kind((P2pKind)k, count);
-        printf("all-reduce %6zu KiB | lines %6.2f | one shot %6.2f | two shots %6.2f | p2p %6.2f", bytes >> 10, us[0],
-               us[1], us[2], us[kind]);
-        print_beside(us[kind], nccl_us(&nccl, P2P_TWO_SHOTS, count));
-    }
-    for (P2pKind kind : {P2P_REDUCE_SCATTER, P2P_ALL_GATHER})
-        for (size_t bytes : {64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20}) {  // of all pieces
-            const size_t count = bytes / sizeof(floatX) / (size_t)group.world;
-            const double us = bench_kind(kind, count);
-            printf("%s %6zu KiB | p2p %6.2f", p2p_names[kind], bytes >> 10, us);
-            print_beside(us, nccl_us(&nccl, kind, count));
+    for (int kind = 0; kind < P2P_KINDS; kind++)
+        for (size_t bytes : {1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20, 16 << 20}) {
+            // of all pieces
+            const size_t count = bytes / sizeof(floatX) / (kind == P2P_ALL_REDUCE ? 1 : (size_t)group.world);
+            const double us = bench_kind((P2pKind)kind, count);
+            if (us == 0) continue;
+            printf("%-14s %6zu KiB | p2p %6.2f", p2p_names[kind], bytes >> 10, us);
+            print_beside(us, nccl_us(&nccl, (P2pKind)kind, count));
         }
     if (NCCL_BUILT) nccl_close(&nccl);
     group_close();
 }
 // Without links between GPUs: what launches, flags and sums take.
 static void bench_alone(void) {
-    static const char *const names[] = {"lines, 2 ranks on one GPU", "one shot, 2 ranks on one GPU",
-                                        "two shots, 2 ranks on one GPU"};
+    static const char *const names[] = {"lines, 2 ranks on one GPU", "reduce-scatter, 2 ranks on one GPU",
+                                        "all-gather, 2 ranks on one GPU"};
     group_open(2, LARGEST, PATIENCE);
     for (size_t bytes : {1 << 10, 64 << 10, 1 << 20})
-        for (int kind = P2P_LINES; kind <= P2P_TWO_SHOTS; kind++) {
-            ladder_case("all-reduce in a graph, n=%zu", bytes / sizeof(floatX));
-            const double us = bench_kind((P2pKind)kind, bytes / sizeof(floatX));
+        for (int kind = 0; kind < P2P_KINDS; kind++) {
+            ladder_case("n=%zu in a graph", bytes / sizeof(floatX));
+            const double us = bench_kind((P2pKind)kind, bytes / sizeof(floatX) / (kind == P2P_ALL_REDUCE ? 1 : 2));
             if (us > 0) bench_print(names[kind], us, 0, 0, NULL, 0);
         }
     group_close();

@@ -115,7 +115,7 @@ inline int links_sum(Links *k, const char *name, float *data, size_t count) {
     const P2p *p = &k->p2p[SHORT_LOSS];
     if (!p->opened) return 0;
     uint32_t number = lane_begin(LANE_TENSOR, name, count * sizeof *data, p->stream);
-    p2p_all_reduce(p, data, count);
+    p2p_run(p, P2P_ALL_REDUCE, data, count);
     lane_end(LANE_TENSOR, number, p->stream);
     return 1;
 }

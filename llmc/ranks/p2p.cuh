@@ -4,16 +4,13 @@
 //
 //   p2p_request(&p, &memory, world, max_bytes, 0)               the workspace, among the buffers of memory.cuh
 //   p2p_open(&p, &comm, stream, timeout, why, sizeof why)       0 and why, on all ranks: NCCL must be used
-//   p2p_all_reduce(&p, data, count)                             data (count), in place, as are these:
-//   p2p_run(&p, kind, data, count)                              reduce-scatter, all-gather: data (world * count)
+//   p2p_run(&p, kind, data, count)                              in place: all-reduce, reduce-scatter, all-gather
 //
 // Messages of up to p.max_bytes, of float or bf16, any count, any element's address; 16-byte accesses where the address
 // is a multiple of 16. Sums are taken in fp32 over ranks 0, 1, ... and rounded once: bitwise identical on all ranks,
-// and to a plain loop (but for the payload of a NaN). Three all-reduces, from short to long:
-//   lines      each store of 8 bytes holds 4 bytes of data and the number of the call, so no fence and no flag follow:
-//              twice the bytes, half the latency
-//   one shot   every rank gets the data of every rank and adds all of it
-//   two shots  rank k adds piece k and sends the sum to the others
+// and to a plain loop (but for the payload of a NaN). An all-reduce is for few numbers, such as a step's loss and norm:
+// it sends lines. Each store of 8 bytes holds 4 bytes of data and the number of the call, so no fence and no flag
+// follow: twice the bytes, half the latency.
 // peers.cuh has the workspace and the protocol. Ladder: dev/cuda/p2p.cu.
 #ifndef LLMC_P2P_CUH
 #define LLMC_P2P_CUH
@@ -23,25 +20,18 @@
 #include <algorithm>
 
 enum {
-    P2P_BLOCK_VECS = 128,                        // vectors of 16 bytes that are worth a block
-    P2P_LINE_THREADS = 256,                      // of a block, beside a warp that advances the epoch
-    P2P_LEAST_BYTES = 2 * P2P_TEST * P2P_RANKS,  // for the trials: one shot divides a workspace among all ranks
-    P2P_MOST_BYTES = 1 << 29,                    // of a message: offsets are 32 bits
+    P2P_BLOCK_VECS = 128,                                         // vectors of 16 bytes that are worth a block
+    P2P_LINE_THREADS = 256,                                       // of a block, beside a warp that advances the epoch
+    P2P_LEAST_BYTES = P2P_TEST * P2P_RANKS * (int)sizeof(float),  // for the trials
+    P2P_MOST_BYTES = 1 << 29,                                     // of a message: offsets are 32 bits
     P2P_ALLOCATION = 2 << 20,  // cudaIpc shares a whole allocation of the driver: it must hold nothing else
 };
-// Sizes in bytes at which one kind of all-reduce becomes slower than the next. For n bytes and W ranks, lines send
-// 2 (W - 1) n. One shot sends (W - 1) n, a fence and a flag; P2P_LINES_SENT is what could be sent during the latter
-// two. Two shots send 2 (W - 1) / W n, meet twice and add less; P2P_ONE_SHOT_MEETING is what could be sent during a
-// meeting, and from P2P_ONE_SHOT_MOST on the additions decide. Measured on two and four H200s; for more ranks they
-// follow from these counts.
-enum { P2P_LINES_SENT = 192 << 10, P2P_ONE_SHOT_MEETING = 640 << 10, P2P_ONE_SHOT_MOST = 2 << 20 };
+// W ranks send 2 (W - 1) bytes for each byte of an all-reduce, at most this many: beyond them a fence and a flag cost
+// less than the second copy.
+enum { P2P_LINES_SENT = 192 << 10 };
 inline size_t p2p_lines_bytes(int world) { return P2P_LINES_SENT / (world - 1) / 16 * 16; }
-inline size_t p2p_one_shot_bytes(int world) {
-    if (world == 2) return P2P_ONE_SHOT_MOST;
-    return std::min(P2P_ONE_SHOT_MEETING * world / ((world - 1) * (world - 2)), (int)P2P_ONE_SHOT_MOST);
-}
 
-// ---- all kinds but lines
+// ---- reduce-scatter, all-gather
 
 template <typename T> struct P2pPiece {
     T *p;
@@ -104,62 +94,49 @@ template <typename Body> __device__ __forceinline__ void p2p_for_peers(const P2p
         if (k < v.world) body(k, v.rank + k < v.world ? v.rank + k : v.rank + k - v.world);
 }
 
-// A message is `world` pieces, and block b works on the same part of each; in one shot each piece is the whole message.
-// An element of `data` is read and written by one thread only. from: see p2p_run.
+// A message is `world` pieces of `count` elements, and block b works on the same part of each. An element of `data` is
+// read and written by one thread only. from: see p2p_run.
 template <typename T, P2pKind KIND>
 __global__ void __launch_bounds__(P2P_THREADS)
     p2p_kernel(const __grid_constant__ P2pView v, T *data, const T *from, unsigned count) {
-    constexpr bool one_shot = KIND == P2P_ONE_SHOT, two_shots = KIND == P2P_TWO_SHOTS;
-    constexpr bool reduces = KIND != P2P_ALL_GATHER, gathers = KIND == P2P_ALL_GATHER || two_shots;
+    constexpr bool reduces = KIND == P2P_REDUCE_SCATTER;
     constexpr unsigned size = sizeof(int4) / sizeof(T);
-    P2pCall call = {KIND, p2p_epoch(v), 0, count * sizeof(T)};
-    uint32_t signature = (count * 0x9e3779b1u & ~15u) | (sizeof(T) == 4) << 3 | KIND;
-    unsigned piece = two_shots ? (count + v.world * size - 1) / (v.world * size) * size : count;
-    unsigned vecs = (piece + size - 1) / size, slot = vecs * 16;
-    unsigned part = (vecs + gridDim.x - 1) / gridDim.x, first = blockIdx.x * part;
-    unsigned last = first + part < vecs ? first + part : vecs;
-    auto piece_of = [&](int r) {
-        unsigned at = one_shot ? 0 : r * piece, left = !two_shots ? count : at < count ? count - at : 0;
-        return P2pPiece<T>{data + at, left < piece ? left : piece};
+    const P2pCall call = {KIND, p2p_epoch(v), 0, count * sizeof(T)};
+    const uint32_t signature = (count * 0x9e3779b1u & ~15u) | (sizeof(T) == 4) << 3 | KIND;
+    const unsigned vecs = (count + size - 1) / size, slot = vecs * 16, part = (vecs + gridDim.x - 1) / gridDim.x;
+    const unsigned first = blockIdx.x * part, last = min(first + part, vecs);
+    auto piece_of = [&](int r) { return P2pPiece<T>{data + (size_t)r * count, count}; };
+    // where `rank` gets what rank r sends
+    auto slot_of = [&](int rank, int r) {
+        return v.payload[rank] + (size_t)(call.epoch & 1) * v.epoch_bytes + r * slot;
     };
-    auto slots = [&](int rank, int second) {
-        return v.payload[rank] + (size_t)((call.epoch & 1) * 2 + second) * v.half;
-    };
+    const P2pPiece<T> mine = piece_of(v.rank);
     int4 x[P2P_RANKS];  // loads go before stores and sums, so that all of them are in flight at once
-    for (unsigned i = first + threadIdx.x; i < last && reduces; i += P2P_THREADS) {
-        p2p_for_peers(v, [&](int k, int r) { x[k] = one_shot && k > 1 ? x[1] : p2p_read<int4>(piece_of(r), i); });
-        p2p_for_peers(v, [&](int k, int r) { p2p_store(slots(r, 0) + v.rank * slot + i * 16, x[k]); });
-    }
-    if (reduces) p2p_meet(v, call, signature, true);
     for (unsigned i = first + threadIdx.x; i < last; i += P2P_THREADS) {
-        const P2pPiece<T> mine = piece_of(v.rank);
-        int4 own = p2p_read<int4>(!reduces && from ? P2pPiece<T>{(T *)from, count} : mine, i);
-        if (!reduces && from) p2p_write(mine, i, own);
-        if (reduces) {
-            #pragma unroll
-            for (int r = 0; r < P2P_RANKS; r++)
-                if (r < v.world && r != v.rank) x[r] = p2p_load(slots(v.rank, 0) + r * slot + i * 16);
-            own = p2p_sum<T>(v, x, own);
-            p2p_write(mine, i, own);
-        }
-        if (gathers) p2p_for_peers(v, [&](int, int r) { p2p_store(slots(r, 1) + v.rank * slot + i * 16, own); });
+        const int4 own = p2p_read<int4>(from ? P2pPiece<T>{(T *)from, count} : mine, i);
+        if (from) p2p_write(mine, i, own);
+        p2p_for_peers(v, [&](int k, int r) { x[k] = reduces ? p2p_read<int4>(piece_of(r), i) : own; });
+        p2p_for_peers(v, [&](int k, int r) { p2p_store(slot_of(r, v.rank) + i * 16, x[k]); });
     }
-    if (!gathers) return;
-    call.meeting = 1;
-    p2p_meet(v, call, signature, !reduces);
+    p2p_meet(v, call, signature);
     for (unsigned i = first + threadIdx.x; i < last; i += P2P_THREADS) {
-        p2p_for_peers(v, [&](int k, int r) { x[k] = p2p_load(slots(v.rank, 1) + r * slot + i * 16); });
-        p2p_for_peers(v, [&](int k, int r) { p2p_write(piece_of(r), i, x[k]); });
+        #pragma unroll
+        for (int r = 0; r < P2P_RANKS; r++)
+            if (r < v.world && r != v.rank) x[r] = p2p_load(slot_of(v.rank, r) + i * 16);
+        if (reduces) p2p_write(mine, i, p2p_sum<T>(v, x, p2p_read<int4>(mine, i)));
+        #pragma unroll
+        for (int r = 0; r < P2P_RANKS; r++)
+            if (!reduces && r < v.world && r != v.rank) p2p_write(piece_of(r), i, x[r]);
     }
 }
 
-// ---- lines
+// ---- all-reduce, by lines
 
 template <typename T>
 __global__ void __launch_bounds__(P2P_LINE_THREADS + WARP)
     p2p_lines_kernel(const __grid_constant__ P2pView v, T *data, const T * /*from*/, unsigned count) {
     constexpr unsigned size = sizeof(uint2) / sizeof(T);
-    const P2pCall call = {P2P_LINES, p2p_epoch(v), 0, count * sizeof(T)};
+    const P2pCall call = {P2P_ALL_REDUCE, p2p_epoch(v), 0, count * sizeof(T)};
     const P2pPiece<T> piece = {data, count};
     unsigned lines = (count + size - 1) / size, stride = gridDim.x * P2P_LINE_THREADS;
     unsigned first = blockIdx.x * P2P_LINE_THREADS + threadIdx.x;
@@ -190,40 +167,24 @@ __global__ void __launch_bounds__(P2P_LINE_THREADS + WARP)
 
 // The longest message of a kind, in bytes.
 inline size_t p2p_limit(const P2p *p, P2pKind kind) {
-    if (kind == P2P_LINES) return p2p_lines_bytes(p->view.world);
-    if (kind != P2P_ONE_SHOT) return p->max_bytes;
-    return std::min((size_t)2 * p->view.half / p->view.world / 16 * 16, p->max_bytes);
+    return kind == P2P_ALL_REDUCE ? p2p_lines_bytes(p->view.world) : p->max_bytes;
 }
 // All ranks of the group call it, with the same kind, type and count. `data` by kind:
 //   all-reduce       (count)           becomes the sum over ranks
 //   reduce-scatter   (world, count)    piece `rank` becomes the sum of that piece over ranks; the others stay
 //   all-gather       (world, count)    piece k becomes rank k's. from (count): this rank's piece; NULL: it is in data
 template <typename T> inline void p2p_run(const P2p *p, P2pKind kind, T *data, size_t count, const T *from = NULL) {
-    void (*const kernels[])(const P2pView, T *, const T *, unsigned) = {
-        p2p_lines_kernel<T>,           p2p_kernel<T, P2P_ONE_SHOT>,
-        p2p_kernel<T, P2P_TWO_SHOTS>,  p2p_kernel<T, P2P_REDUCE_SCATTER>,
-        p2p_kernel<T, P2P_ALL_GATHER>,
-    };
-    size_t world = p->view.world, bytes = (kind <= P2P_TWO_SHOTS ? 1 : world) * count * sizeof(T);
-    if (world == 1 || count == 0) return;
+    void (*const kernels[])(const P2pView, T *, const T *, unsigned) = {p2p_lines_kernel<T>,
+                                                                        p2p_kernel<T, P2P_REDUCE_SCATTER>,
+                                                                        p2p_kernel<T, P2P_ALL_GATHER>};
+    const int lines = kind == P2P_ALL_REDUCE, threads = lines ? P2P_LINE_THREADS + WARP : P2P_THREADS;
+    if (p->view.world == 1 || count == 0) return;
     assert(((uintptr_t)data | (uintptr_t)from) % sizeof(T) == 0 && (!from || kind == P2P_ALL_GATHER));
-    assert(bytes <= p2p_limit(p, kind));
-    int lines = kind == P2P_LINES;
-    size_t vecs = (kind == P2P_TWO_SHOTS ? world : 1) * P2P_BLOCK_VECS;
-    size_t block_bytes = lines ? 8 * P2P_LINE_THREADS : 16 * vecs;  // that are worth a block
-    unsigned blocks = std::min(blocks_for(count * sizeof(T), block_bytes), (unsigned)p->blocks);
-    int threads = lines ? P2P_LINE_THREADS + WARP : P2P_THREADS;
+    assert((lines ? 1 : p->view.world) * count * sizeof(T) <= p2p_limit(p, kind));
+    const size_t block_bytes = lines ? 8 * P2P_LINE_THREADS : 16 * P2P_BLOCK_VECS;  // that are worth a block
+    const unsigned blocks = std::min(blocks_for(count * sizeof(T), block_bytes), (unsigned)p->blocks);
     kernels[kind]<<<blocks, threads, 0, p->stream>>>(p->view, data, from, count);
     launchCheck();
-}
-inline P2pKind p2p_choose(const P2p *p, size_t bytes) {
-    if (bytes <= p2p_limit(p, P2P_LINES)) return P2P_LINES;
-    return bytes <= std::min(p2p_one_shot_bytes(p->view.world), p2p_limit(p, P2P_ONE_SHOT)) ? P2P_ONE_SHOT
-                                                                                            : P2P_TWO_SHOTS;
-}
-// data (count) = the sum over ranks, by the fastest kind.
-template <typename T> inline void p2p_all_reduce(const P2p *p, T *data, size_t count) {
-    p2p_run(p, p2p_choose(p, count * sizeof(T)), data, count);
 }
 
 // ---- life
@@ -237,25 +198,29 @@ inline void p2p_request(P2p *p, Memory *m, int world, size_t max_bytes, size_t b
     p->max_bytes = round_up(std::max(max_bytes, (size_t)P2P_LEAST_BYTES), 16);
     p->view.world = world;
     if (world == 1) return;
-    p->view.half = round_up(p->max_bytes + 16 * P2P_RANKS, 512);
+    p->view.epoch_bytes = round_up(p->max_bytes + 16 * P2P_RANKS, 512);
     p->view.line_slot = 2 * p2p_lines_bytes(world);
     p->payload_at = round_up(sizeof(P2pSignals) + 2 * world * p->view.line_slot, 512);
-    p->behind_at = p->payload_at + 4 * (size_t)p->view.half;
+    p->behind_at = p->payload_at + 2 * (size_t)p->view.epoch_bytes;
     memory_group(m, "peer-to-peer");
     memory_request(m, &p->memory, behind ? name : "short messages", round_up(p->behind_at + behind, P2P_ALLOCATION));
     memory_request_pinned(m, &p->record, "record", 1);
 }
-// Sums known numbers by each kind of all-reduce: on some hosts stores to a peer's memory do not arrive there.
+// Exchanges known numbers by each kind of call: on some hosts stores to a peer's memory do not arrive there.
 inline void p2p_try(P2p *p, const P2pCard *, P2pCard *mine) {
-    int world = p->view.world, rank = p->view.rank;
-    float *device = p->view.signals[rank]->test, x[P2P_TEST];
-    for (int kind = 0, wrong = 0; kind < P2P_TRIALS; kind++) {
-        for (int i = 0; i < P2P_TEST; i++) x[i] = (rank + 1) * (i + 1);
+    const int world = p->view.world, rank = p->view.rank, sum = world * (world + 1) / 2, all = world * P2P_TEST;
+    float *device = p->view.signals[rank]->test, x[P2P_TEST * P2P_RANKS];
+    for (int kind = 0, wrong = 0; kind < P2P_KINDS; kind++) {
+        for (int i = 0; i < all; i++) x[i] = (rank + 1) * (i + 1);
         cudaCheck(cudaMemcpyAsync(device, x, sizeof x, cudaMemcpyHostToDevice, p->stream));
-        p2p_run(p, (P2pKind)kind, device, P2P_TEST);
+        p2p_run(p, (P2pKind)kind, device, kind == P2P_ALL_REDUCE ? all : P2P_TEST);
         cudaCheck(cudaMemcpyAsync(x, device, sizeof x, cudaMemcpyDeviceToHost, p->stream));
         cudaCheck(cudaStreamSynchronize(p->stream));
-        for (int i = 0; i < P2P_TEST; i++) wrong += x[i] != world * (world + 1) / 2 * (i + 1);
+        for (int i = 0, piece; i < all; i++) {
+            piece = i / P2P_TEST;
+            if (kind == P2P_REDUCE_SCATTER && piece != rank) continue;
+            wrong += x[i] != (kind == P2P_ALL_GATHER ? piece + 1 : sum) * (i + 1);
+        }
         if (wrong && !*mine->why)
             snprintf(mine->why, sizeof mine->why,
                      "the first %s came out wrong on rank %d: stores to another GPU's memory do not arrive there; look"

@@ -43,16 +43,13 @@ enum {
     P2P_BLOCKS = 32,  // at most; the other SMs are left to other kernels
     P2P_THREADS = 512,
     P2P_WORKSPACES = 16,  // of a process
-    P2P_TRIALS = 3,       // first calls of a workspace: each kind of all-reduce
-    P2P_TEST = 1000,      // floats of a trial
+    P2P_TEST = 500,       // floats of each rank in a trial: the first calls of a workspace, one of each kind
 };
 
 // From P2P_PUSHED on: the three classes of push.cuh, then decode_lines.cuh. Their waits are reported like those of
 // p2p.cuh.
 enum P2pKind {
-    P2P_LINES,
-    P2P_ONE_SHOT,
-    P2P_TWO_SHOTS,
+    P2P_ALL_REDUCE,
     P2P_REDUCE_SCATTER,
     P2P_ALL_GATHER,
     P2P_KINDS,
@@ -60,9 +57,7 @@ enum P2pKind {
     P2P_GENERATION = P2P_PUSHED + 3
 };
 static const char *const p2p_names[] = {
-    "all-reduce (lines)",
-    "all-reduce (one shot)",
-    "all-reduce (two shots)",
+    "all-reduce",
     "reduce-scatter",
     "all-gather",
     "push of rows",
@@ -73,12 +68,12 @@ static const char *const p2p_names[] = {
 
 // The begin of a workspace. The lines follow it: [odd or even][rank][line] of 16 bytes.
 typedef struct {
-    // [odd or even][meeting][block][peer]: signature and epoch, which the peer writes
-    unsigned long long flags[2][2][P2P_BLOCKS][P2P_RANKS];
+    // [odd or even][block][peer]: signature and epoch, which the peer writes
+    unsigned long long flags[2][P2P_BLOCKS][P2P_RANKS];
     // No peer reads or writes what follows.
     alignas(128) uint32_t epoch;  // of its last call
     uint32_t arrived, claimed;    // blocks that have read it; whether p2p_stop has been called
-    alignas(128) float test[P2P_TEST];
+    alignas(128) float test[P2P_TEST * P2P_RANKS];
 } P2pSignals;
 
 typedef struct {
@@ -100,11 +95,11 @@ typedef struct {
 
 // What kernels get.
 typedef struct {
-    char *payload[P2P_RANKS];  // of every rank: [odd or even][first and second half]
+    char *payload[P2P_RANKS];  // of every rank: [odd or even]
     P2pSignals *signals[P2P_RANKS];
     P2pRecord *record;
     uint64_t budget_ns;
-    unsigned half, line_slot;  // bytes: of half the payload of an epoch; of a rank's lines
+    unsigned epoch_bytes, line_slot;  // of the payload of an epoch; of a rank's lines
     int rank, world;
 } P2pView;
 
@@ -242,14 +237,13 @@ __device__ inline void p2p_wait_lines(uint2 (&x)[P2P_RANKS], const P2pView &v, c
 }
 // Steps 2 to 5 of the protocol, with all peers. Afterwards what this block has stored is in their memory, and what
 // their blocks of this number have stored is here.
-__device__ inline void p2p_meet(const P2pView &v, const P2pCall &call, uint32_t signature, bool advance) {
-    P2P_DELAY(v.rank, call.epoch, 1 + 2 * call.meeting);
+__device__ inline void p2p_meet(const P2pView &v, const P2pCall &call, uint32_t signature) {
+    P2P_DELAY(v.rank, call.epoch, 1);
     __syncthreads();
     int peer = (int)threadIdx.x;
     if (peer < v.world && peer != v.rank) {
-        size_t at = (((call.epoch & 1) * 2 + call.meeting) * P2P_BLOCKS + blockIdx.x) * P2P_RANKS;
-        unsigned long long *theirs = &v.signals[peer]->flags[0][0][0][0] + at + v.rank;
-        const unsigned long long *flag = &v.signals[v.rank]->flags[0][0][0][0] + at + peer;
+        unsigned long long *theirs = &v.signals[peer]->flags[call.epoch & 1][blockIdx.x][v.rank];
+        const unsigned long long *flag = &v.signals[v.rank]->flags[call.epoch & 1][blockIdx.x][peer];
         unsigned long long found = 0;
         p2p_store_flag(theirs, (unsigned long long)signature << 32 | call.epoch);
         p2p_wait(v, call, [&] {
@@ -258,9 +252,9 @@ __device__ inline void p2p_meet(const P2pView &v, const P2pCall &call, uint32_t 
         });
         if (found >> 32 != signature) p2p_stop(v, call, P2P_APART, peer, (int)(found >> 32 & 7), 0);
     }
-    if (advance && threadIdx.x == P2P_THREADS - 1) p2p_advance(v, call.epoch);  // a warp that does not wait
+    if (threadIdx.x == P2P_THREADS - 1) p2p_advance(v, call.epoch);  // a warp that does not wait
     __syncthreads();
-    P2P_DELAY(v.rank, call.epoch, 2 + 2 * call.meeting);
+    P2P_DELAY(v.rank, call.epoch, 2);
 }
 
 // ---- what the watchdog reports
@@ -281,7 +275,7 @@ inline int p2p_describe(const P2p *p, char *text, size_t size) {
     else
         append_text(text, size, "rank %d waited %.1f s for rank %d, which has not come to it (block %d, meeting %d)",
                     rank, 1e-9 * r->elapsed_ns, peer, r->block, call.meeting);
-    if (state == P2P_LATE && (int)call.kind < P2P_TRIALS && call.epoch <= P2P_TRIALS)
+    if (state == P2P_LATE && (int)call.kind < P2P_KINDS && call.epoch <= P2P_KINDS)
         append_text(text, size,
                     "; a first trial: maybe stores to another GPU's memory do not arrive, look for IOMMU and PCIe ACS,"
                     " or use --debug p2p=0");
