@@ -646,8 +646,8 @@ int main(int argc, char **argv) {
         for (int world = 2; world <= P2P_RANKS; world++)
             if (only ? world == only : world <= 4 || world == P2P_RANKS) check_all(world, stress);
         ladder_case("a rank does not come");  // processes of their own
-        check_expire("skip", "for rank 1, which has not come to it", "all-reduce (lines) of 4000 bytes");
-        check_expire("apart", "met rank 1 in another one: reduce-scatter", "all-reduce (one shot) of 4000 bytes");
+        check_expire("skip", "for rank 1, which has not come to it", "all-reduce of 4000 bytes");
+        check_expire("apart", "met rank 1 in another one: reduce-scatter", "all-gather of 4000 bytes");
         check_expire("trap", "for rank 1, which has not come to it", "cudaError");
     }
     if (ladder.bench && group.comm.world > 1) bench_ranks();
