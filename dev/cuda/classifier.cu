@@ -12,12 +12,10 @@ static const double LOSS_BOUND = 3e-6, LOSS_WORST = 1e-5;
 static double dlogits_bound(void) { return bound(4e-3, 3e-6); }
 static double dlogits_worst(void) { return bound(6e-3, 2e-5); }
 
-static const char *rows_come(void) { return classifier_rings ? "rings" : "rows by blocks"; }
-
 // Every fifth target is ignored, the first and last columns are hit, and the padding is full of NaN, which must not
 // leak.
 static void check_shape(int N, int V, int Vp, float std, float softcap = 0) {
-    ladder_case("%s, N=%d V=%d Vp=%d std=%g softcap=%g", rows_come(), N, V, Vp, (double)std, (double)softcap);
+    ladder_case("N=%d V=%d Vp=%d std=%g softcap=%g", N, V, Vp, (double)std, (double)softcap);
     cudaStream_t stream = ladder.gpu.compute;
     const size_t n = (size_t)N * Vp;
     const float dloss = 1.0f / 16;
@@ -60,7 +58,7 @@ static void check_shape(int N, int V, int Vp, float std, float softcap = 0) {
 
 // One special logit in a row of ordinary ones, at the target or elsewhere.
 static void check_special(int V, int Vp) {
-    ladder_case("%s, special values V=%d", rows_come(), V);
+    ladder_case("special values V=%d", V);
     enum { ROWS = 9 };
     float *logits = host_normal((size_t)ROWS * Vp, 1.0f);
     int targets[ROWS] = {1, 1, 1, 1, 1, 1, V, 1, 1};
@@ -254,14 +252,6 @@ static void bench_shape(int N, int V, const char *name) try {
     float *losses = device_new<float>((size_t)N), *total = device_normal<float>(1, 1.0f);
     int *targets = upload_ints(host_ints((size_t)N, V), (size_t)N);
     const double bytes = (double)N * Vp * sizeof(floatX);
-    if (ladder.variants) {  // how rows come into shared memory
-        for (int rings = 0; rings < 2; rings++) {
-            classifier_rings = rings;
-            bench(rows_come(), 2 * bytes, 0,
-                  [&] { classifier(logits, losses, targets, 1, N, V, Vp, 1, ladder.gpu.compute); });
-        }
-    }
-    if (!ladder.bench) return;
     bench("forward only", bytes, 0, [&] { classifier(logits, losses, targets, 1, N, V, Vp, 0, ladder.gpu.compute); });
     bench("forward and dlogits", 2 * bytes, 0,
           [&] { classifier(logits, losses, targets, 1, N, V, Vp, 1, ladder.gpu.compute); });
@@ -275,27 +265,24 @@ static void bench_shape(int N, int V, const char *name) try {
 int main(int argc, char **argv) {
     ladder_open("classifier", argc, argv);
     if (ladder.check) {
-        for (int rings = 0; rings < 2; rings++) {
-            classifier_rings = rings;
-            check_shape(1, 2, 8, 1);
-            check_shape(11, 256, 256, 1);
-            check_shape(7, 100, 128, 20);
-            check_shape(6, 32000, 32000, 3);
-            check_shape(9, 50257, 50304, 3);
-            check_shape(5, 128256, 128256, 3);
-            check_shape(5, 151936, 151936, 3);
-            check_shape(5, 152064, 152192, 3);
-            check_shape(3, 250000, 250112, 3);
-            check_shape(500, 50257, 50304, 3);  // several rows for each block
-            check_shape(150, 128000, 128256, 3);
-            check_shape(150, 151665, 151936, 3);
-            check_shape(7, 100, 128, 4, 15);
-            check_shape(9, 50257, 50304, 4, 15);
-            check_shape(300, 50257, 50304, 4, 15);
-            check_shape(5, 151936, 151936, 4, 30);
-            check_special(50257, 50304);
-            check_special(128256, 128256);
-        }
+        check_shape(1, 2, 8, 1);
+        check_shape(11, 256, 256, 1);
+        check_shape(7, 100, 128, 20);
+        check_shape(6, 32000, 32000, 3);
+        check_shape(9, 50257, 50304, 3);
+        check_shape(5, 128256, 128256, 3);
+        check_shape(5, 151936, 151936, 3);
+        check_shape(5, 152064, 152192, 3);
+        check_shape(3, 250000, 250112, 3);
+        check_shape(500, 50257, 50304, 3);  // several rows for each block
+        check_shape(150, 128000, 128256, 3);
+        check_shape(150, 151665, 151936, 3);
+        check_shape(7, 100, 128, 4, 15);
+        check_shape(9, 50257, 50304, 4, 15);
+        check_shape(300, 50257, 50304, 4, 15);
+        check_shape(5, 151936, 151936, 4, 30);
+        check_special(50257, 50304);
+        check_special(128256, 128256);
         check_shared(2, 9, 50257, 3);
         check_shared(3, 7, 1001, 20);
         check_shared(4, 6, 300, 1);  // the last rank has no words
@@ -308,7 +295,7 @@ int main(int argc, char **argv) {
         check_loss_sum(777);
         check_loss_sum(65536);
     }
-    if (ladder.bench || ladder.variants) {
+    if (ladder.bench) {
         bench_shape(65536, 50257, "GPT-2");
         bench_shape(16384, 50257, "GPT-2");
         bench_shape(32768, 128256, "Llama 3");

@@ -67,7 +67,6 @@ LONGER = {
     "dev/test/test_checkpoint.c: test_damaged_state": 65,
     "dev/test/test_json.c: test_grammar": 89,
     "dev/test/test_tp.c: test_split": 64,
-    "llmc/kernels/classifier.cuh: classifier_ring": 128,
     "llmc/kernels/norm.cuh: norm_backward_kernel": 105,
     "dev/doctor.py: report": 109,
 }

@@ -301,14 +301,6 @@ __device__ inline void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;" ::: "memory");
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
-// Two numbers into a block of the cluster, whose barrier counts their 8 bytes. Unlike a store and a release it waits
-// for nothing.
-__device__ inline void cluster_send(unsigned there, float2 x, unsigned barrier_there) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(there),
-                 "f"(x.x), "f"(x.y), "r"(barrier_there)
-                 : "memory");
-}
-
 // A ring of shared-memory stages between producer and consumers: full and empty barriers of 8 bytes each, stage by
 // stage. Both sides count their uses from 0; use u has stage u % STAGES.
 template <int STAGES> struct Ring {

@@ -7,16 +7,9 @@
 // One pass over a row finds its maximum and sum, online (Milakov and Gimelshein, arXiv:1805.02867), a second one writes
 // the gradient. Each logit is read from memory once: what the first pass has seen waits in shared memory for the
 // second.
-//   Hopper, long rows: one persistent block on each multiprocessor, whose shared memory is a ring of stages that a
-//   producer warp fills by
-//     TMA, row after row. A stage is free when the second pass has read it, so that the next row comes in while this
-//     one is computed and
-//     written: memory is never left idle by the two phases. Long rows are shared by the two blocks of a cluster, which
-//     exchange maxima and sums.
-//   else: one block per row, with as much of it in shared memory as fits; the second pass takes the rest from L2. Where
-//   a row fits twice
-//     on an SM (50304 bf16 on Hopper) two blocks of 512 threads overlap each other's phases; longer rows get one block
-//     of 1024.
+// One block has a row, with as much of it in shared memory as fits; the second pass takes the rest from L2. Where a row
+// fits twice on an SM (50304 bf16 on Hopper) two blocks of 512 threads overlap each other's phases; longer rows get one
+// block of 1024.
 // A NaN or +inf logit makes the loss NaN, as does a row whose largest logit is not between -1e8 and 1e8; a -inf one has
 // probability 0; a target >= V gives NaN. Sums are fp32, in fixed order. Where ranks share the words (mesh.h),
 // classifier_parts finds of each row what the rank's own words say, (rank, row) maximum, sum and the target's logit;
@@ -183,155 +176,6 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     }
 }
 
-// ---- Hopper: rows through a ring
-
-// MATH threads compute, each VECTORS vectors of a stage; CLUSTER blocks share a row.
-template <int MATH_, int VECTORS_, int CLUSTER_> struct ClassifierRing {
-    static constexpr int MATH = MATH_, VECTORS = VECTORS_, CLUSTER = CLUSTER_, THREADS = MATH + WARP,
-                         WARPS = MATH / WARP;
-    static constexpr int STAGE = MATH * VECTORS * VecX::size, STAGE_BYTES = STAGE * (int)sizeof(floatX);  // elements
-    static constexpr int SHARED = 227 * 1024, STATIC = 2048, STAGES = (SHARED - STATIC) / STAGE_BYTES,
-                         BYTES = STAGES * STAGE_BYTES;
-};
-
-template <typename S, typename Cap>
-__device__ inline void classifier_ring(floatX *logits, float *losses, const int *targets, float dloss, int N, int V,
-                                       int Vp, Cap cap) {
-    extern __shared__ int4 shared_row[];
-    __shared__ uint64_t barriers[2 * S::STAGES + 2];
-    // maximum and sum of each warp that has a part of the row; of two rows in turns
-    __shared__ float2 pairs[2][S::WARPS * S::CLUSTER];
-    static_assert(sizeof barriers + sizeof pairs <= S::STATIC, "the stages do not leave room");
-    const unsigned full = shared_address(barriers), empty = full + 8 * S::STAGES, known = empty + 8 * S::STAGES;
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, block = (int)blockIdx.x % S::CLUSTER;
-    const int first_row = (int)blockIdx.x / S::CLUSTER, row_step = (int)gridDim.x / S::CLUSTER;
-    // of each row, in this block
-    const int part = (Vp / VecX::size + S::CLUSTER - 1) / S::CLUSTER * VecX::size, begin = block * part,
-              end = min(Vp, begin + part);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < S::STAGES; i++) {
-            mbarrier_init(full + 8 * i, 1);
-            mbarrier_init(empty + 8 * i, S::WARPS);
-        }
-        for (int i = 0; i < 2; i++) mbarrier_init(known + 8 * i, S::CLUSTER > 1 ? 1 : S::WARPS);
-        mbarrier_init_fence();
-    }
-    __syncthreads();
-    if (S::CLUSTER > 1) cluster_sync();  // before anything is sent
-
-    RingPlace<S::STAGES> place;
-    int target = first_row < N ? targets[first_row] : -1;
-    if (warp == S::WARPS) {  // the producer
-        for (int n = first_row; lane == 0 && n < N; n += row_step) {
-            const int next_target = n + row_step < N ? targets[n + row_step] : -1;
-            const floatX *row = logits + (size_t)n * (size_t)Vp;
-            for (int i = begin; target >= 0 && i < end; i += S::STAGE, place.next()) {
-                const int bytes = min(S::STAGE, end - i) * (int)sizeof(floatX);
-                mbarrier_wait(empty + 8 * place.stage, place.parity ^ 1);
-                mbarrier_arrive_expect(full + 8 * place.stage, bytes);
-                bulk_load(shared_address(shared_row) + place.stage * S::STAGE_BYTES, row + i, bytes,
-                          full + 8 * place.stage);
-            }
-            target = next_target;
-        }
-    } else {
-        const int mine = (int)threadIdx.x * VecX::size;
-        unsigned uses = 0;  // rows that went through the ring
-        for (int n = first_row; n < N; n += row_step) {
-            const int next_target = n + row_step < N ? targets[n + row_step] : -1;
-            floatX *row = logits + (size_t)n * (size_t)Vp;
-            if (target < 0) {
-                if (block == 0 && threadIdx.x == 0) losses[n] = 0;
-                VecX zero;
-                #pragma unroll
-                for (int k = 0; k < VecX::size; k++) zero[k] = (floatX)0.0f;
-                for (int i = begin + mine; i < end; i += S::MATH * VecX::size) vec_store_streaming(row + i, zero);
-                target = next_target;
-                continue;
-            }
-            const unsigned turn = uses & 1, barrier = known + 8 * turn;
-            if (S::CLUSTER > 1 && threadIdx.x == 0) mbarrier_arrive_expect(barrier, (int)sizeof pairs[0]);
-            RingPlace<S::STAGES> again = place;
-            OnlineSum online;
-            for (int i = begin; i < end; i += S::STAGE, place.next()) {
-                const floatX *stage = (const floatX *)shared_row + place.stage * S::STAGE;
-                mbarrier_wait(full + 8 * place.stage, place.parity);
-                #pragma unroll
-                for (int u = 0; u < S::VECTORS; u++) {
-                    const int at = u * S::MATH * VecX::size + mine;
-                    if (i + at >= end) break;
-                    VecX x = vec_load(stage + at);
-                    mask_padding(x, i + at, V);
-                    online.add(x, cap);
-                }
-            }
-            // Every warp gets the pairs of all warps, and adds them up in the same order.
-            RowSum all;
-            all.max = warp_reduce<Max>(online.max);
-            all.sum = warp_reduce<Sum>(online.sum * exp2_approx(online.offset - offset_of(all.max)));
-            float2 *pair = &pairs[turn][block * S::WARPS + warp];
-            if constexpr (S::CLUSTER == 1) {
-                if (lane == 0) {
-                    *pair = make_float2(all.max, all.sum);
-                    mbarrier_arrive(barrier);
-                }
-            } else if (lane < S::CLUSTER)
-                cluster_send(cluster_address(shared_address(pair), lane), make_float2(all.max, all.sum),
-                             cluster_address(barrier, lane));
-            mbarrier_wait(barrier, uses / 2 & 1);
-            uses++;
-            for (int j = lane; j < S::WARPS * S::CLUSTER; j += WARP) all.max = fmaxf(all.max, pairs[turn][j].x);
-            all.max = warp_reduce<Max>(all.max);
-            all.offset = offset_of(all.max);
-            all.sum = 0;
-            for (int j = lane; j < S::WARPS * S::CLUSTER; j += WARP)
-                all.sum += pairs[turn][j].y * exp2_approx(offset_of(pairs[turn][j].x) - all.offset);
-            all.sum = warp_reduce<Sum>(all.sum);
-            if (target >= V && block == 0 && threadIdx.x == 0) losses[n] = NAN;
-
-            const int written_target = target < V ? target : -VecX::size;  // never in a vector
-            const float factor = dloss / all.sum;
-            for (int i = begin; i < end; i += S::STAGE, again.next()) {
-                const floatX *stage = (const floatX *)shared_row + again.stage * S::STAGE;
-                VecX x[S::VECTORS];
-                #pragma unroll
-                for (int u = 0; u < S::VECTORS; u++) {
-                    const int at = u * S::MATH * VecX::size + mine;
-                    if (i + at < end) x[u] = vec_load(stage + at);
-                }
-                __syncwarp();
-                if (lane == 0) mbarrier_arrive(empty + 8 * again.stage);
-                #pragma unroll
-                for (int u = 0; u < S::VECTORS; u++) {
-                    const int at = i + u * S::MATH * VecX::size + mine;
-                    if (at >= end) break;
-                    mask_padding(x[u], at, V);
-                    vec_store_streaming(row + at, all.gradient(x[u], factor, cap));
-                    if ((unsigned)(written_target - at) < (unsigned)VecX::size) {
-                        float target_logit = 0;
-                        #pragma unroll
-                        for (int k = 0; k < VecX::size; k++)
-                            if (at + k == target) target_logit = (float)x[u][k];
-                        losses[n] = all.loss(cap(target_logit).y);
-                        row[target] = all.target_gradient(target_logit, factor, dloss, cap);
-                    }
-                }
-            }
-            target = next_target;
-        }
-    }
-    if (S::CLUSTER > 1) cluster_sync();  // nobody leaves while the other may still send
-}
-template <typename S, typename Cap>
-__global__ void __launch_bounds__(S::THREADS, 1)
-    classifier_ring_kernel(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp,
-                           const Cap cap) {
-    if constexpr (HOPPER_CODE)
-        classifier_ring<S>(logits, losses, targets, dloss, N, V, Vp, cap);
-    else
-        __trap();
-}
-
 // ---- words shared by ranks
 
 // Of a row, by one rank's words: their largest logit, the sum of 2^(logit log2(e) - offset_of(that)), the target's
@@ -435,46 +279,6 @@ static inline void classifier_launch(floatX *logits, float *losses, const int *t
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
     kernel<<<(unsigned)N, THREADS, bytes, stream>>>(logits, losses, targets, dloss, V, Vp, cached, cap);
 }
-template <typename S, typename Cap>
-static inline void classifier_ring_launch(floatX *logits, float *losses, const int *targets, float dloss, int N, int V,
-                                          int Vp, Cap cap, cudaStream_t stream) {
-    const auto kernel = classifier_ring_kernel<S, Cap>;
-    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
-    const int most = device_attribute(cudaDevAttrMultiProcessorCount) / S::CLUSTER;
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = S::CLUSTER;
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    cudaLaunchConfig_t launch = {};
-    launch.gridDim = dim3((unsigned)((N < most ? N : most) * S::CLUSTER));
-    launch.blockDim = dim3(S::THREADS);
-    launch.dynamicSmemBytes = S::BYTES;
-    launch.stream = stream;
-    launch.attrs = &attribute;
-    launch.numAttrs = S::CLUSTER > 1;
-    cudaCheck(cudaLaunchKernelEx(&launch, kernel, logits, losses, targets, dloss, N, V, Vp, cap));
-}
-// A row alone in a ring leaves some of its stages to the next one; else two blocks share it. False if it is too long or
-// too short even so, or the code that was loaded for this GPU is not Hopper's.
-template <typename Cap>
-static inline bool classifier_ring_run(floatX *logits, float *losses, const int *targets, float dloss, int N, int V,
-                                       int Vp, Cap cap, cudaStream_t stream) {
-    enum { RING_LEAST = 16384, MATH = 640, VECTORS = 2 };  // 768 threads of one vector: 10% slower
-    typedef ClassifierRing<MATH, VECTORS, 1> Alone;
-    typedef ClassifierRing<MATH, VECTORS, 2> Shared;
-    static const bool available = has_hopper_code(classifier_ring_kernel<Alone, Cap>);
-    const int stages = (Vp + Alone::STAGE - 1) / Alone::STAGE,
-              half_stages = (Vp / 2 + VecX::size + Alone::STAGE - 1) / Alone::STAGE;
-    if (!available || Vp < RING_LEAST || half_stages > Shared::STAGES) return false;
-    if (4 * stages <= 3 * Alone::STAGES)
-        classifier_ring_launch<Alone>(logits, losses, targets, dloss, N, V, Vp, cap, stream);
-    else
-        classifier_ring_launch<Shared>(logits, losses, targets, dloss, N, V, Vp, cap, stream);
-    return true;
-}
-
-inline bool classifier_rings = true;  // false: as on GPUs without them, for dev/cuda/classifier.cu
-
 template <typename Cap>
 static inline void classifier_run(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp,
                                   int write_dlogits, Cap cap, cudaStream_t stream) {
@@ -483,8 +287,6 @@ static inline void classifier_run(floatX *logits, float *losses, const int *targ
     const int per_block = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     const size_t row_bytes = (size_t)Vp * sizeof(floatX);
     const int room = per_block - (int)sizeof(float) * WARP;
-    if (write_dlogits && classifier_rings && classifier_ring_run(logits, losses, targets, dloss, N, V, Vp, cap, stream))
-        return;
     if (!write_dlogits)
         classifier_kernel<512, false><<<(unsigned)N, 512, 0, stream>>>(logits, losses, targets, dloss, V, Vp, 0, cap);
     else if (row_bytes + reserved <= (size_t)per_sm / 2)
