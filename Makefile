@@ -132,11 +132,11 @@ $(CU)/%.ptx: %.cu train_gpt2.cu train_gpt2.c $(HEADERS) $(wildcard dev/cuda/*.cu
 # What takes long to compile is an object that trainer, tests and ladders share.
 MATMUL_OBJECTS := $(patsubst %,$(CU)/llmc/kernels/matmul_hopper_%.o,forward backward fp8)
 $(addprefix $(CU)/,train_gpt2cu test_gpt2cu $(addprefix dev/cuda/,lora matmul matmul_fp8 muon rope tp)): $(MATMUL_OBJECTS)
-$(addprefix $(CU)/,train_gpt2cu test_gpt2cu): $(CU)/llmc/kernels/attention.o
+$(addprefix $(CU)/,train_gpt2cu test_gpt2cu): $(patsubst %,$(CU)/llmc/%.o,kernels/attention kernels/norm model/decode)
 $(CU)/train_gpt2cu $(CU)/test_gpt2cu: $(CU)/%cu: $(CU)/%.o $(BUILD)/revision.o
 	$(NVCC) $(NVFLAGS) $^ -o $@.$(PARTIAL) $(CUDA_LIBS) $(MPI_LIBS) $(if $(MPI_LIBS),$(NCCL_LIBS)) && mv -f $@.$(PARTIAL) $@
 # All objects at once, under a plain make, too. fp32 has a name of its own, to have both.
-at_once = --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j5)
+at_once = --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j7)
 train_gpt2cu test_gpt2cu: FORCE
 	@$(MAKE) $(at_once) $(CU)/$@
 	@$(call renew,$(CU)/$@)

@@ -19,7 +19,7 @@ static __device__ void delay_block(int rank, uint32_t epoch) {
     if (r % 4 == 0 && threadIdx.x % WARP == 0) __nanosleep((unsigned)(r >> 8) % 100000);
 }
 #define P2P_DELAY(rank, epoch, place) delay_block(rank, epoch)
-#include "../../llmc/model/decode_lines.cuh"
+#include "../../llmc/model/decode.cu"
 #include "../../llmc/ranks/p2p.cuh"
 #include "decode_model.h"
 

@@ -1,9 +1,9 @@
-// Ladder of llmc/kernels/norm.cuh: both norms, forward, forward with the residual sum, backward; every layout of a row;
+// Ladder of llmc/kernels/norm.cu: both norms, forward, forward with the residual sum, backward; every layout of a row;
 // speed. Build and run: make bench, or see dev/cuda/common.cuh.
 #include "common.cuh"
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
-#include "../../llmc/kernels/norm.cuh"
+#include "../../llmc/kernels/norm.cu"
 
 static const char *kind_name(NormKind kind) { return kind == NORM_LAYER ? "LayerNorm" : "RMSNorm"; }
 

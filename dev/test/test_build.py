@@ -67,11 +67,11 @@ LONGER = {
     "dev/test/test_checkpoint.c: test_damaged_state": 65,
     "dev/test/test_json.c: test_grammar": 89,
     "dev/test/test_tp.c: test_split": 64,
-    "llmc/kernels/norm.cuh: norm_backward_kernel": 105,
+    "llmc/kernels/norm.cu: norm_backward_kernel": 105,
     "dev/doctor.py: report": 109,
 }
 # Of llmc, train_gpt2.cu and train_gpt2.c, without comments and indentation: every KB must earn its place.
-CORE_KB = 957
+CORE_KB = 948
 # Includes go one way: a file of llmc may include those of its own folder and of those before it. README.md says what is
 # in which.
 FOLDERS = ("llmc", *(f"llmc/{room}" for room in "cuda kernels ranks model data files talk run cpu".split()), ".")

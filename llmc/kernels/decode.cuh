@@ -215,7 +215,7 @@ __device__ __forceinline__ void decode_normalise(const Decode &d, const floatX *
 }
 
 // The norm behind the embedding, of whole rows.
-__device__ __noinline__ void decode_normalise_stream(const Decode &d, DecodeShared &s, int rows) {
+static __device__ __noinline__ void decode_normalise_stream(const Decode &d, DecodeShared &s, int rows) {
     for (int row = blockIdx.x; row < rows; row += gridDim.x) {
         floatX *normed = d.normed + (size_t)row * d.C;
         decode_normalise(d, d.stream_gain, NULL, s.norm_sums[0], row, normed);
@@ -382,8 +382,8 @@ __device__ __forceinline__ void decode_product(const Decode &d, DecodeShared &s,
     }
 }
 // QK-norm and RoPE, in place. A block that finishes columns of a head has not all of them, so this is a phase.
-__device__ __noinline__ void decode_normalise_heads(const Decode &d, const DecodeShared &s, const floatX *gains,
-                                                    int layer, int rows) {
+static __device__ __noinline__ void decode_normalise_heads(const Decode &d, const DecodeShared &s, const floatX *gains,
+                                                           int layer, int rows) {
     constexpr int N = VecX::size;
     static_assert((int)DECODE_BLOCK_THREADS == (int)QK_NORM_THREADS, "HeadThread counts them");
     const int lanes = head_lanes(d.HD, N), heads = d.NH + d.NKV;
@@ -603,8 +603,7 @@ template <typename Ranks> static inline auto decode_kernel_of(const Decode *d, i
 }
 #ifdef __CUDACC__  // not where a CPU runs the kernel (dev/test/decode.cpp)
 // Of several ranks each launches it, for the same rows.
-template <typename Ranks>
-static inline void decode_launch(const Decode *d, const Ranks &ranks, int rows, cudaStream_t stream) {
+template <typename Ranks> void decode_launch(const Decode *d, const Ranks &ranks, int rows, cudaStream_t stream) {
     const auto kernel = decode_kernel_of<Ranks>(d, rows);
     assert(rows >= 1 && rows <= DECODE_MOST_ROWS);
     cudaLaunchAttribute together;

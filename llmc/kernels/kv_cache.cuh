@@ -117,7 +117,7 @@ __device__ inline void kv_append(const KvRows &cache, floatX *qkv, int t, int ro
 }
 // Block: a row. Those of the n new tokens go to the cache. Those before come from it, their queries are zeros. Those
 // behind become zeros, because a masked key still counts 0 times its value.
-__global__ void __launch_bounds__(PROMPT_THREADS)
+static __global__ void __launch_bounds__(PROMPT_THREADS)
     kv_prompt_kernel(floatX *qkv, KvRows cache, int at, int n, int room, int NH, int NKV, int HD) {
     const int t = blockIdx.x, vectors = HD / VecX::size, all = (NH + 2 * NKV) * vectors;
     floatX *row = qkv + (size_t)t * all * VecX::size;

@@ -94,4 +94,9 @@ static inline DecodeLines decode_lines(const P2p *p) {
     return l;
 }
 
+#ifdef __CUDACC__
+// In decode.cu, an object of its own: its kernels take long to compile.
+extern template void decode_launch<DecodeLines>(const Decode *, const DecodeLines &, int, cudaStream_t);
+#endif
+
 #endif
