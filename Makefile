@@ -185,13 +185,12 @@ $(BUILD)/fuzz/%.fuzzer: dev/fuzz/%.c dev/fuzz/fuzz.h $(C_HEADERS) $(CONFIG) Make
 	printf 'error: $@ was not built\n  hint: it needs clang with libFuzzer: apt install clang libclang-rt-dev, or CLANG=...\n' >&2; \
 	exit 1; }
 
-# A header is included by a file that has nothing else (what comes after a backend: a Model and nothing else). C headers serve
-# C and C++; device code is compiled for one GPU only, and not optimised (-G), which would take six times as long.
-AFTER_BACKEND := files/hf_weights files/checkpoint talk/chat talk/engine talk/generate talk/serve run/evaluate run/loop run/report run/setup
+# A header is included by a file that has nothing else. C headers serve C and C++; device code is compiled for one GPU only,
+# and not optimised (-G), which would take six times as long.
 headers: $(HEADERS:llmc/%=$(BUILD)/headers/%.ok)
 $(BUILD)/headers/%.h.ok: llmc/%.h $(C_HEADERS) $(CONFIG)
 	@mkdir -p $(@D)
-	@printf '$(if $(filter $*,$(AFTER_BACKEND)),#include "llmc/model/backend.h"\nstruct Model { Config config; Lora lora; ParamTable table; ParamTable frozen; const Mesh *mesh; };\n)#include "llmc/$*.h"\n' > $(@:.ok=.c)
+	@printf '#include "llmc/$*.h"\n' > $(@:.ok=.c)
 	@$(CC) -std=gnu11 $(WARNINGS) -I. -fsyntax-only $(@:.ok=.c)
 	@$(if $(CXX),$(CXX) -x c++ -std=c++17 $(WARNINGS) -I. -fsyntax-only $(@:.ok=.c))
 	@touch $@ && echo 'ok llmc/$*.h'

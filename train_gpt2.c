@@ -1783,6 +1783,11 @@ void model_close(Model *m) {
 
 // ---- what the training loop asks
 
+Model *model_new(void) { return new_zeros(Model, 1); }
+ModelFacts facts_of(const Model *m) {
+    const ModelFacts facts = {&m->config, &m->table, &m->frozen, (Lora *)&m->lora, m->mesh};
+    return facts;
+}
 const char *model_device(const Model *m) { return m->device; }
 double model_memory_gib(const Model *m) { return m->bytes / 1073741824.0; }
 void model_print_plan(const Model *m, FILE *f) {

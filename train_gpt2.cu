@@ -922,6 +922,11 @@ void model_close(Model *m) {
 
 // ---- what the training loop asks (backend.h)
 
+Model *model_new(void) { return new_zeros(Model, 1); }
+ModelFacts facts_of(const Model *m) {
+    const ModelFacts facts = {&m->config, &m->table, &m->frozen, (Lora *)&m->lora, m->mesh};
+    return facts;
+}
 const char *model_device(const Model *m) { return m->gpu.prop.name; }
 const char *model_dtype(const Model *) { return FLOATX_NAME; }
 const char *model_carriers(const Model *m) { return m->links.carriers; }

@@ -1,13 +1,6 @@
 // options.h, config.h: any bytes as a command line, one word a line. What is accepted prints and reads back alike.
 #include "fuzz.h"
 
-#include "../../llmc/model/backend.h"
-struct Model {
-    Config config;
-    Lora lora;
-    ParamTable table, frozen;
-    const Mesh *mesh;
-};
 #include "../../llmc/run/loop.h"
 
 static void fuzz_one(const uint8_t *data, size_t size) {

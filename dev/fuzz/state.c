@@ -31,6 +31,11 @@ static Comm comm_alone(void) {
 // ---- a model of the right size
 
 void model_identify(HandshakeRecord *r) { (void)r; }
+Model *model_new(void) { return new_zeros(Model, 1); }
+ModelFacts facts_of(const Model *m) {
+    const ModelFacts facts = {&m->config, &m->table, &m->frozen, (Lora *)&m->lora, m->mesh};
+    return facts;
+}
 void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     (void)o;
     m->config = *c;

@@ -4,6 +4,10 @@
 
 static float to_bf16(float x) { return bf16_widen(bf16_nearest(x)); }
 static const Mesh one_rank = MESH_ALONE;
+ModelFacts facts_of(const Model *m) {
+    const ModelFacts facts = {&m->config, &m->table, &m->frozen, (Lora *)&m->lora, m->mesh};
+    return facts;
+}
 Span model_owned(const Model *m, Slot s, int unit) {
     (void)s;
     return param_unit(&m->table, unit);

@@ -17,6 +17,10 @@ struct Model {
 #include "check.h"
 #include "save_model.h"
 
+ModelFacts facts_of(const Model *m) {
+    const ModelFacts facts = {&m->config, &m->table, &m->frozen, (Lora *)&m->lora, m->mesh};
+    return facts;
+}
 const char *model_dtype(const Model *m) {
     (void)m;
     return "fp32";

@@ -20,7 +20,6 @@
 //   checkpoint_begin(&c, m, output, &state, 1);                  every rank; returns as soon as the copy is made
 //   ... steps ..., until checkpoint_written(&c) on all ranks     does not communicate
 //   error = checkpoint_finish(&c);                               every rank; now the folder has its name, or is gone
-// Include this after a backend (backend.h).
 #ifndef LLMC_CHECKPOINT_H
 #define LLMC_CHECKPOINT_H
 
@@ -165,7 +164,7 @@ static inline int state_is_sealed(const char *text, size_t length) {
     return memcmp(text + length - size, seal, size) == 0;
 }
 static inline const char *states_dtype(const Model *m) { return model_slot_is_bf16(m, SLOT_M) ? "bf16" : "fp32"; }
-static inline const char *optimizer_name(const Model *m) { return m->table.muon ? "muon" : "adamw"; }
+static inline const char *optimizer_name(const Model *m) { return facts_of(m).table->muon ? "muon" : "adamw"; }
 // What must be the same in a run that goes on. dtype: of the weights; states: of m and v.
 static inline void precision_text(char *text, size_t size, const char *dtype, int master, const char *states,
                                   const char *optimizer) {
@@ -207,7 +206,8 @@ static inline int write_train_state(const Model *m, const char *folder, const Tr
         fprintf(f, "  \"%s\": %ld,\n", state_numbers[i].key, *number);
     }
     fprintf(f, "  \"parameters\": %zu,\n  \"dtype\": \"%s\",\n  \"master\": %s,\n  \"states\": \"%s\",\n",
-            m->table.num_weights, model_dtype(m), model_has_slot(m, SLOT_MASTER) ? "true" : "false", states_dtype(m));
+            facts_of(m).table->num_weights, model_dtype(m), model_has_slot(m, SLOT_MASTER) ? "true" : "false",
+            states_dtype(m));
     fprintf(f, "  \"optimizer\": \"%s\",\n  \"best_loss\": ", optimizer_name(m));
     json_write_double(f, s->best_step ? s->best_loss : NAN);
     fputs(",\n", f);
@@ -682,17 +682,18 @@ static inline void checkpoint_begin(Checkpoint *c, Model *m, const char *output,
     c->output = path_of("%s", output);
     c->folder = checkpoint_folder(output, s->step, "");
     c->writing = checkpoint_folder(output, s->step, ".tmp");
-    int first = m->mesh->job.rank == 0;
-    slots_declare(
-        &c->files[0], m, weight_slot, 1,
-        path_of(m->frozen.count ? "%s/adapter_model.safetensors" : "%s/model.safetensors", c->writing.text).text);
+    int first = facts_of(m).mesh->job.rank == 0;
+    slots_declare(&c->files[0], m, weight_slot, 1,
+                  path_of(facts_of(m).frozen->count ? "%s/adapter_model.safetensors" : "%s/model.safetensors",
+                          c->writing.text)
+                      .text);
     slots_declare(&c->files[1], m, optimizer_slots, num_optimizer_slots(m),
                   path_of("%s/optimizer.safetensors", c->writing.text).text);
     if (first) {
         checkpoint_make_folder(c);
         checkpoint_open_files(c, 1);
     }
-    if (comm_or(&m->mesh->job, c->error != 0) && !c->error) c->error = OTHER_RANK_FAILED;
+    if (comm_or(&facts_of(m).mesh->job, c->error != 0) && !c->error) c->error = OTHER_RANK_FAILED;
     if (!first) checkpoint_open_files(c, 0);
     for (int i = 0; overlap && !c->error && i < 2; i++)
         for (int k = 0; k < c->files[i].num_slots; k++) model_snapshot(m, c->files[i].slots[k].slot);
@@ -724,7 +725,7 @@ static inline int checkpoint_publish(const Checkpoint *c) {
 // could not write its part, an error on all ranks, and nothing of the checkpoint is left.
 static inline int checkpoint_finish(Checkpoint *c) {
     enum { BUSY = 1, FAILED = 2 };
-    const Comm *comm = &c->m->mesh->job;
+    const Comm *comm = &facts_of(c->m).mesh->job;
     int64_t before = -1, now;
     int all, mine;
     do {  // the ranks meet as long as each makes progress: a slow disk passes, one that hangs trips the watchdog
@@ -840,7 +841,7 @@ static inline void checkpoint_load_state(const char *folder, TrainState *s) {
     json_free(&j);
 }
 static inline void checkpoint_load_weights(Model *m, const char *folder) {
-    if (m->frozen.count)
+    if (facts_of(m).frozen->count)
         model_load_adapters(m, folder);
     else
         model_load_weights(m, folder);

@@ -6,7 +6,6 @@
 // slots. Every rank writes its shard of each unit into the one file, and reads what it owns. With tensor parallelism,
 // the parts of a tensor (params.h) say what a rank has of it. Of several copies the first is written.
 // Host memory is bounded: tensors pass through two pieces of HF_PIECE floats.
-// Include this after a backend (backend.h).
 #ifndef LLMC_HF_WEIGHTS_H
 #define LLMC_HF_WEIGHTS_H
 
@@ -93,7 +92,7 @@ typedef struct {
 } SlotName;
 static const SlotName weight_slot[] = {{SLOT_WEIGHT, ""}}, frozen_slot[] = {{SLOT_FROZEN, ""}};
 static inline const ParamTable *table_of(const Model *m, const SlotName *slots) {
-    return slots->slot == SLOT_FROZEN ? &m->frozen : &m->table;
+    return slots->slot == SLOT_FROZEN ? facts_of(m).frozen : facts_of(m).table;
 }
 static const SlotName optimizer_slots[] = {{SLOT_M, "m."}, {SLOT_V, "v."}, {SLOT_MASTER, "master."}};
 static_assert(NUM_SLOTS == COUNT_OF(optimizer_slots) + 3, "a checkpoint has all slots but gradients: add the new one");
@@ -114,29 +113,32 @@ typedef struct {
 } SlotFile;
 
 static inline void slots_declare(SlotFile *f, const Model *m, const SlotName *slots, int num_slots, const char *path) {
+    const ModelFacts facts = facts_of(m);
     f->slots = slots;
     f->num_slots = num_slots;
     st_create(&f->file, path);
-    f->file.base = slots->slot == SLOT_WEIGHT ? m->lora.base : 0;
+    f->file.base = slots->slot == SLOT_WEIGHT ? facts.lora->base : 0;
     for (int k = 0; k < num_slots; k++)
-        for (int i = 0; i < m->table.count; i++) {
-            if (!slot_holds(slots[k].slot, &m->table.params[i])) continue;
+        for (int i = 0; i < facts.table->count; i++) {
+            const Param *p = &facts.table->params[i];
+            if (!slot_holds(slots[k].slot, p)) continue;
             uint64_t shape[2];
             char name[112];
-            int dims = param_shape(&m->table.params[i], shape);
-            snprintf(name, sizeof name, "%s%s", slots[k].prefix, m->table.params[i].name);
+            int dims = param_shape(p, shape);
+            snprintf(name, sizeof name, "%s%s", slots[k].prefix, p->name);
             st_declare(&f->file, name, model_slot_is_bf16(m, slots[k].slot) ? ST_BF16 : ST_F32, dims, shape);
         }
 }
 // Ranks meet here while they write. A rank that is done waits here too, so that its watchdog sees progress.
 static inline int slots_meet(const Model *m, int on) {
     watchdog_beat(PHASE_SAVE, -1);
-    return comm_or(&m->mesh->job, on);
+    return comm_or(&facts_of(m).mesh->job, on);
 }
 // Writes this rank's shards. `read` is model_read: all ranks call it. Or model_read_snapshot: any thread may call it,
 // since it then neither meets other ranks nor touches the watchdog. progress counts the pieces that are written.
 static inline void slots_write(SlotFile *f, const Model *m, SlotReader *read, int64_t *progress) {
-    const ParamTable *table = &m->table;
+    const ParamTable *table = facts_of(m).table;
+    const Comm *dp = &facts_of(m).mesh->dp;
     float *piece = new_array(float, 2 * HF_PIECE);
     size_t unflushed = 0;
     int declared = 0;
@@ -145,8 +147,7 @@ static inline void slots_write(SlotFile *f, const Model *m, SlotReader *read, in
             const Param *p = &table->params[i];
             if (!slot_holds(f->slots[k].slot, p)) continue;
             const ParamFile to = {NULL, NULL, &f->file, declared++};
-            Span mine =
-                span_overlap(param_shard(table, p->unit, m->mesh->dp.rank, m->mesh->dp.world), p->offset, p->size);
+            const Span mine = span_overlap(param_shard(table, p->unit, dp->rank, dp->world), p->offset, p->size);
             for (size_t at = mine.begin - p->offset, end = at + mine.count, n; at < end; at += n) {
                 const ParamPart *q = param_part_at(p, at);
                 n = param_piece(p, at, end - at);
@@ -198,10 +199,10 @@ static inline int is_redundant(const char *name) {
 // What to do about weights that are not the model's.
 static inline const char *hint_of_differences(const Model *m, const StReader *r, const SlotName *slots) {
     static const char *const of_others[] = {"embed_tokens.weight", "score.weight", "classifier.weight"};
-    if (m->frozen.count && slots->slot != SLOT_FROZEN)
+    if (facts_of(m).frozen->count && slots->slot != SLOT_FROZEN)
         return "these adapters are for another base, or were trained with other --lora options";
     const char *prefix = slots->prefix;
-    int headless = !m->config.tied && !st_find(r, "lm_head.weight");
+    int headless = !facts_of(m).config->tied && !st_find(r, "lm_head.weight");
     for (int i = 0; i < 3; i++) headless |= st_find(r, of_others[i]) != NULL;
     if (!headless || *prefix) return "use the config.json that belongs to it";
     return "it is a base model or a classifier: use a whole language model (...ForCausalLM, GPT2LMHeadModel)";
@@ -239,7 +240,7 @@ static inline void require_same_tensors(const Model *m, const SlotName *slots, i
             differ(&d, "; %.80s is not part of the model", r->tensors[i].name);
     free(known);
     const StTensor *head = st_find(r, "lm_head.weight"), *embedding = find_param(r, "", &table->params[0]);
-    if (m->config.tied && head && embedding && !st_same(r, head, embedding))
+    if (facts_of(m).config->tied && head && embedding && !st_same(r, head, embedding))
         differ(&d, "; lm_head.weight is not the embedding, as tie_word_embeddings says");
     require(d.count == 0, "'%s' does not hold this model, %d differences: %s%s\n%s", path, d.count, d.text + 2,
             d.count > 10 ? "; ..." : "", hint);
@@ -276,13 +277,14 @@ static inline void require_base(uint64_t made_for, uint64_t mark, const char *wh
 // with; NULL: none.
 static inline void load_slots(Model *m, const SlotName *slots, int num_slots, const char *path,
                               const Adapters *merged) {
+    const ModelFacts facts = facts_of(m);
     const ParamTable *table = table_of(m, slots);
     float *piece = new_array(float, 2 * HF_PIECE);
     StReader r;
     st_open(&r, path);
     require_same_tensors(m, slots, num_slots, &r, path);
-    if (slots->slot == SLOT_FROZEN) m->lora.base = base_mark(&r, &m->frozen, &m->table);
-    if (slots->slot == SLOT_WEIGHT && m->lora.base) require_base(base_of_adapters(&r), m->lora.base, path);
+    if (slots->slot == SLOT_FROZEN) facts.lora->base = base_mark(&r, facts.frozen, facts.table);
+    if (slots->slot == SLOT_WEIGHT && facts.lora->base) require_base(base_of_adapters(&r), facts.lora->base, path);
     if (merged) require_base(merged->lora.base, base_mark(&r, table, &merged->table), path);
     for (int k = 0; k < num_slots; k++)
         for (int i = 0; i < table->count; i++) {
@@ -313,10 +315,11 @@ static inline void model_load_adapters(Model *m, const char *folder) {
 }
 // The weights of a base into which adapters are merged.
 static inline void model_load_merged(Model *m, const char *base, const char *folder) {
+    const Config *config = facts_of(m).config;
     Adapters a;
     StReader r;
-    a.lora = adapter_config_read(folder, &m->config);
-    a.table = lora_table(&m->config, &a.lora, 1, 0);
+    a.lora = adapter_config_read(folder, config);
+    a.table = lora_table(config, &a.lora, 1, 0);
     a.values = new_array(float, a.table.total);
     st_open(&r, adapter_file(folder).text);
     for (const Param *p = a.table.params; p < a.table.params + a.table.count; p++) {
@@ -349,16 +352,17 @@ static inline int write_text_file(const char *folder, const char *name, const ch
 }
 // Of the model, or with --lora of the adapters to `base`.
 static inline int write_config(const Model *m, const char *folder, const char *base, uint64_t *sum) {
+    const ModelFacts facts = facts_of(m);
     Text text;
     FILE *f = text_open(&text);
-    if (m->frozen.count)
-        adapter_config_write(&m->config, &m->lora, base, f);
+    if (facts.frozen->count)
+        adapter_config_write(facts.config, facts.lora, base, f);
     else {
-        config_write(&m->config, model_dtype(m), f, "\n  ");
+        config_write(facts.config, model_dtype(m), f, "\n  ");
         fputc('\n', f);
     }
     int error =
-        write_text_file(folder, m->frozen.count ? "adapter_config.json" : "config.json", text_close(&text), sum);
+        write_text_file(folder, facts.frozen->count ? "adapter_config.json" : "config.json", text_close(&text), sum);
     free(text.bytes);
     return error;
 }

@@ -266,7 +266,7 @@ template <NormKind KIND, bool RESIDUAL> static NormForwardKernel *norm_forward_k
     #undef KERNEL
 }
 void norm_forward(const Norm *n, floatX *residual, floatX *out, const floatX *a, const floatX *b, int N,
-                                cudaStream_t stream) {
+                  cudaStream_t stream) {
     norm_require(n, {residual, out, a, b});
     const int C = n->C, vecs = C / VecX::size, per_thread = vecs <= 4 * 512 ? 4 : vecs <= 8 * 1024 ? 8 : 16;
     const bool warp_rows = vecs <= 8 * WARP;
@@ -310,8 +310,8 @@ size_t norm_backward_scratch_bytes(int C) {
     const int blocks = NORM_MAX_SMS * norm_backward_plan<NORM_RMS, false>(C).blocks_per_sm;
     return (size_t)blocks * 3 * (size_t)C * sizeof(float);
 }
-void norm_backward(const Norm *n, floatX *dinp, float *stream_sums, const floatX *dout, int N,
-                                 int accumulate, void *scratch, cudaStream_t stream) {
+void norm_backward(const Norm *n, floatX *dinp, float *stream_sums, const floatX *dout, int N, int accumulate,
+                   void *scratch, cudaStream_t stream) {
     const int C = n->C, layer = n->kind == NORM_LAYER;
     norm_require(n, {dinp, stream_sums, dout, n->x, scratch});
     const auto of_layer = stream_sums ? norm_backward_plan<NORM_LAYER, true> : norm_backward_plan<NORM_LAYER, false>;

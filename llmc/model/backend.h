@@ -1,8 +1,5 @@
 // The interface of a model: train_gpt2.c implements it on the CPU, train_gpt2.cu on a GPU. loop.h, checkpoint.h and
-// the tests use nothing else of a model. A backend defines `struct Model { Config config; Lora lora; ParamTable
-// table, frozen; const Mesh *mesh; ... }` and all functions below. `config` is that of the whole model. `table` is what
-// is trained, and so every offset and count of elements, of this rank's part (params_of_rank). With --lora these are
-// the adapters (lora.h), and `frozen` is the table of the model's weights; else it has no tensors.
+// the tests use nothing else of a model: what struct Model is, its backend alone knows.
 //
 // All ranks of the mesh call these in the same order, with the same arguments but for the tokens, which are the same in
 // a tensor-parallel group. The gradients of a unit are summed over the data-parallel ranks as soon as the last
@@ -25,6 +22,17 @@
 #include "optimiser.h"
 
 typedef struct Model Model;
+
+// What a model is, for those who load, save and report it. Its backend holds what these point to.
+typedef struct {
+    const Config *config;      // of the whole model
+    const ParamTable *table;   // what is trained, and so every offset and count of elements, of this rank's part
+                               // (params_of_rank). With --lora these are the adapters (lora.h),
+    const ParamTable *frozen;  // and this is the table of the model's weights; else it has no tensors
+    Lora *lora;                // whoever loads the base sets its mark
+    const Mesh *mesh;
+} ModelFacts;
+ModelFacts facts_of(const Model *m);
 
 // Buffers in the layout of the parameters.
 typedef enum {
@@ -144,6 +152,7 @@ void model_identify(HandshakeRecord *r);
 // Allocates everything for micro-steps of (o->batch_size, o->seq_len) tokens of this rank. Weights are zero afterwards.
 void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh);
 void model_close(Model *m);
+Model *model_new(void);                      // for model_open; free() it after model_close
 const char *model_device(const Model *m);    // for people: "NVIDIA H200", "CPU, 2 threads"
 const char *model_dtype(const Model *m);     // "fp32" or "bf16"
 const char *model_carriers(const Model *m);  // for people: the transports between ranks; "": there is no choice

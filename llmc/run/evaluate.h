@@ -122,7 +122,7 @@ static inline int list_sets(const Evaluation *e, DataFile *files) {
 // ranks end it at the same batch.
 static int evaluation_goes_on(Evaluation *e, const Model *m, int on) {
     watchdog_beat(PHASE_EVALUATE, -1);
-    int all = e->stopped ? 0 : stop_meet(&m->mesh->job, on);
+    int all = e->stopped ? 0 : stop_meet(&facts_of(m).mesh->job, on);
     e->stopped |= all & MEET_ON && all & MEET_STOP;
     return all & MEET_ON && !e->stopped;
 }
@@ -141,7 +141,8 @@ static void empty_batch(const Evaluation *e, Model *m) {
 static void evaluation_end(Evaluation *e, Model *m) {
     while (evaluation_goes_on(e, m, 0))
         if (e->together) empty_batch(e, m);
-    if (m->mesh->tp.world > 1) comm_align(&m->mesh->job);  // tensor-parallel groups have different numbers of batches
+    const Mesh *mesh = facts_of(m).mesh;
+    if (mesh->tp.world > 1) comm_align(&mesh->job);  // tensor-parallel groups have different numbers of batches
 }
 
 // ---- validation set
@@ -150,7 +151,7 @@ static void evaluation_end(Evaluation *e, Model *m) {
 // size. Bits
 // per byte of text (end-of-text has no bytes) compare models with different tokenizers.
 static ValScore validation_score(Evaluation *e, Model *m, const Tokenizer *tokenizer) {
-    const Comm *dp = &m->mesh->dp;
+    const Comm *dp = &facts_of(m).mesh->dp;
     int B = e->B, T = e->T, step = B * dp->world;
     int64_t rows = e->val.rows_per_epoch, bytes = 0, learned = 0;
     if (e->val_batches > 0 && e->val_batches * step < rows) rows = e->val_batches * step;
@@ -205,6 +206,7 @@ static void choice_flush(ChoiceBatch *b, Evaluation *e, double *sums) {
 // only.
 static void choice_losses(Evaluation *e, const EvalSet *s, Model *m, double *sums) {
     enum { SHORTEST = 16 };
+    const Comm *dp = &facts_of(m).mesh->dp;
     size_t most = e->B * (size_t)e->T;
     int *tokens = new_array(int, 3 * most);
     ChoiceBatch b = {m, e->T, e->B, 0, tokens, tokens + most, tokens + 2 * most, new_array(float, most)};
@@ -212,7 +214,7 @@ static void choice_losses(Evaluation *e, const EvalSet *s, Model *m, double *sum
         last = b.T % 2 || b.T / 2 < SHORTEST;
         for (int k = 0; k < s->num_choices; k++) {
             int length = eval_row_length(s, k, e->T), fits = length <= b.T && (last || length > b.T / 2);
-            if (!fits || s->choices[k].example % m->mesh->dp.world != m->mesh->dp.rank) continue;
+            if (!fits || s->choices[k].example % dp->world != dp->rank) continue;
             size_t at = b.filled * (size_t)b.T;
             eval_row(s, k, b.T, b.inputs + at, b.targets + at);
             b.choice[b.filled++] = k;
@@ -232,7 +234,7 @@ static int choice_is_right(const EvalExample *x, const double *measure) {
     return best == x->label;
 }
 static ChoiceScore choice_score(Evaluation *e, const EvalSet *s, Model *m) {
-    const Comm *dp = &m->mesh->dp;
+    const Comm *dp = &facts_of(m).mesh->dp;
     double *sums = new_zeros(double, s->num_choices);
     double total[5] = {0};  // right by each measure; loss and tokens of right choices
     choice_losses(e, s, m, sums);

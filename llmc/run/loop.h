@@ -1,5 +1,5 @@
-// The training loop of both programs: steps, evaluation, samples, checkpoints. Include it last, after a backend
-// (backend.h), through which it calls the model. Every rank runs it; rank 0 alone prints and logs. Decisions about the
+// The training loop of both programs: steps, evaluation, samples, checkpoints. It calls the model through
+// backend.h. Every rank runs it; rank 0 alone prints and logs. Decisions about the
 // next call (skip, stop, save) follow from values that are the same on all ranks, or that comm_or has combined.
 // Messages count steps from 1. Evaluation and samples of step s use the weights after it.
 #ifndef LLMC_TRAINER_H
@@ -11,7 +11,7 @@
 static void score(Trainer *t) {
     TrainState *s = &t->state;
     const double loss =
-        evaluate(&t->eval, &t->model, t->has_tokenizer ? &t->tokenizer : NULL, &t->log, s->step, s->tokens);
+        evaluate(&t->eval, t->model, t->has_tokenizer ? &t->tokenizer : NULL, &t->log, s->step, s->tokens);
     // a resumed run evaluates the same weights again
     if (!t->o.patience || s->step <= s->evaluated_step || isnan(loss)) return;
     s->evaluated_step = s->step;
@@ -76,8 +76,8 @@ static void find_ends(Trainer *t) {
 static Engine engine_of(Trainer *t) {
     Engine e;
     memset(&e, 0, sizeof e);
-    e.m = &t->model;
-    e.draft = *t->o.draft ? &t->draft : NULL;
+    e.m = t->model;
+    e.draft = t->draft;
     e.drafted = (int)t->o.draft_tokens;
     e.slots = generation_slots(&t->o);
     e.window = t->window;
@@ -121,9 +121,10 @@ static void open_draft(Trainer *t, const Options *o) {
             "name a draft with the model's own tokenizer",
             folder, vocab, known);
     checkpoint_require_intact(&t->comm, folder, 2);
-    model_open(&t->draft, &t->draft_config, o, &t->mesh);
-    model_decode_open(&t->draft, generation_slots(&t->o), t->window, known);
-    model_load_weights(&t->draft, folder);
+    t->draft = model_new();
+    model_open(t->draft, &t->draft_config, o, &t->mesh);
+    model_decode_open(t->draft, generation_slots(&t->o), t->window, known);
+    model_load_weights(t->draft, folder);
 }
 
 // ---- checkpoints
@@ -164,7 +165,7 @@ static void save(Trainer *t) {
     save_finish(t);
     watchdog_beat(PHASE_SAVE, -1);
     t->save_begin = now_seconds();
-    checkpoint_begin(&t->saving, &t->model, t->o.output, &t->state, saves_beside_training(&t->o));
+    checkpoint_begin(&t->saving, t->model, t->o.output, &t->state, saves_beside_training(&t->o));
     if (*t->diverged && t->comm.rank == 0 && !t->saving.error)
         checkpoint_mark_diverged(t->saving.writing.text, t->diverged);
     t->saved_step = t->state.step;
@@ -284,7 +285,7 @@ static int run_micro_steps(Trainer *t) {
         watchdog_beat(PHASE_DATA, -1);
         if (!o->overfit || t->train.next == 0) dataloader_next(&t->train);
         if (!o->overfit && (micro + 1 < t->num_micro || t->state.step + 1 < t->steps)) dataloader_read_ahead(&t->train);
-        model_micro_step(&t->model, t->train.inputs, t->train.targets, micro, t->num_micro);
+        model_micro_step(t->model, t->train.inputs, t->train.targets, micro, t->num_micro);
     }
     return 0;
 }
@@ -296,8 +297,8 @@ static int train_step(Trainer *t, double *clock) {
     int timed = o->timing > 0 && (t->state.step + 1) % o->timing == 0;
     int64_t every = matmul_is_fp8(o) || head_is_fp8(o) ? o->log_fp8_every : 0;
     int counted = every > 0 && (t->state.step + 1) % every == 0;
-    if (timed) model_timing_begin(&t->model);
-    if (counted) model_fp8_begin(&t->model);
+    if (timed) model_timing_begin(t->model);
+    if (counted) model_fp8_begin(t->model);
     int stopped = run_micro_steps(t);
     if (stopped) {
         console_overwrite("");
@@ -306,7 +307,7 @@ static int train_step(Trainer *t, double *clock) {
     StepReport r;
     r.lr = learning_rate(t, o->learning_rate);
     const UpdateParams p = update_params(t);
-    r.result = model_update(&t->model, &p);
+    r.result = model_update(t->model, &p);
     console_overwrite("");
     int finite = r.result.verdict != STEP_NOT_FINITE;
     r.loss_z = finite ? window_zscore(&t->state.loss, r.result.loss) : NAN;
@@ -443,9 +444,9 @@ static int run(Trainer *t) {
 static void open_models(Trainer *t) {
     const Options *o = &t->o;
     const Options model_options = options_of_model(t);
-    model_open(&t->model, &t->config, &model_options, &t->mesh);
-    if (samples_here(t) && writes_text(o))
-        model_decode_open(&t->model, generation_slots(o), t->window, known_tokens(t));
+    t->model = model_new();
+    model_open(t->model, &t->config, &model_options, &t->mesh);
+    if (samples_here(t) && writes_text(o)) model_decode_open(t->model, generation_slots(o), t->window, known_tokens(t));
     if (writes_text(o)) find_ends(t);
     comm_align(&t->comm);  // not all ranks have opened it
     load_or_init(t);
@@ -515,14 +516,16 @@ static inline int trainer_main(int argc, char **argv) {
     if (!o->generate) compare_tokenizers(t);
     handshake(t);
     open_models(t);
-    if (!forward_only(o)) model_tune(&t->model);
+    if (!forward_only(o)) model_tune(t->model);
     print_start(t);
     logger_open(&t->log, o->generate || comm->rank > 0 ? "" : o->output, o->evaluate ? "evaluate.jsonl" : "main.jsonl");
     log_start(t);
     int status = run(t);
     if (!log_is_whole(t) && !status) status = EXIT_FAILURE;
-    model_close(&t->model);
-    if (*o->draft) model_close(&t->draft);
+    model_close(t->model);
+    free(t->model);
+    if (t->draft) model_close(t->draft);
+    free(t->draft);
     if (t->has_tokenizer) tokenizer_close(&t->tokenizer);
     evaluation_close(&t->eval);
     if (!o->generate && !o->evaluate) dataloader_close(&t->train);

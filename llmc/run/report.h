@@ -22,28 +22,28 @@ static inline void print_notes(const Trainer *t) {
 static inline void print_start(const Trainer *t) {
     const Config *c = &t->config;
     const Options *o = &t->o;
-    printf("llm.cu %s | %s | %s | %s\n", GIT_REVISION, model_device(&t->model), model_dtype(&t->model), o->model);
+    printf("llm.cu %s | %s | %s | %s\n", GIT_REVISION, model_device(t->model), model_dtype(t->model), o->model);
     options_echo(o, stdout);
-    const double trained = (double)t->model.table.num_weights;
+    const double trained = (double)facts_of(t->model).table->num_weights;
     char adapters[64] = "";
     if (o->lora) snprintf(adapters, sizeof adapters, ", of which %.3gM in adapters are trained", 1e-6 * trained);
     printf("model     %s: %d layers, %d channels, %d heads (%d for keys and values), MLP %d, vocabulary %d, context "
            "%d: %.1fM parameters%s\n",
            c->model_type, c->num_layers, c->channels, c->num_heads, c->num_kv_heads, c->ffn_dim, c->vocab_size,
-           c->max_seq_len, 1e-6 * (trained + t->model.frozen.num_weights), adapters);
+           c->max_seq_len, 1e-6 * (trained + facts_of(t->model).frozen->num_weights), adapters);
     if (t->preset_vocab)
         printf("the vocabulary is the data's: the preset has %d, which vocab=%d keeps\n", t->preset_vocab,
                t->preset_vocab);
     printf("weights   %s%s%s\n", is_directory(model_source(t)) ? model_source(t) : "random",
            *t->adapters.text ? " with adapters of " : "", t->adapters.text);
-    printf("memory    %.2f GiB\n", model_memory_gib(&t->model));
-    model_print_plan(&t->model, stdout);
+    printf("memory    %.2f GiB\n", model_memory_gib(t->model));
+    model_print_plan(t->model, stdout);
     if (t->comm.world > 1)
         printf("ranks     %d, %d of them on this host, ZeRO stage %d\n", t->comm.world, t->comm.local_world,
                zero_stage_of(o, &t->mesh.dp));
     if (o->zero_stage >= 2 && t->mesh.dp.world == 1)
         printf("--zero-stage %lld shares nothing: there is one data-parallel rank\n", o->zero_stage);
-    if (*model_carriers(&t->model)) printf("messages  %s\n", model_carriers(&t->model));
+    if (*model_carriers(t->model)) printf("messages  %s\n", model_carriers(t->model));
     if (o->tp > 1) printf("mesh      %d data-parallel x %d tensor-parallel\n", t->mesh.dp.world, t->mesh.tp.world);
     if (o->generate) return;
     if (o->eval_every && !*o->val_data)
@@ -74,19 +74,20 @@ static char *model_text(const Model *m, void (*print)(const Model *, FILE *)) {
     return text_close(&text);
 }
 static inline void log_start(Trainer *t) {
-    char *plan = model_text(&t->model, model_print_plan);
+    char *plan = model_text(t->model, model_print_plan);
     FILE *f = logger_begin(&t->log, "start", t->state.step);
     if (f) {
         json_write_fields(f, "time %ld git %s device %s dtype %s messages %s build %s plan %s", time(NULL),
-                          GIT_REVISION, model_device(&t->model), model_dtype(&t->model), model_carriers(&t->model),
+                          GIT_REVISION, model_device(t->model), model_dtype(t->model), model_carriers(t->model),
                           __VERSION__, plan);
         json_write_fields(f, "resumed_from %s data_changed %s parameters %ld steps %lld num_micro %d ranks %d tp %d",
-                          t->resumed_from.text, *t->data_changed ? t->data_changed : NULL, t->model.table.num_weights,
-                          t->steps, t->num_micro, t->comm.world, t->mesh.tp.world);
-        json_write_fields(f, "memory_gib %g", model_memory_gib(&t->model));
+                          t->resumed_from.text, *t->data_changed ? t->data_changed : NULL,
+                          facts_of(t->model).table->num_weights, t->steps, t->num_micro, t->comm.world,
+                          t->mesh.tp.world);
+        json_write_fields(f, "memory_gib %g", model_memory_gib(t->model));
         logger_options(f, &t->o);
         fputs(",\"config\":", f);
-        config_to_json(&t->config, model_dtype(&t->model), f);
+        config_to_json(&t->config, model_dtype(t->model), f);
         logger_end(&t->log);
     }
     free(plan);
@@ -142,8 +143,9 @@ static inline void report_step(Trainer *t, const StepReport *r) {
                                           "gradient norm is an outlier"};
     float loss = r->result.loss, norm = r->result.norm;
     const char *skipped = reasons[r->result.verdict];
-    double tokens = t->o.total_batch, peak = t->comm.world * model_peak_flops(&t->model);
-    double flops = tokens * flops_per_token(&t->config, &t->model.table, &t->model.frozen, t->o.seq_len);
+    double tokens = t->o.total_batch, peak = t->comm.world * model_peak_flops(t->model);
+    double flops =
+        tokens * flops_per_token(&t->config, facts_of(t->model).table, facts_of(t->model).frozen, t->o.seq_len);
     double mfu = peak > 0 ? flops / (r->seconds * peak) : NAN;
     t->step_seconds = t->steps_timed++ < 2 ? r->seconds : 0.95 * t->step_seconds + 0.05 * r->seconds;
     char eta[32], z[64] = "", share[32] = "";
@@ -160,11 +162,11 @@ static inline void report_step(Trainer *t, const StepReport *r) {
     }
     logger_event(&t->log, "step", t->state.step,
                  "loss %g norm %g lr %g ms %g tok_s %g mfu %g tokens %ld mem_gib %g skipped %s", loss, norm, r->lr,
-                 1e3 * r->seconds, tokens / r->seconds, mfu, t->state.tokens, model_memory_gib(&t->model), skipped);
+                 1e3 * r->seconds, tokens / r->seconds, mfu, t->state.tokens, model_memory_gib(t->model), skipped);
 }
 // After the first step: what it chose by measuring. The first line, how long that took, goes to the console, too.
 static inline void report_choices(Trainer *t) {
-    char *text = model_text(&t->model, model_report);
+    char *text = model_text(t->model, model_report);
     if (*text) {
         printf("%.*s\n", (int)strcspn(text, "\n"), text);
         logger_event(&t->log, "choices", t->state.step, "text %s", text);
@@ -173,7 +175,7 @@ static inline void report_choices(Trainer *t) {
 }
 // How often the exchange of rows between tensor-parallel ranks ran under matmuls.
 static inline void report_overlap(Trainer *t) {
-    const OverlapCounts n = model_overlap(&t->model);
+    const OverlapCounts n = model_overlap(t->model);
     if (n.gathers + n.scatters + n.apart == 0) return;
     printf("tensor parallelism exchanged rows %d times: %d gathers and %d scatters under matmuls, %d with nothing\n",
            n.gathers + n.scatters + n.apart, n.gathers, n.scatters, n.apart);
@@ -183,7 +185,7 @@ static inline void report_overlap(Trainer *t) {
 static inline void report_fp8(Trainer *t) {
     Fp8Counts counts[NUM_FP8_TENSORS];
     double flushed[NUM_FP8_TENSORS], saturated[NUM_FP8_TENSORS];
-    model_fp8_end(&t->model, counts);
+    model_fp8_end(t->model, counts);
     for (int i = 0; i < NUM_FP8_TENSORS; i++) {
         const double values = counts[i].values > 0 ? counts[i].values : 1;  // --head-dtype alone rounds no gradients
         flushed[i] = counts[i].flushed / values;
@@ -200,8 +202,8 @@ static inline void report_fp8(Trainer *t) {
 }
 // The time of rank 0's step. What it waits for other ranks is the communication that overlaps with nothing.
 static inline void report_timing(Trainer *t) {
-    model_timing_end(&t->model);
-    double flops = model_peak_flops(&t->model), bytes = model_peak_bytes(&t->model);
+    model_timing_end(t->model);
+    double flops = model_peak_flops(t->model), bytes = model_peak_bytes(t->model);
     timing_print(t->state.step, flops, bytes);
     FILE *f = logger_begin(&t->log, "timing", t->state.step);
     if (!f) return;

@@ -1,5 +1,5 @@
 // The set-up of a run, before its first step: options, the checkpoint to resume, configuration, data, tokenizer,
-// handshake of the ranks, weights. Include it after a backend (backend.h).
+// handshake of the ranks, weights.
 #ifndef LLMC_TRAINER_SETUP_H
 #define LLMC_TRAINER_SETUP_H
 
@@ -18,8 +18,8 @@ typedef struct {
     Comm comm;  // the job
     Mesh mesh;
     Config config;
-    int preset_vocab;    // of the preset, where the model has that of the data instead; else 0
-    Model model, draft;  // draft: if --draft names one
+    int preset_vocab;      // of the preset, where the model has that of the data instead; else 0
+    Model *model, *draft;  // draft: if --draft names one
     Config draft_config;
     DataLoader train;
     Evaluation eval;
@@ -320,14 +320,15 @@ static inline void compare_tokenizers(Trainer *t) {
 
 static void init_weights(Model *m, uint64_t seed) {
     size_t PIECE = 1 << 22;
+    const ParamTable *table = facts_of(m).table;
     float *values = new_array(float, PIECE);
-    for (int i = 0; i < m->table.count; i++) {
-        const Param *p = &m->table.params[i];
+    for (int i = 0; i < table->count; i++) {
+        const Param *p = &table->params[i];
         const Span mine = span_overlap(model_owned(m, SLOT_WEIGHT, p->unit), p->offset, p->size);
         for (size_t at = mine.begin, end = at + mine.count, n; at < end; at += n) {
             n = PIECE / p->cols * p->cols;  // whole rows
             if (n > end - at) n = end - at;
-            param_init(&m->table, i, seed, at - p->offset, n, values);
+            param_init(table, i, seed, at - p->offset, n, values);
             model_write(m, SLOT_WEIGHT, at, n, values);
         }
     }
@@ -506,25 +507,25 @@ static inline void handshake(const Trainer *t) {
 
 static inline void load_or_init(Trainer *t) {
     watchdog_beat(PHASE_LOAD, -1);
-    if (t->o.lora) model_load_frozen(&t->model, t->o.model);
+    if (t->o.lora) model_load_frozen(t->model, t->o.model);
     if (*t->adapters.text) {
-        model_load_merged(&t->model, t->o.model, t->adapters.text);
+        model_load_merged(t->model, t->o.model, t->adapters.text);
     } else if (*t->resumed_from.text && forward_only(&t->o)) {
-        model_load_weights(&t->model, t->resumed_from.text);
+        model_load_weights(t->model, t->resumed_from.text);
     } else if (*t->resumed_from.text) {
         if (t->o.reset_optimizer) {
-            checkpoint_load_weights(&t->model, t->resumed_from.text);
+            checkpoint_load_weights(t->model, t->resumed_from.text);
             t->state.optimizer_begin = t->state.step;
         } else
-            checkpoint_load(&t->model, t->resumed_from.text, &t->state);
+            checkpoint_load(t->model, t->resumed_from.text, &t->state);
         // --debug overfit always trains on the first batch
         if (t->train.num_shards && !t->o.overfit)
             dataloader_seek(&t->train, t->state.epoch, state_row(&t->state, t->o.seq_len));
     } else {
         if (is_directory(t->o.model) && !t->o.lora)
-            model_load_weights(&t->model, t->o.model);
+            model_load_weights(t->model, t->o.model);
         else
-            init_weights(&t->model, t->o.seed);
+            init_weights(t->model, t->o.seed);
         t->state.seed = t->o.seed;
     }
     record_options(t);

@@ -1,5 +1,5 @@
 // Generation of many sequences at once. They join and leave a running batch: a sequence waits, then has a slot of the
-// model's cache until it ends. What it generates does not depend on its neighbours. Include this after a backend.
+// model's cache until it ends. What it generates does not depend on its neighbours.
 //
 // With --draft a small model proposes the next tokens of each sequence, and the large one runs on all of them in one
 // step. Both draw with the same noise, and the large model accepts a proposal if it draws the same token: the tokens

@@ -1,6 +1,6 @@
 // Samples: --samples texts after one prompt, during training or with --generate. A sample that exceeds the window
 // continues from the last half of the window (engine.h). --debug kv-cache=0 recomputes everything for each token: the
-// same tokens, slowly. Include this after a backend.
+// same tokens, slowly.
 #ifndef LLMC_GENERATE_H
 #define LLMC_GENERATE_H
 
@@ -70,7 +70,7 @@ static inline void generate_elsewhere(const Comm *job) {
 }
 static void generation_run(Generation *g) {
     Engine *e = &g->engine;
-    const Comm *job = &e->m->mesh->job;
+    const Comm *job = &facts_of(e->m).mesh->job;
     for (int step = 1; engine_step(e) && !g->stopped; step++)
         if (step % GENERATE_MEETING == 0) g->stopped = (stop_meet(job, MEET_ON) & MEET_STOP) != 0;
     if (g->stopped) engine_clear(e);
@@ -101,7 +101,7 @@ static void generation_print(const Generation *g, const Sequence *samples, int64
 }
 // What generates texts alone has failed without; a run that trains goes on.
 static void generation_require_finite(const Generation *g) {
-    comm_require(&g->engine.m->mesh->job, !g->not_finite || !g->o->generate, NOT_FINITE "\n" NOT_FINITE_HINT);
+    comm_require(&facts_of(g->engine.m).mesh->job, !g->not_finite || !g->o->generate, NOT_FINITE "\n" NOT_FINITE_HINT);
     if (g->not_finite) printf("warning: " NOT_FINITE "\n");
 }
 // step: names the samples and, with --seed, determines them. streams: prints a single sample token by token. Returns

@@ -1,7 +1,7 @@
 // --serve: a program asks for text through standard input and output, in lines of JSON (doc/generate.md); dev/serve.py
 // is such a program. Requests join and leave a running batch (engine.h). With --tp rank 0 reads and writes, and tells
 // the others what it read: all ranks do the same. A bad line is answered with an error event and never ends the
-// program. Include this after a backend.
+// program.
 #ifndef LLMC_SERVE_H
 #define LLMC_SERVE_H
 
@@ -291,7 +291,7 @@ static void serve_line(Server *s, const char *line, size_t length) {
 
 // All ranks: what is there, waiting for at most so many milliseconds. Returns how many bytes, -1: the input has ended.
 static int serve_read(Server *s, int wait_ms) {
-    const Comm *tp = &s->engine.m->mesh->tp;
+    const Comm *tp = &facts_of(s->engine.m).mesh->tp;
     struct pollfd in = {STDIN_FILENO, POLLIN, 0};
     char *to = s->input + s->length;
     int count = 0;
