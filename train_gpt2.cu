@@ -19,6 +19,7 @@
 #include "llmc/model/hints.cuh"
 #include "llmc/model/offload.cuh"
 #include "llmc/model/parameters.cuh"
+#include "llmc/model/weights.cuh"
 
 // ---- what is kept
 
@@ -42,7 +43,6 @@ struct Model {
     int slot;
     double step_tokens, masked;  // of all ranks; of this rank, those that are not learned so far
     int weights_changed;         // since their fp8 copies were made
-    int merged;                  // the block that was merged last, in this forward or its backward; 0: none
     int counts_fp8;              // what is quantised is counted
 };
 
@@ -70,69 +70,23 @@ static Unit unit_get(Model *m, const Pass *p, int unit, UnitUse use) {
 static void unit_release(Model *m, const Pass *p, const Unit *u, UnitUse use) {
     zero_release(&m->links.zero, u, use, (GradSum)p->sum, p->reduce);
 }
-static floatX *param_pointer(const Unit *u, floatX *buffer, Role role) {
-    const size_t at = role == NUM_ROLES ? NO_PARAM : param_at(u->table, u->number, role);  // NUM_ROLES: there is none
-    return at == NO_PARAM || !buffer ? NULL : buffer + (at - u->table->unit_begin[u->number]);
-}
 static Norm norm_of(const Model *m, const Unit *u, Role weight, Role bias, float *mean, float *rstd, const floatX *x) {
     const Config *c = &m->config;
     return {c->norm,
             c->channels,
             c->norm_eps,
-            param_pointer(u, u->weights, weight),
-            param_pointer(u, u->weights, bias),
-            param_pointer(u, u->grads, weight),
-            param_pointer(u, u->grads, bias),
+            unit_param(u, u->weights, weight),
+            unit_param(u, u->weights, bias),
+            unit_param(u, u->grads, weight),
+            unit_param(u, u->grads, bias),
             mean,
             rstd,
             x};
 }
-// fp8: the absmax of one tensor of a block's layer, or of the head, which is in another unit.
-typedef enum { ABSMAX_WEIGHT, ABSMAX_INPUT, ABSMAX_GRADIENT } AbsmaxOf;
-static float *layer_absmax(const Model *m, AbsmaxOf of, int unit, Role weight) {
-    const int layers = plan_fp8_layers(&m->plan), in_block = (unit - 1) * FP8_LAYERS + (weight - ROLE_QKVW);
-    return m->b.absmax + of * layers + (unit_is_block(&m->table, unit) ? in_block : layers - 1);
-}
-// The fp8 side of a layer: copies of its weight, absmax of its tensors. The copy of the head's is behind the blocks'.
-static void linear_fp8(Model *m, const Pass *p, Linear *l, const Unit *u, Role weight) {
-    const int is_block = unit_is_block(u->table, u->number), gathered = is_block && m->plan.zero_stage >= 3;
-    const size_t at = param_at(u->table, u->number, weight) - u->table->unit_begin[u->number];
-    uint8_t *quantised = is_block ? u->quantised + at : m->b.weights_fp8 + plan_fp8_block_weights(&m->plan, 0);
-    uint8_t *turned = is_block && m->b.weights_turned ? u->turned + at : NULL;
-    l->weight_absmax = layer_absmax(m, ABSMAX_WEIGHT, u->number, weight);
-    l->in_absmax = layer_absmax(m, ABSMAX_INPUT, u->number, weight);
-    l->dout_absmax = layer_absmax(m, ABSMAX_GRADIENT, u->number, weight);
-    l->weight_fp8 = quantised;
-    l->weight_turned = turned;
-    if (p->quantises && !gathered) linear_quantise(p, l, quantised, turned);
-}
-// The weight of a layer as products read it: what is in few bits or has adapters is made in a buffer.
-static const floatX *merged_weight(Model *m, const Pass *p, const Unit *u, const Linear *l, Role weight) {
-    const int number = quantised_number(&m->plan, u->number, weight), is_block = unit_is_block(u->table, u->number);
-    const QuantMatrix native = {WEIGHTS_FP32, l->out, l->in, (uint8_t *)l->weight, NULL};
-    if (number < 0 && !l->adapters.count) return l->weight;
-    floatX *to = is_block ? param_pointer(u, m->b.merged, weight) : m->b.merged;
-    if (!is_block || m->merged != u->number)
-        lora_merge(to, number < 0 ? &native : &m->b.quantised.matrix[number], &l->adapters, p->stream);
-    if (!is_block) m->merged = 0;
-    return to;
-}
-static Linear linear_of(Model *m, const Pass *p, const Unit *u, const Linear *planned, Role weight, Role bias,
-                        ColumnSums sums) {
-    Linear l = *planned;
-    l.weight = param_pointer(u, u->weights, weight);
-    l.adapters = layer_adapters(&m->plan, u, weight, l.in);
-    // products in fp8 read a copy, which is made when weights have changed
-    if (l.dtype != MATMUL_E4M3 || p->quantises) l.weight = merged_weight(m, p, u, &l, weight);
-    l.bias = param_pointer(u, u->weights, bias);
-    l.dweight = param_pointer(u, u->grads, weight);
-    l.dbias = param_pointer(u, u->grads, bias);
-    l.sums = sums;
-    if (l.dtype == MATMUL_E4M3) linear_fp8(m, p, &l, u, weight);
-    return l;
-}
 // Of the gradient of block l's output, which the norm above writes.
-static float *stream_absmax(const Model *m, int l) { return layer_absmax(m, ABSMAX_GRADIENT, l + 1, ROLE_FCPROJW); }
+static float *stream_absmax(const Model *m, int l) {
+    return layer_absmax(&m->plan, &m->b, ABSMAX_GRADIENT, l + 1, ROLE_FCPROJW);
+}
 static const floatX *block_input(const Model *m, int l) { return l == 0 ? m->b.x_embedding : m->b.blocks[l - 1].x_out; }
 static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     const Plan *plan = p->cache ? &m->decoding : &m->plan;
@@ -146,20 +100,20 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     // the gradient's product leaves them
     const int fc_sums = m->config.linear_bias && !m->lora.rank && plan->fcproj.gradient != EPILOGUE_PLAIN;
     const ColumnSums activation = {m->b.column_sums, fc_sums ? matmul_sum_slices(p->N) : 0};
+    const auto layer = [&](const Linear *planned, Role weight, Role bias, ColumnSums sums, floatX *aux) {
+        return linear_of(plan, &m->b, p, &u, planned, weight, bias, sums, aux);
+    };
     Block b = {};
     b.unit = u;
     b.norm1 = norm_of(m, &u, ROLE_LN1W, ROLE_LN1B, a->mean1, a->rstd1, block_input(m, l));
     b.norm2 = norm_of(m, &u, ROLE_LN2W, ROLE_LN2B, a->mean2, a->rstd2, a->x_mid);
-    b.qkv = linear_of(m, p, &u, &plan->qkv, ROLE_QKVW, ROLE_QKVB, attention);
-    b.proj = linear_of(m, p, &u, &plan->proj, ROLE_PROJW, ROLE_PROJB, stream);
-    b.fc = linear_of(m, p, &u, &plan->fc, ROLE_FCW, ROLE_FCB, activation);
-    b.fcproj = linear_of(m, p, &u, &plan->fcproj, ROLE_FCPROJW, ROLE_FCPROJB, stream);
-    m->merged = u.number;
+    b.qkv = layer(&plan->qkv, ROLE_QKVW, ROLE_QKVB, attention, normalises_qk ? a->qkv : NULL);
+    b.proj = layer(&plan->proj, ROLE_PROJW, ROLE_PROJB, stream, NULL);
+    b.fc = layer(&plan->fc, ROLE_FCW, ROLE_FCB, activation, a->f);
+    b.fcproj = layer(&plan->fcproj, ROLE_FCPROJW, ROLE_FCPROJB, stream, NULL);
+    m->b.merged_block = u.number;
     b.h1 = a->h1;
     b.q_k_v = a->q_k_v;
-    b.qkv.aux = normalises_qk ? a->qkv : NULL;
-    b.qkv.qk_norm.gains = param_pointer(&u, u.weights, ROLE_QKNORMW);
-    b.qkv.qk_norm.dgains = param_pointer(&u, u.grads, ROLE_QKNORMW);
     b.y = a->y;
     b.lse = a->lse;
     if (p->cache && p->cache->prompt) {
@@ -170,7 +124,6 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     b.h2 = a->h2;
     b.a = a->a;
     b.x_out = a->x_out;
-    b.fc.aux = a->f;
     b.activation.slopes = a->f;
     b.activation.out = plan->fcproj.gradient == EPILOGUE_GRADIENT_FROM_INPUT ? a->f : m->b.df;
     b.activation.activated = a->a;
@@ -240,7 +193,7 @@ static Norm embedding_norm(const Model *m, const Unit *first) {
 // m->b.tokens (B,T) -> the stream, m->b.x_embedding (rows,C)
 static void embed_tokens(Model *m, const Pass *p, const Unit &u) {
     const TokenRows rows = token_rows(m, p);
-    const floatX *wte = param_pointer(&u, u.weights, ROLE_WTE), *wpe = param_pointer(&u, u.weights, ROLE_WPE);
+    const floatX *wte = unit_param(&u, u.weights, ROLE_WTE), *wpe = unit_param(&u, u.weights, ROLE_WPE);
     const int split = pass_is_split(p);
     if (wpe && p->cache) wpe += (size_t)p->cache->at * p->C;
     if (m->mesh->tp.rank > 0) wpe = NULL;  // of the ranks' sum one has the word, the first the position
@@ -262,7 +215,7 @@ static Norm final_norm(const Model *m, const Unit *last) {
 // Of inputs and gradients in fp8.
 static void clear_absmax(Model *m, const Pass *p) {
     const size_t layers = (size_t)plan_fp8_layers(&m->plan);
-    float *first = layer_absmax(m, ABSMAX_INPUT, 1, ROLE_QKVW);  // gradients follow
+    float *first = layer_absmax(&m->plan, &m->b, ABSMAX_INPUT, 1, ROLE_QKVW);  // gradients follow
     if (m->plan.fp8) cudaCheck(cudaMemsetAsync(first, 0, 2 * layers * sizeof(float), p->stream));
 }
 // m->b.tokens (B,T) -> m->b.h_final (rows,C)
@@ -270,7 +223,7 @@ static void model_forward(Model *m, const Pass *p) {
     Range range("forward");
     const int L = m->config.num_layers;
     clear_absmax(m, p);
-    m->merged = 0;  // adapters may have changed, and a graph makes all that it reads
+    m->b.merged_block = 0;  // adapters may have changed, and a graph makes all that it reads
     embed(m, p);
     Residual x = {m->b.x_embedding, NULL};
     for (int l = 0; l < L; l++) block_forward(m, p, l, &x);
@@ -285,7 +238,7 @@ static void model_forward(Model *m, const Pass *p) {
 static Linear head_of(Model *m, const Pass *p) {
     const int tied = m->config.tied;  // the embedding is its weight, too
     const Unit u = unit_get(m, p, tied ? 0 : m->config.num_layers + 1, UNIT_FORWARD);
-    return linear_of(m, p, &u, &m->plan.head, tied ? ROLE_WTE : ROLE_HEADW, ROLE_HEADB, {NULL, 0});
+    return linear_of(&m->plan, &m->b, p, &u, &m->plan.head, tied ? ROLE_WTE : ROLE_HEADW, ROLE_HEADB, {NULL, 0}, NULL);
 }
 // Losses of rows from n0 on; m->b.logits becomes their gradient. Of several ranks each has some of the columns.
 static void head_losses(Model *m, const Pass *p, int n0, int rows, float dloss, int backward) {
@@ -318,7 +271,7 @@ static void head(Model *m, const Pass *p, float dloss, int backward) {
         linear_product(p, &l, m->b.logits, h, 0, rows);
         head_losses(m, p, n0, rows, dloss, backward);
         if (!backward) continue;
-        linear_product_weight(p, &l, m->b.logits, h, rows, p->accumulate || n0 > 0);
+        linear_product_weight(p, &l, {m->b.logits, NULL}, h, rows, p->accumulate || n0 > 0);
         if (l.dbias) bias_backward(l.dbias, m->b.logits, rows, l.out, p->accumulate || n0 > 0, p->scratch, p->stream);
         linear_product_backward(p, &l, dh_all + (size_t)n0 * p->C, m->b.logits, rows);
     }
@@ -352,29 +305,29 @@ static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
 static void block_backward(Model *m, const Pass *p, int l) {
     Range range("block backward", l);
     watchdog_beat(PHASE_BACKWARD, l);
-    Block b = block_get(m, p, l, UNIT_BACKWARD);
+    const Block b = block_get(m, p, l, UNIT_BACKWARD);
     block_recompute(m, p, &b, l);
-    linear_backward_activation(p, &b.fcproj, &b.activation, m->b.dx);
+    const OutputGradient dfcproj = linear_backward_activation(p, &b.fcproj, &b.activation, m->b.dx);
     linear_fetch_input(p, &b.fc, b.h2);
-    linear_backward_weight(p, &b.fcproj, m->b.dx, b.a);
-    linear_backward_input(p, &b.fc, b.activation.out);
-    linear_backward_weight(p, &b.fc, b.activation.out, b.h2);
+    linear_backward_weight(p, &b.fcproj, dfcproj, b.a);
+    const OutputGradient dfc = linear_backward_input(p, &b.fc, b.activation.out);
+    linear_backward_weight(p, &b.fc, dfc, b.h2);
     norm_gradient(m, p, &b.norm2, linear_input_gradient(p, &b.fc));
-    linear_backward_project(p, &b.proj, p->branch, m->b.dx);
+    const OutputGradient dproj = linear_backward_project(p, &b.proj, p->branch, m->b.dx);
     linear_fetch_input(p, &b.qkv, b.h1);
-    linear_backward_weight(p, &b.proj, m->b.dx, b.y);
+    linear_backward_weight(p, &b.proj, dproj, b.y);
     attention_backward(&b.attention, m->b.dqkv, b.qkv.dbias ? b.qkv.sums.partial : NULL, p->branch, b.q_k_v, b.y, b.lse,
                        p->stream);
     linear_backward_output(p, &b.qkv, m->b.dqkv);
-    linear_backward_input(p, &b.qkv, m->b.dqkv);
-    linear_backward_weight(p, &b.qkv, m->b.dqkv, b.h1);
+    const OutputGradient dqkv = linear_backward_input(p, &b.qkv, m->b.dqkv);
+    linear_backward_weight(p, &b.qkv, dqkv, b.h1);
     norm_gradient(m, p, &b.norm1, linear_input_gradient(p, &b.qkv));
     unit_release(m, p, &b.unit, UNIT_BACKWARD);
 }
 
 // dx (rows,C) -> the embedding's gradients, which are added to.
 static void embed_gradient(Model *m, const Pass *p, const Unit &u) {
-    floatX *dwte = param_pointer(&u, u.grads, ROLE_WTE), *dwpe = param_pointer(&u, u.grads, ROLE_WPE), *dx = m->b.dx;
+    floatX *dwte = unit_param(&u, u.grads, ROLE_WTE), *dwpe = unit_param(&u, u.grads, ROLE_WPE), *dx = m->b.dx;
     const Norm norm = embedding_norm(m, &u);
     if (norm.weight) {
         dx = p->branch;
@@ -391,7 +344,7 @@ static void embed_backward(Model *m, const Pass *p) {
 // Zeros where something is added: the stream's gradient, and the embedding's before the first micro-step.
 static void clear_gradients(Model *m, const Pass *p) {
     const Unit u = unit_get(m, p, 0, UNIT_BACKWARD);
-    floatX *dwte = param_pointer(&u, u.grads, ROLE_WTE), *dwpe = param_pointer(&u, u.grads, ROLE_WPE);
+    floatX *dwte = unit_param(&u, u.grads, ROLE_WTE), *dwpe = unit_param(&u, u.grads, ROLE_WPE);
     const size_t row = (size_t)p->C * sizeof(floatX);
     cudaCheck(cudaMemsetAsync(m->b.dx, 0, (size_t)p->rows * row, p->stream));
     if (p->accumulate || !dwte) return;
@@ -804,8 +757,8 @@ static void open_links(Model *m) {
     const Buffers *b = &m->b;
     ZeroBuffers buffers = {b->weights, b->grads, b->grad_sums, b->block_weights, b->block_grads, b->reduce_staging};
     if (p->fp8_blocks && !p->lora.rank) {
-        buffers.quantised = b->weights_fp8;
-        buffers.turned = b->weights_turned;
+        buffers.fp8 = b->weights_fp8;
+        buffers.fp8_transposed = b->weights_fp8_transposed;
         buffers.absmax = b->absmax;
         buffers.vectors = b->vectors;
     }

@@ -17,6 +17,7 @@ static cudaError_t sm_attribute(int *value, cudaDeviceAttr attribute, int) {
 #define cudaDeviceGetAttribute sm_attribute
 #include "llmc/model/hints.cuh"
 #include "llmc/model/offload.cuh"
+#include "llmc/model/weights.cuh"
 #include "dev/test/check.h"
 
 bool attention_has_hopper(int HD) { return sizeof(floatX) == 2 && (HD == 64 || HD == 128); }

@@ -149,9 +149,9 @@ static void read_weights(Zero *z, const Unit *u, UnitUse use, int version) {
     }
     expect(u->weights + unit_vectors(z->table).begin, u->number, version);
     each_matrix(z->table, u->number, [&](size_t at, int role) {
-        expect(u->quantised + at, u->number, version);
+        expect(u->fp8 + at, u->number, version);
         expect(z->b.absmax + (u->number - 1) * FP8_LAYERS + role - ROLE_QKVW, u->number, version);
-        if (use == UNIT_BACKWARD) expect(u->turned + at, u->number, version);
+        if (use == UNIT_BACKWARD) expect(u->fp8_transposed + at, u->number, version);
     });
 }
 // What this rank keeps of a unit is of an update. Its shard has all matrices and vectors.
@@ -213,8 +213,8 @@ static int train(int layers, int stage, int fp8, int works) {
     b.grads = (floatX *)(GRADS * PLACE);
     if (stage >= 3 && !fp8) b.block_weights = (floatX *)(BLOCK_WEIGHTS * PLACE);
     if (stage >= 2) b.block_grads = (floatX *)(BLOCK_GRADS * PLACE);
-    b.quantised = (uint8_t *)(fp8 * QUANTISED * PLACE);
-    b.turned = (uint8_t *)(fp8 * TURNED * PLACE);
+    b.fp8 = (uint8_t *)(fp8 * QUANTISED * PLACE);
+    b.fp8_transposed = (uint8_t *)(fp8 * TURNED * PLACE);
     b.absmax = (float *)(fp8 * ABSMAX * PLACE);
     b.vectors = (floatX *)(fp8 * VECTORS * PLACE);
     num_events = num_buffers = faults = gathered = 0;

@@ -31,7 +31,8 @@ typedef struct {
     floatX *weights, *grads;
     floatX *frozen;         // --lora: the model's weights, in the order of their table
     Quantised quantised;    // --weights: the matrices, which are then not among the model's weights
-    floatX *merged;         // --weights, --lora: a block's matrices as products read them, or the head
+    floatX *merged;         // --weights, --lora: a block's matrices as products read them, or the head (weights.cuh)
+    int merged_block;       // the block that is in `merged`; 0: none
     float *grad_sums;       // of the micro-steps so far, in fp32; laid out as grads
     floatX *block_weights;  // ZeRO 3: those of two blocks, gathered
     floatX *block_grads;    // ZeRO 2, 3: those of two blocks, of one micro-step
@@ -43,7 +44,7 @@ typedef struct {
     // fp8: weights as they lie, those of blocks in the layout of the table from block 1 on, with ZeRO 3 of two blocks,
     // then the head's; the blocks' transposed, with ZeRO 3 of one; all blocks' vectors; absmax of each layer's weights,
     // then of its inputs, then of its outputs' gradients: four in a block and the head's
-    uint8_t *weights_fp8, *weights_turned;
+    uint8_t *weights_fp8, *weights_fp8_transposed;
     floatX *vectors;
     float *absmax;
     Fp8Scratch fp8;
@@ -473,8 +474,8 @@ static inline void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, (char **)&b->matmul_workspace, "matmul workspace", MATMUL_WORKSPACE_BYTES);
 }
 // The blocks' weights in fp8, as they lie or transposed. With ZeRO 3 they are gathered so, block by block.
-static inline size_t plan_fp8_block_weights(const Plan *p, int turned) {
-    const size_t blocks = p->zero_stage < 3 ? (size_t)p->config.num_layers : turned ? 1 : 2;
+static inline size_t plan_fp8_block_weights(const Plan *p, int transposed) {
+    const size_t blocks = p->zero_stage < 3 ? (size_t)p->config.num_layers : transposed ? 1 : 2;
     return p->fp8_blocks ? blocks * param_unit(p->base, 1).count : 0;
 }
 static inline int plan_fp8_layers(const Plan *p) { return FP8_LAYERS * p->config.num_layers + 1; }
@@ -492,7 +493,7 @@ static inline void request_fp8(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, &b->weights_fp8, passes ? "weights, of two blocks" : "weights",
                    plan_fp8_block_weights(p, 0) + head);
     if (p->trains && p->fp8_blocks)
-        memory_request(m, &b->weights_turned,
+        memory_request(m, &b->weights_fp8_transposed,
                        passes ? "one block's weights, transposed" : "blocks' weights, transposed",
                        plan_fp8_block_weights(p, 1));
     if (passes)
@@ -591,35 +592,6 @@ static inline void buffers_place(const Plan *p, Buffers *b) {
         a->mean2 = values(stats, rows);
         a->rstd2 = values(stats, rows);
     }
-}
-// A unit whose weights stay as they are; its matrices in few bits are elsewhere. trained: its adapters, with --lora.
-static inline Unit frozen_unit(const Plan *p, const Buffers *b, const Unit *trained) {
-    const Slot s = plan_base_slot(p);
-    const int unit = trained->number;
-    const size_t begin = p->base->unit_begin[unit], matrices = quantised_elements(p, unit);
-    floatX *weights = (floatX *)slot_pointer(b, s) + plan_at(p, s, unit, begin + matrices) - matrices;
-    if (!p->lora.rank) return {p->base, unit, weights};
-    uint8_t *copies[2] = {NULL, NULL};
-    if (p->fp8_blocks && unit_is_block(p->base, unit)) {
-        copies[0] = b->weights_fp8 + (begin - p->base->unit_begin[1]);
-        copies[1] = b->weights_turned + (begin - p->base->unit_begin[1]);
-    }
-    return {p->base, unit, weights, NULL, copies[0], copies[1], trained->weights, trained->grads};
-}
-// The adapters of a layer's weight.
-static inline LayerAdapters layer_adapters(const Plan *p, const Unit *u, Role weight, int in) {
-    LayerAdapters l = {0, p->lora.rank, lora_scale(&p->lora)};
-    LoraPair pairs[LORA_MOST_PAIRS];
-    if (!p->lora.rank || !unit_is_block(p->table, u->number)) return {};
-    l.count = lora_pairs(p->table, u->number, weight, pairs);
-    for (int i = 0; i < l.count; i++) {
-        const size_t begin = p->table->unit_begin[u->number], a = p->table->params[pairs[i].a].offset - begin,
-                     b = p->table->params[pairs[i].b].offset - begin;
-        const Param *rows = &p->base->params[pairs[i].weight];
-        const int row = (int)((rows->offset - param_at(p->base, u->number, weight)) / (size_t)in);
-        l.of[i] = {u->adapters + a, u->adapters + b, u->adapter_grads + a, u->adapter_grads + b, row, rows->rows};
-    }
-    return l;
 }
 // From host memory in the order of a stream, and complete on return. (A plain cudaMemcpy of less than 64 KiB may return
 // before the device has it, and does not order itself before a kernel of a non-blocking stream.)

@@ -55,16 +55,23 @@ typedef struct {
     int heads, kv_heads, head_dim;  // LINEAR_ROPE, LINEAR_QK_NORM
     QkNorm qk_norm;                 // LINEAR_QK_NORM, with the unit's gains
     // Of the unit.
-    const floatX *weight, *bias;                // bias NULL: none
-    floatX *dweight, *dbias;                    // NULL: the weights are frozen
-    LayerAdapters adapters;                     // which are merged into `weight`
-    const uint8_t *weight_fp8, *weight_turned;  // (out,in), (in,out), quantised
+    const floatX *weight, *bias;                  // bias NULL: none
+    floatX *dweight, *dbias;                      // NULL: the weights are frozen
+    LayerAdapters adapters;                       // which are merged into `weight`
+    uint8_t *weight_fp8, *weight_fp8_transposed;  // (out,in), (in,out); NULL: not in backward, or not in fp8
     float *in_absmax, *dout_absmax, *weight_absmax;
     ColumnSums sums;  // of the gradient of its output
     // Of the block.
-    floatX *aux;             // (N,out) the product, which the norm or the activation reads; then perhaps its slopes
-    const floatX *gathered;  // LINEAR_ROWS, between its two gradients: all rows of the gradient of its output
+    floatX *aux;  // (N,out) the product, which the norm or the activation reads; then perhaps its slopes
 } Linear;
+
+// The gradient of a layer's output, as the product of the input's gradient hands it to that of the weight's gradient:
+// rows (N,out), of all ranks. fp8_transposed (out,N): with tensor_gradient it was quantised for both products at once,
+// and this is p->fp8.left, good until the next layer's. NULL: the product of the weight's gradient quantises rows.
+typedef struct {
+    const floatX *rows;
+    const uint8_t *fp8_transposed;
+} OutputGradient;
 
 // The gradient of the activation between an MLP's two layers, as the second one computes it.
 typedef struct {
@@ -78,12 +85,12 @@ typedef struct {
 
 // ---- operands
 
-// Makes the fp8 copies of a weight; turned NULL: without the transposed one.
-static inline void linear_quantise(const Pass *p, const Linear *l, uint8_t *quantised, uint8_t *turned) {
+// Makes the fp8 copies of a weight.
+static inline void linear_quantise(const Pass *p, const Linear *l) {
     const bf16 *w = (const bf16 *)l->weight;
     cudaCheck(cudaMemsetAsync(l->weight_absmax, 0, sizeof(float), p->stream));
     absmax_tensor(l->weight_absmax, w, (size_t)l->out * (size_t)l->in, p->stream);
-    quantise(quantised, turned, w, l->out, l->in, l->weight_absmax, p->fp8.weights, p->stream);
+    quantise(l->weight_fp8, l->weight_fp8_transposed, w, l->out, l->in, l->weight_absmax, p->fp8.weights, p->stream);
 }
 
 // What a product reads of x (rows,width), an input or the gradient of an output; in fp8 with a scale for each row.
@@ -100,13 +107,18 @@ static inline void linear_operand(MatmulOperands *o, Rows rows) {
     o->a_absmax = rows.absmax;
     o->a_by_row = rows.absmax != NULL;
 }
-// The gradient of the output.
-static inline void linear_gradient(const Pass *p, const Linear *l, MatmulOperands *o, const floatX *dout, int rows) {
-    if (!l->tensor_gradient)
-        return linear_operand(o, linear_rows(p, l->input_dtype, dout, rows, l->out, l->dout_absmax, p->fp8.gradients));
+// The gradient of the output, as operand a. Returns OutputGradient.fp8_transposed.
+static inline const uint8_t *linear_gradient(const Pass *p, const Linear *l, MatmulOperands *o, const floatX *dout,
+                                             int rows) {
+    if (!l->tensor_gradient) {
+        linear_operand(o, linear_rows(p, l->input_dtype, dout, rows, l->out, l->dout_absmax, p->fp8.gradients));
+        return NULL;
+    }
+    assert(rows == p->N);  // what is transposed is whole
     quantise(p->fp8.rows, p->fp8.left, (const bf16 *)dout, rows, l->out, l->dout_absmax, p->fp8.gradients, p->stream);
     o->a = p->fp8.rows;
     o->a_absmax = l->dout_absmax;
+    return p->fp8.left;
 }
 static inline void linear_weight(const Linear *l, MatmulDtype dtype, MatmulOperands *o, const uint8_t *quantised) {
     o->b = dtype == MATMUL_FLOATX ? (const void *)l->weight : quantised;
@@ -175,13 +187,16 @@ static inline const floatX *linear_project(const Pass *p, const Linear *l, const
 
 // ---- backward
 
-static inline void linear_product_backward(const Pass *p, const Linear *l, floatX *din, const floatX *dout, int count) {
+// Returns OutputGradient.fp8_transposed.
+static inline const uint8_t *linear_product_backward(const Pass *p, const Linear *l, floatX *din, const floatX *dout,
+                                                     int count) {
     const MatmulProblem q = {MATMUL_BACKWARD_INPUT, count, l->in, l->out, EPILOGUE_PLAIN, MLP_GELU, l->input_dtype};
     MatmulOperands x = {};
     x.out = din;
-    linear_gradient(p, l, &x, dout, count);
-    linear_weight(l, l->input_dtype, &x, l->weight_turned);
+    const uint8_t *transposed = linear_gradient(p, l, &x, dout, count);
+    linear_weight(l, l->input_dtype, &x, l->weight_fp8_transposed);
     matmul(p->matmul, &q, &x, p->stream);
+    return transposed;
 }
 // LINEAR_QK_NORM: in place of the gradient of the output that of the product. (RoPE's is in attention's backward, an
 // activation's in linear_backward_activation.)
@@ -193,32 +208,40 @@ static inline void linear_backward_output(const Pass *p, const Linear *l, floatX
 }
 // LINEAR_COLUMNS: the gradient of its input in p->branch, from dout (N,out); of several ranks a part of a sum.
 // linear_input_gradient must follow.
-static inline void linear_backward_input(const Pass *p, const Linear *l, const floatX *dout) {
+static inline OutputGradient linear_backward_input(const Pass *p, const Linear *l, const floatX *dout) {
+    const uint8_t *transposed = NULL;
     rows_scatter_under(p, l->backward, [&](int first, int count) {
-        linear_product_backward(p, l, p->branch + (size_t)first * p->C, dout + (size_t)first * l->out, count);
+        floatX *din = p->branch + (size_t)first * p->C;
+        transposed = linear_product_backward(p, l, din, dout + (size_t)first * l->out, count);
     });
+    return {dout, transposed};
 }
 static inline const floatX *linear_input_gradient(const Pass *p, const Linear *l) {
     return rows_scatter_end(p, l->backward, NULL);
 }
 // LINEAR_ROWS: din (N,in) from this rank's rows of the gradient of its output.
-static inline void linear_backward_project(const Pass *p, Linear *l, floatX *din, const floatX *dout) {
+static inline OutputGradient linear_backward_project(const Pass *p, const Linear *l, floatX *din, const floatX *dout) {
+    const uint8_t *transposed = NULL;
     const auto product = [&](Rows d, int first, int count) {
-        linear_product_backward(p, l, din + (size_t)first * l->in, (const floatX *)d.x, count);
+        transposed = linear_product_backward(p, l, din + (size_t)first * l->in, (const floatX *)d.x, count);
     };
-    l->gathered = (const floatX *)rows_gather_under(p, l->backward, {dout, NULL}, 1, product).x;
+    const Rows all = rows_gather_under(p, l->backward, {dout, NULL}, 1, product);
+    return {(const floatX *)all.x, transposed};
 }
 // The same through the activation before it: g->out is the gradient of what the activation read.
-static inline void linear_backward_activation(const Pass *p, Linear *l, const ActivationGradient *g,
-                                              const floatX *dout) {
+static inline OutputGradient linear_backward_activation(const Pass *p, const Linear *l, const ActivationGradient *g,
+                                                        const floatX *dout) {
     const size_t F = (size_t)l->in, width = F * (size_t)activation_inputs(l->mlp);
+    const uint8_t *transposed = NULL;
     const auto product = [&](Rows d, int first, int count) {
         const MatmulProblem q = {
             MATMUL_BACKWARD_INPUT, count, l->in, l->out, l->gradient, l->gradient == EPILOGUE_PLAIN ? MLP_GELU : l->mlp,
             l->input_dtype};
         MatmulOperands x = {};
-        linear_gradient(p, l, &x, (const floatX *)d.x, count);
-        linear_weight(l, l->input_dtype, &x, l->weight_turned);
+        // a part would overwrite the column sums of the part before (links_open_overlap: never_d_fcproj)
+        assert(!g->sums.slices || count == p->N);
+        transposed = linear_gradient(p, l, &x, (const floatX *)d.x, count);
+        linear_weight(l, l->input_dtype, &x, l->weight_fp8_transposed);
         x.out = l->gradient == EPILOGUE_PLAIN      ? g->apart + first * F
                 : l->gradient == EPILOGUE_GRADIENT ? g->out + first * width
                                                    : g->activated + first * F;
@@ -227,10 +250,12 @@ static inline void linear_backward_activation(const Pass *p, Linear *l, const Ac
         x.column_sums = g->sums.slices ? g->sums.partial : NULL;
         matmul(p->matmul, &q, &x, p->stream);
     };
-    l->gathered = (const floatX *)rows_gather_under(p, l->backward, {dout, NULL}, 1, product).x;
-    if (l->gradient != EPILOGUE_PLAIN) return;
+    const Rows all = rows_gather_under(p, l->backward, {dout, NULL}, 1, product);
+    const OutputGradient gradient = {(const floatX *)all.x, transposed};
+    if (l->gradient != EPILOGUE_PLAIN) return gradient;
     activation_backward(l->mlp, g->out, g->apart, g->slopes, p->N, l->in, p->stream);
     if (g->absmax) absmax_tensor(g->absmax, g->out, (size_t)p->N * width, p->stream);
+    return gradient;
 }
 
 // For linear_backward_weight of LINEAR_COLUMNS: rows of `in` that other ranks have set out while something else is
@@ -238,21 +263,21 @@ static inline void linear_backward_activation(const Pass *p, Linear *l, const Ac
 static inline void linear_fetch_input(const Pass *p, const Linear *l, const floatX *in) {
     rows_fetch_begin(p, l->backward, in);
 }
-static inline void linear_product_weight(const Pass *p, const Linear *l, const floatX *dout, const floatX *in,
+static inline void linear_product_weight(const Pass *p, const Linear *l, OutputGradient dout, const floatX *in,
                                          int count, int accumulate) {
     if (!l->dweight) return;
     const MatmulProblem q = {MATMUL_BACKWARD_WEIGHT, count, l->in, l->out, EPILOGUE_PLAIN, MLP_GELU, l->weight_dtype};
     MatmulOperands x = {};
     x.out = l->dweight;
-    x.a = dout;
+    x.a = dout.rows;
     x.b = in;
     x.accumulate = accumulate;
     if (l->weight_dtype == MATMUL_E4M3) {
         const Fp8Scratch *s = &p->fp8;
-        if (!l->tensor_gradient)
-            quantise(NULL, s->left, (const bf16 *)dout, count, l->out, l->dout_absmax, NULL, p->stream);
+        if (!dout.fp8_transposed)
+            quantise(NULL, s->left, (const bf16 *)dout.rows, count, l->out, l->dout_absmax, NULL, p->stream);
         quantise(NULL, s->right, (const bf16 *)in, count, l->in, l->in_absmax, NULL, p->stream);
-        x.a = s->left;
+        x.a = dout.fp8_transposed ? dout.fp8_transposed : s->left;
         x.b = s->right;
         x.a_absmax = l->dout_absmax;
         x.b_absmax = l->in_absmax;
@@ -289,18 +314,17 @@ static inline void linear_adapters(const Pass *p, const Linear *l, const floatX 
     p->matmul->lap = NULL;
     lora_move(p->accumulate ? LORA_ADD : LORA_UNPACK, da, x, l->in, l->out, p->stream);
 }
-// dweight, dbias and those of adapters from dout (N,out) and the input: this rank's rows of it (LINEAR_COLUMNS) or its
-// columns of all rows (LINEAR_ROWS).
-static inline void linear_backward_weight(const Pass *p, const Linear *l, const floatX *dout, const floatX *in) {
+// dweight, dbias and those of adapters from dout and the input: this rank's rows of it (LINEAR_COLUMNS) or its columns
+// of all rows (LINEAR_ROWS).
+static inline void linear_backward_weight(const Pass *p, const Linear *l, OutputGradient dout, const floatX *in) {
     const floatX *all_in = l->split == LINEAR_COLUMNS ? rows_fetch_end(p, l->backward, in) : in;
-    const floatX *all_out = l->split == LINEAR_ROWS ? l->gathered : dout;
-    linear_product_weight(p, l, all_out, all_in, p->N, p->accumulate);
-    linear_adapters(p, l, all_out, all_in);
+    linear_product_weight(p, l, dout, all_in, p->N, p->accumulate);
+    linear_adapters(p, l, dout.rows, all_in);
     if (!l->dbias) return;
     if (l->sums.slices)
         bias_finish(l->dbias, l->sums.partial, l->sums.slices, l->out, p->accumulate, p->stream);
     else
-        bias_backward(l->dbias, dout, p->N, l->out, p->accumulate, p->scratch, p->stream);
+        bias_backward(l->dbias, dout.rows, p->N, l->out, p->accumulate, p->scratch, p->stream);
 }
 
 #endif

@@ -46,14 +46,14 @@ enum { WIDEN_BLOCKS = 64, WIDEN_THREADS = 256 };  // few blocks: the other SMs b
 enum { FP8_LAYERS = ROLE_LN1W - ROLE_QKVW };      // matrices of a block, in the order of their roles
 
 // A unit's weights and gradients, each from the unit's first element on. Gradients: in backward alone. In fp8 a block's
-// matrices are in `quantised`, and transposed in `turned`, which forward need not find. Of a block that was gathered in
-// fp8 `weights` has the vectors alone, where they would be behind the matrices.
+// matrices are in `fp8`, and transposed in `fp8_transposed`, which forward need not find. Of a block that was gathered
+// in fp8 `weights` has the vectors alone, where they would be behind the matrices.
 typedef enum { UNIT_FORWARD, UNIT_BACKWARD } UnitUse;
 typedef struct {
     const ParamTable *table;
     int number;
     floatX *weights, *grads;
-    uint8_t *quantised, *turned;
+    uint8_t *fp8, *fp8_transposed;
     floatX *adapters, *adapter_grads;  // --lora: what is trained of the unit; `weights` are frozen, without gradients
 } Unit;
 // Device memory; NULL: this stage, or a run that only goes forward, has none.
@@ -64,10 +64,10 @@ typedef struct {
     floatX *block_grads;      // (2, block) ZeRO 2, 3: of one micro-step
     float *staging;           // (largest unit) fp32, if wide
     // fp8: of all blocks, but
-    uint8_t *quantised;  // with ZeRO 3 (2, block): gathered, and there are no block_weights
-    uint8_t *turned;     // with ZeRO 3 (block)
-    float *absmax;       // (blocks, FP8_LAYERS) of the matrices
-    floatX *vectors;     // (blocks, unit_vectors) ZeRO 3
+    uint8_t *fp8;             // with ZeRO 3 (2, block): gathered, and there are no block_weights
+    uint8_t *fp8_transposed;  // with ZeRO 3 (block)
+    float *absmax;            // (blocks, FP8_LAYERS) of the matrices
+    floatX *vectors;          // (blocks, unit_vectors) ZeRO 3
 } ZeroBuffers;
 typedef struct {
     Nccl nccl;  // on the communication stream
@@ -196,9 +196,7 @@ static inline int zero_passes(const Zero *z, Slot s, int unit) {
 template <typename T> static inline T *zero_buffer(const Zero *z, T *blocks, int unit) {
     return blocks + (size_t)(unit % 2) * param_unit(z->table, unit).count;  // blocks are of equal size
 }
-static inline int zero_passes_fp8(const Zero *z, int unit) {
-    return z->b.quantised && zero_passes(z, SLOT_WEIGHT, unit);
-}
+static inline int zero_passes_fp8(const Zero *z, int unit) { return z->b.fp8 && zero_passes(z, SLOT_WEIGHT, unit); }
 static inline floatX *zero_vectors(const Zero *z, int unit) {
     return z->b.vectors + (size_t)(unit - 1) * unit_vectors(z->table).count;
 }
@@ -207,14 +205,14 @@ static inline floatX *zero_weights(const Zero *z, int unit) {
     if (zero_passes_fp8(z, unit)) return zero_vectors(z, unit) - unit_vectors(z->table).begin;
     return zero_buffer(z, z->b.block_weights, unit);
 }
-static inline uint8_t *zero_quantised(const Zero *z, int unit) {
-    if (!z->b.quantised || !unit_is_block(z->table, unit)) return NULL;
-    if (zero_passes_fp8(z, unit)) return zero_buffer(z, z->b.quantised, unit);
-    return z->b.quantised + (z->table->unit_begin[unit] - z->table->unit_begin[1]);
+static inline uint8_t *zero_fp8(const Zero *z, int unit) {
+    if (!z->b.fp8 || !unit_is_block(z->table, unit)) return NULL;
+    if (zero_passes_fp8(z, unit)) return zero_buffer(z, z->b.fp8, unit);
+    return z->b.fp8 + (z->table->unit_begin[unit] - z->table->unit_begin[1]);
 }
-static inline uint8_t *zero_turned(const Zero *z, int unit) {
-    if (!z->b.turned || !unit_is_block(z->table, unit)) return NULL;
-    return zero_passes_fp8(z, unit) ? z->b.turned : z->b.turned + (zero_quantised(z, unit) - z->b.quantised);
+static inline uint8_t *zero_fp8_transposed(const Zero *z, int unit) {
+    if (!z->b.fp8_transposed || !unit_is_block(z->table, unit)) return NULL;
+    return zero_passes_fp8(z, unit) ? z->b.fp8_transposed : z->b.fp8_transposed + (zero_fp8(z, unit) - z->b.fp8);
 }
 static inline floatX *zero_grads(const Zero *z, int unit) {
     if (!z->b.grads) return NULL;
@@ -319,21 +317,21 @@ static inline void zero_measure(Zero *z) {
     nccl_bundle_end(&z->nccl);
 }
 static inline void zero_gather_fp8(Zero *z, int unit, Fp8Count *count) {
-    uint8_t *to = zero_quantised(z, unit);
+    uint8_t *to = zero_fp8(z, unit);
     zero_matrices(z, unit, [&](const Param *p, size_t place, const floatX *x, size_t size) {
         quantise_part(to + place, (const bf16 *)x, size, zero_absmax(z, p), count, z->nccl.stream);
     });
     nccl_all_gather(&z->nccl, "gather weights", (floatX *)to, zero_piece(z, unit) / sizeof(floatX));
 }
 // The matrices of a gathered block, transposed.
-static inline void zero_turn(Zero *z, int unit) {
+static inline void zero_transpose(Zero *z, int unit) {
     const ParamTable *t = z->table;
     for (int i = 0; i < t->count; i++) {
         const Param *p = &t->params[i];
         // the rest of a packed one
         if (p->unit != unit || p->is_vector || p->offset != param_at(t, unit, p->role)) continue;
         const size_t at = p->offset - t->unit_begin[unit], size = param_at(t, unit, (Role)(p->role + 1)) - p->offset;
-        transpose_fp8(zero_turned(z, unit) + at, zero_quantised(z, unit) + at, (int)(size / (size_t)p->cols), p->cols,
+        transpose_fp8(zero_fp8_transposed(z, unit) + at, zero_fp8(z, unit) + at, (int)(size / (size_t)p->cols), p->cols,
                       z->compute);
     }
 }
@@ -393,10 +391,10 @@ static inline Unit zero_get(Zero *z, int unit, UnitUse use, Fp8Count *count) {
         timing_wait(TIMING_RANKS, z->gathered[unit], z->compute);
     } else
         zero_wait(z, unit);
-    if (use == UNIT_BACKWARD && zero_passes_fp8(z, unit)) zero_turn(z, unit);
+    if (use == UNIT_BACKWARD && zero_passes_fp8(z, unit)) zero_transpose(z, unit);
     if (use == UNIT_BACKWARD && zero_passes(z, SLOT_GRAD, unit))
         timing_wait(TIMING_RANKS, z->added[unit % 2], z->compute);
-    return {z->table, unit, zero_weights(z, unit), zero_grads(z, unit), zero_quantised(z, unit), zero_turned(z, unit),
+    return {z->table, unit, zero_weights(z, unit), zero_grads(z, unit), zero_fp8(z, unit), zero_fp8_transposed(z, unit),
             NULL,     NULL};
 }
 // sum: what becomes of the gradients. reduce: they are the last micro-step's.

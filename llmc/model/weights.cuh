@@ -1,0 +1,119 @@
+// How a weight becomes the operand of a product (weight_operand), and with it a planned layer one of a block
+// (linear_of). A product reads floatX or, in fp8, an e4m3 copy; the gradient of an input reads its transpose.
+//
+//   options             what is kept             what a product reads              who makes it, and when
+//   none                floatX                   what is kept                      -
+//   ZeRO 3              floatX, blocks' shards   block_weights, of two blocks      zero_get gathers them, in each pass
+//   fp8                 floatX                   weights_fp8, their transpose      linear_quantise, after an update
+//   fp8, ZeRO 3         floatX, blocks' shards   the same, of two blocks, of one   zero_get quantises shards, gathers,
+//                                                                                  transposes, in each pass
+//   --weights           codes and scales         merged, one block or the head     lora_merge widens, in each pass
+//   --lora              frozen floatX, adapters  merged, one block                 lora_merge adds, in each pass
+//   --weights, --lora   codes, adapters          merged, one block or the head     lora_merge does both, in each pass
+//   fp8, --lora         frozen floatX, adapters  weights_fp8, their transpose
+//     lora_merge and linear_quantise, after
+//                                                                                  an update
+//
+// "After an update": in the first forward pass after it, which is told by p->quantises. "In each pass": forward and
+// backward make it anew, block by block. zero_get (zero.cuh) is the get of a unit; the others are made here. Embedding,
+// norms and biases are floatX always. --offload moves no weights. A step of generation is one kernel, which reads
+// weights as they are kept (kernels/decode_stream.cuh).
+#ifndef LLMC_WEIGHTS_CUH
+#define LLMC_WEIGHTS_CUH
+
+#include "buffers.cuh"
+
+// ---- of a unit
+
+// The first element of a role in one of a unit's buffers; NULL: this model, or this run, has none.
+static inline floatX *unit_param(const Unit *u, floatX *buffer, Role role) {
+    const size_t at = role == NUM_ROLES ? NO_PARAM : param_at(u->table, u->number, role);
+    return at == NO_PARAM || !buffer ? NULL : buffer + (at - u->table->unit_begin[u->number]);
+}
+// A unit whose weights stay as they are; its matrices in few bits are elsewhere. trained: its adapters, with --lora.
+static inline Unit frozen_unit(const Plan *p, const Buffers *b, const Unit *trained) {
+    const Slot s = plan_base_slot(p);
+    const int unit = trained->number;
+    const size_t begin = p->base->unit_begin[unit], matrices = quantised_elements(p, unit);
+    floatX *weights = (floatX *)slot_pointer(b, s) + plan_at(p, s, unit, begin + matrices) - matrices;
+    if (!p->lora.rank) return {p->base, unit, weights};
+    uint8_t *copies[2] = {NULL, NULL};
+    if (p->fp8_blocks && unit_is_block(p->base, unit)) {
+        copies[0] = b->weights_fp8 + (begin - p->base->unit_begin[1]);
+        copies[1] = b->weights_fp8_transposed + (begin - p->base->unit_begin[1]);
+    }
+    return {p->base, unit, weights, NULL, copies[0], copies[1], trained->weights, trained->grads};
+}
+// The adapters of a layer's weight.
+static inline LayerAdapters layer_adapters(const Plan *p, const Unit *u, Role weight, int in) {
+    LayerAdapters l = {0, p->lora.rank, lora_scale(&p->lora)};
+    LoraPair pairs[LORA_MOST_PAIRS];
+    if (!p->lora.rank || !unit_is_block(p->table, u->number)) return {};
+    l.count = lora_pairs(p->table, u->number, weight, pairs);
+    for (int i = 0; i < l.count; i++) {
+        const size_t begin = p->table->unit_begin[u->number], a = p->table->params[pairs[i].a].offset - begin,
+                     b = p->table->params[pairs[i].b].offset - begin;
+        const Param *rows = &p->base->params[pairs[i].weight];
+        const int row = (int)((rows->offset - param_at(p->base, u->number, weight)) / (size_t)in);
+        l.of[i] = {u->adapters + a, u->adapters + b, u->adapter_grads + a, u->adapter_grads + b, row, rows->rows};
+    }
+    return l;
+}
+// fp8: the absmax of one tensor of a block's layer, or of the head's.
+typedef enum { ABSMAX_WEIGHT, ABSMAX_INPUT, ABSMAX_GRADIENT } AbsmaxOf;
+static inline float *layer_absmax(const Plan *p, const Buffers *b, AbsmaxOf of, int unit, Role weight) {
+    const int layers = plan_fp8_layers(p), in_block = (unit - 1) * FP8_LAYERS + (weight - ROLE_QKVW);
+    return b->absmax + of * layers + (unit_is_block(p->table, unit) ? in_block : layers - 1);
+}
+
+// ---- of a layer
+
+// What is in few bits or has adapters, as floatX: in b->merged, which has room for one block or the head; else where it
+// is. The four matrices of a block are merged together, and again when something else was there.
+static inline const floatX *merged_weight(const Plan *plan, Buffers *b, const Pass *p, const Unit *u, const Linear *l,
+                                          Role role) {
+    const int number = quantised_number(plan, u->number, role), is_block = unit_is_block(u->table, u->number);
+    const QuantMatrix native = {WEIGHTS_FP32, l->out, l->in, (uint8_t *)l->weight, NULL};
+    if (number < 0 && !l->adapters.count) return l->weight;
+    floatX *to = is_block ? unit_param(u, b->merged, role) : b->merged;
+    if (!is_block || b->merged_block != u->number)
+        lora_merge(to, number < 0 ? &native : &b->quantised.matrix[number], &l->adapters, p->stream);
+    if (!is_block) b->merged_block = 0;
+    return to;
+}
+// Fills in what products read as the layer's weight, by the table at the top; what is not there yet is made.
+static inline void weight_operand(const Plan *plan, Buffers *b, const Pass *p, const Unit *u, Role role, Linear *l) {
+    const int fp8 = l->dtype == MATMUL_E4M3, is_block = unit_is_block(u->table, u->number);
+    const size_t at = param_at(u->table, u->number, role) - u->table->unit_begin[u->number];
+    l->weight = unit_param(u, u->weights, role);
+    l->adapters = layer_adapters(plan, u, role, l->in);
+    if (!fp8 || p->quantises) l->weight = merged_weight(plan, b, p, u, l, role);
+    if (!fp8) return;
+    // the head's copy is behind the blocks', and its gradients are not in fp8
+    l->weight_fp8 = is_block ? u->fp8 + at : b->weights_fp8 + plan_fp8_block_weights(plan, 0);
+    l->weight_fp8_transposed = is_block && b->weights_fp8_transposed ? u->fp8_transposed + at : NULL;
+    l->weight_absmax = layer_absmax(plan, b, ABSMAX_WEIGHT, u->number, role);
+    if (p->quantises && !(is_block && plan->zero_stage >= 3)) linear_quantise(p, l);
+}
+// A planned layer with all that belongs to the unit and to the pass. aux: see Linear.
+static inline Linear linear_of(const Plan *plan, Buffers *b, const Pass *p, const Unit *u, const Linear *planned,
+                               Role weight, Role bias, ColumnSums sums, floatX *aux) {
+    Linear l = *planned;
+    weight_operand(plan, b, p, u, weight, &l);
+    l.bias = unit_param(u, u->weights, bias);
+    l.dweight = unit_param(u, u->grads, weight);
+    l.dbias = unit_param(u, u->grads, bias);
+    l.sums = sums;
+    l.aux = aux;
+    if (l.output == LINEAR_QK_NORM) {
+        l.qk_norm.gains = unit_param(u, u->weights, ROLE_QKNORMW);
+        l.qk_norm.dgains = unit_param(u, u->grads, ROLE_QKNORMW);
+    }
+    if (l.dtype == MATMUL_E4M3) {
+        l.in_absmax = layer_absmax(plan, b, ABSMAX_INPUT, u->number, weight);
+        l.dout_absmax = layer_absmax(plan, b, ABSMAX_GRADIENT, u->number, weight);
+    }
+    return l;
+}
+
+#endif
