@@ -1348,7 +1348,7 @@ static void *slot_place(const Model *m, Slot s, int snapshot, size_t offset, siz
     Span held = slot_span(dp, t, keep, s, u);
     assert(buffer && offset >= held.begin && offset + count <= t->total);
     assert(keep == KEEP_WHOLE || offset + count <= held.begin + held.count);
-    size_t place = slot_at(dp, t, keep, s, u, offset);
+    size_t place = slot_index(dp, t, keep, s, u, offset);
     for (int before = 0; before <= u && s == base_slot(m); before++) place -= quant_elements(m->quantised, t, before);
     return buffer + place * slot_bytes(m, s);
 }

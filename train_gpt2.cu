@@ -38,9 +38,9 @@ struct Model {
     Graph graphs[3];    // of the first micro-step of a step, of those that follow, of the last
     OverlapCounts met;  // in the last step
     Offload offload;
-    cudaEvent_t copied[2];  // tokens of either slot
-    cudaEvent_t decided;    // the step's result is in host memory
-    int slot;
+    cudaEvent_t copied[2];       // tokens of either slot
+    cudaEvent_t decided;         // the step's result is in host memory
+    int token_buffer;            // of two: the one that was filled last
     double step_tokens, masked;  // of all ranks; of this rank, those that are not learned so far
     int weights_changed;         // since their fp8 copies were made
     int counts_fp8;              // what is quantised is counted
@@ -419,9 +419,9 @@ static void upload_tokens(Model *m, const int *inputs, const int *targets, size_
         cudaCheck(cudaMemcpyAsync(to, host, n * sizeof(int), cudaMemcpyHostToDevice, s));
     };
     assert(count <= N);
-    m->slot ^= 1;
-    cudaCheck(cudaEventSynchronize(m->copied[m->slot]));
-    int *host = m->b.host_tokens + plan_token_slot(&m->plan) * m->slot;
+    m->token_buffer ^= 1;
+    cudaCheck(cudaEventSynchronize(m->copied[m->token_buffer]));
+    int *host = m->b.host_tokens + plan_token_buffer(&m->plan) * m->token_buffer;
     const Ranges ranges = {host, host + 2 * N, host + 3 * N, host + 4 * N};
     if (m->plan.ranged && targets) {
         ranges_fill(&ranges, inputs, (int)count / T, T, m->plan.options.window);
@@ -430,13 +430,13 @@ static void upload_tokens(Model *m, const int *inputs, const int *targets, size_
         memcpy(host, inputs, count * sizeof(int));
     copy(m->b.tokens, host, count);
     if (orders) {
-        int *order = host + plan_token_slot(&m->plan) - 2 * N;
+        int *order = host + plan_token_buffer(&m->plan) - 2 * N;
         learned_first(host + N, order, targets, N);
         copy(m->b.order, order, 2 * N);
     } else if (targets)
         memcpy(host + N, targets, count * sizeof(int));
     if (targets) copy(m->b.targets, host + N, count);
-    cudaCheck(cudaEventRecord(m->copied[m->slot], s));
+    cudaCheck(cudaEventRecord(m->copied[m->token_buffer], s));
 }
 // Forward and backward of the tokens that were uploaded: micro-step `micro` of num_micro.
 static void micro_step(Model *m, int micro, int num_micro, int reduce, int logit_rows) {
@@ -599,7 +599,9 @@ static void queue_muon(Model *m, const UpdateParams *p) {
         muon_update(b->weights, b->master, directions, chunks, w->chunks, p, b->step, seed, s);
     }
 }
-// Norm, clipping, the decision and the update are queued; then the host waits for the result, the one wait of a step.
+// Norm, clipping, the decision and the update are queued; then the host waits until the device has decided. In a step
+// it waits at two other places, seldom long: in upload_tokens for the copy of the micro-step before the last, and of
+// several ranks after the step for the other hosts (loop.h: agree).
 StepResult model_update(Model *m, const UpdateParams *p) {
     Range range("update");
     watchdog_beat(PHASE_UPDATE, -1);

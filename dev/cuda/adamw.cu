@@ -76,7 +76,7 @@ template <typename S> static void check_adamw(int with_master, int step) {
     size_t n = 16, states = 8;
     for (int i = 0; i < NUM; i++) {
         // as of a larger model
-        AdamChunk c = {n, states, states, 8 * (size_t)i + 3 * n, counts[i], 1, i % 3 != 1 ? 1.0f : 0.0f};
+        AdamChunk c = {n, states, states, states, 8 * (size_t)i + 3 * n, counts[i], 1, i % 3 != 1 ? 1.0f : 0.0f};
         chunks[i] = c;
         n += round_up(counts[i], 8) + 24;
         states += round_up(counts[i], 8);
@@ -155,7 +155,7 @@ template <typename S> static void check_exact(int with_master, int of_weights) {
     AdamChunk chunks[NUM];
     for (int i = 0; i < NUM; i++) {
         const size_t at = base + (size_t)i * ROOM + 8;
-        AdamChunk c = {at, at, (size_t)i * ROOM, part + at, ADAM_CHUNK - 8 * i, 1, 1};
+        AdamChunk c = {at, at, (size_t)i * ROOM, (size_t)i * ROOM, part + at, ADAM_CHUNK - 8 * i, 1, 1};
         chunks[i] = c;
     }
     float *start[4], *weight[2], *master[2], *m[2], *v[2];  // of the two seeds
@@ -219,7 +219,7 @@ static void check_rounding(void) {
     AdamChunk chunks[NUM];
     for (int i = 0; i < NUM; i++) {
         const size_t at = (size_t)i * ADAM_CHUNK;
-        AdamChunk c = {at, at, at, at, ADAM_CHUNK, 1, 0};
+        AdamChunk c = {at, at, at, at, at, ADAM_CHUNK, 1, 0};
         chunks[i] = c;
     }
     float *ones = host_new<float>(N), *zeros = host_new<float>(N);
@@ -244,7 +244,7 @@ static void check_rounding(void) {
 // A gradient of NaN or infinity must not end as an ordinary weight.
 template <typename S> static void check_nan(int with_master) {
     ladder_case("NaN, %s master, states %s", with_master ? "with" : "no", state_name<S>());
-    AdamChunk chunk = {0, 0, 0, 0, 64, 1, 1};
+    AdamChunk chunk = {0, 0, 0, 0, 0, 64, 1, 1};
     float *x = host_normal(64, 1.0f), *v = host_new<float>(64);
     const float bad[] = {NAN, INFINITY, -INFINITY};
     for (int i = 0; i < 64; i++) v[i] = 1;
@@ -265,7 +265,7 @@ template <typename S> static void bench_adamw(const char *name, size_t n, int wi
     AdamChunk *chunks = host_new<AdamChunk>(num);
     for (int i = 0; i < num; i++) {
         size_t at = (size_t)i * ADAM_CHUNK;
-        AdamChunk c = {at, at, at, at, (int)(n - at < ADAM_CHUNK ? n - at : ADAM_CHUNK), 1, 1};
+        AdamChunk c = {at, at, at, at, at, (int)(n - at < ADAM_CHUNK ? n - at : ADAM_CHUNK), 1, 1};
         chunks[i] = c;
     }
     AdamChunk *d_chunks = upload_chunks(chunks, num);

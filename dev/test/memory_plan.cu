@@ -432,7 +432,7 @@ static void check_quantised(const char *format) {
         const Param *t = &r.table.params[i];
         const int number = quantised_number(p, t->unit, t->role);
         if (number >= 0 && t->role != ROLE_WTE) continue;
-        const size_t at = plan_at(p, SLOT_WEIGHT, t->unit, t->offset);
+        const size_t at = plan_index(p, SLOT_WEIGHT, t->unit, t->offset);
         fault_unless(at >= end && at % 8 == 0, &o, "native weights overlap or are not aligned");
         end = at + t->size;
         native += t->size;
@@ -625,7 +625,7 @@ static size_t check_muon_rank(const Options *o) {
     int *per_piece = (int *)calloc_or_die((size_t)r.b.num_pieces * sizeof(int));
     adam_chunks(p, adam, per_piece);
     for (int i = 0; i < r.b.num_chunks; i++) {
-        const size_t at = adam[i].state_offset - adam[i].v_gap;
+        const size_t at = adam[i].v_offset;
         fault_unless(at >= v && at + (size_t)adam[i].count <= plan_kept(p, SLOT_V), o, "v has another place");
         v = at + (size_t)adam[i].count;
     }

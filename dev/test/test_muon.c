@@ -235,7 +235,7 @@ static void test_second_moment(const char *model, int world) {
             size_t at = 0;
             for (int u = 0; u < t.num_units; u++) {
                 const Span s = slot_span(&dp, &t, (Keep)keep, SLOT_V, u), m = slot_span(&dp, &t, (Keep)keep, SLOT_M, u);
-                const size_t place = slot_at(&dp, &t, (Keep)keep, SLOT_V, u, s.begin);
+                const size_t place = slot_index(&dp, &t, (Keep)keep, SLOT_V, u, s.begin);
                 good &= s.count == 0 || (place == at && s.begin % 8 == 0 && s.begin + s.count <= m.begin + m.count);
                 good &= s.count % 8 == 0;
                 at += s.count;

@@ -5,12 +5,13 @@
 //   w = w - rate (m' / (sqrt(v') + eps) + weight_decay w)      m' = m / (1 - beta1^step), v' = v / (1 - beta2^step)
 //
 // weights, grads floatX, addressed by a chunk's weight_offset and grad_offset; master fp32, m, v fp32 or bf16, by its
-// state_offset (a rank may hold a shard of each). With a master, w is the fp32 master and the weight its value rounded
-// to nearest. Without one, the weight itself is updated and rounded stochastically: up with the probability of the part
-// cut off, so that updates smaller than a bf16 step are kept in expectation. So are m and v in bf16 when they are
-// stored; the weight's update uses them unrounded. bf16.h says why, and what it costs. The random numbers depend on
-// (seed, step, the weight's index in the whole model) alone: the first of rand_three is for the weight, the second for
-// m, the third for v. So any sharding gives bitwise identical results, as does adamw_update_bf16_cpu.
+// state_offset and v_offset (a rank may hold a shard of each). With a master, w is the fp32 master and the weight its
+// value rounded to nearest. Without one, the weight itself is updated and rounded stochastically: up with the
+// probability of the part cut off, so that updates smaller than a bf16 step are kept in expectation. So are m and v in
+// bf16 when they are stored; the weight's update uses them unrounded. bf16.h says why, and what it costs. The random
+// numbers depend on (seed, step, the weight's index in the whole model) alone: the first of rand_three is for the
+// weight, the second for m, the third for v. So any sharding gives bitwise identical results, as does
+// adamw_update_bf16_cpu.
 // Bytes read and written per weight in bf16: 28 with a master, 22 without; with m and v in bf16 20 and 14. One block
 // takes one chunk; a thread takes four weights at a time, eight where all is bf16, so that the widest loads and stores
 // of a warp are whole 512-byte lines. With all in bf16 some 65 instructions are issued in the time of those 14 bytes,
@@ -25,15 +26,14 @@
 
 enum { ADAM_CHUNK = 8192, ADAM_THREADS = 256 };  // most weights of a chunk; threads of its block
 
-// Weights [weight_offset, weight_offset + count), their gradients from grad_offset, their states from state_offset on.
-// rate, decay: factors of the learning rate and of the weight decay. key: index of the first weight in the whole model,
-// for the random numbers; its neighbours follow. v_gap: so many elements that have m have no v before these. All
-// offsets, key and count are multiples of 8.
+// Weights [weight_offset, weight_offset + count), their gradients from grad_offset, m and masters from state_offset, v
+// from v_offset on (Muon's matrices have m and no v). rate, decay: factors of the learning rate and of the weight
+// decay. key: index of the first weight in the whole model, for the random numbers; its neighbours follow. All offsets,
+// key and count are multiples of 8.
 typedef struct {
-    size_t weight_offset, grad_offset, state_offset, key;
+    size_t weight_offset, grad_offset, state_offset, v_offset, key;
     int count;
     float rate, decay;
-    size_t v_gap;
 } AdamChunk;
 
 // grad_scale is read from the device.
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(ADAM_THREADS)
     grads += chunk.grad_offset;
     master += MASTER ? chunk.state_offset : 0;
     m += chunk.state_offset;
-    v += chunk.state_offset - chunk.v_gap;
+    v += chunk.v_offset;
     #pragma unroll(N == 4 ? 2 : 1)
     for (int i = threadIdx.x * N; i + N <= chunk.count; i += ADAM_THREADS * N) {
         const VecW g = *(const VecW *)(grads + i);

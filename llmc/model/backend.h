@@ -76,8 +76,8 @@ static inline size_t slot_before(const Comm *dp, const ParamTable *t, Keep keep,
     for (int u = 0; u < unit; u++) count += slot_span(dp, t, keep, s, u).count;
     return count;
 }
-// Where an element of a unit, at `offset` of the table, lies among those.
-static inline size_t slot_at(const Comm *dp, const ParamTable *t, Keep keep, Slot s, int unit, size_t offset) {
+// The index in that memory of an element of a unit, at `offset` of the table.
+static inline size_t slot_index(const Comm *dp, const ParamTable *t, Keep keep, Slot s, int unit, size_t offset) {
     return slot_before(dp, t, keep, s, unit) + offset - slot_span(dp, t, keep, s, unit).begin;
 }
 // One data-parallel rank has nothing to share.

@@ -4,6 +4,26 @@
 // Kept for backward, per block: x', x'', h1, h2, qkv, y, lse, the activation's slopes in place of f, a and the norms'
 // statistics: 8C + 2F (GELU) values a token; with QK-norm also q_k_v, which attention reads. --recompute 1 keeps f and
 // no a, 2 h1, h2 and q_k_v once and not per block, 3 all but x''.
+//
+// Where an element of the parameters is. Four coordinates, all in elements:
+//
+//   key      in the table of a single rank, so the same for all layouts of ranks (whole_element): random numbers
+//   offset   in the table of this rank, which with --tp has a part of most tensors (params_of_rank)
+//   index    in the memory of this rank for a slot (backend.h), which with ZeRO has shards of units (plan_index)
+//   piece    --offload: of what is in host memory two pieces of plan_piece elements are on the GPU at a time. An index
+//            is `index % plan_piece` in piece `index / plan_piece`
+//
+// The second of two data-parallel ranks, ZeRO 3, two blocks. Units are 0 to 3 (params.h); u' is this rank's shard of
+// unit u (plan_owned), u" what of it is not updated by Muon:
+//
+//   offset                           | 0     0' | 1        1' | 2        2' | 3     3' |
+//   index of weights and gradients   | 0     0' | 1'  | 2'  | 3     3' |                  KEEP_BLOCK_SHARDS
+//         of m and masters           | 0' | 1'  | 2'  | 3' |                              KEEP_SHARDS
+//         of v                       | 0' | 1" | 2" | 3' |
+//   pieces of all three              |   0   |   1   | 2 |                                not with Muon: then 1" is 1'
+//
+// A chunk (AdamChunk, MuonChunk) is a range of one tensor that this rank updates: its offsets are indices, those of m,
+// v and masters in their piece.
 #ifndef LLMC_BUFFERS_CUH
 #define LLMC_BUFFERS_CUH
 
@@ -79,7 +99,7 @@ typedef struct {
     // tokens and losses
     int *tokens, *targets, *ranges;  // ranges (3,B,T) of documents.h: position, first, last
     int *order;                      // (2,B,T) see learned_first
-    int *host_tokens;                // two slots of (inputs, targets, ranges, order)
+    int *host_tokens;                // (2, plan_token_buffer) inputs, targets, ranges, order
     ClassifierPart *parts;           // tp: (ranks, head_rows)
     float *losses, *host_losses;     // (B,T)
     StepScalars *step, *host_step;
@@ -181,18 +201,19 @@ static inline Span plan_shard(const Plan *p, Slot s, int unit) {
 static inline Span plan_owned(const Plan *p, Slot s, int unit) {
     return slot_span(&p->mesh->dp, plan_table(p, s), slot_owns(p->zero_stage, s), s, unit);
 }
-// Elements of a slot in this rank's memory, and where that at `offset` of the table lies, which is of `unit`.
+// Elements of a slot in this rank's memory, and the index of that at `offset`, which is of `unit`. --weights: what is
+// in few bits is elsewhere.
 static inline size_t plan_kept(const Plan *p, Slot s) {
     const ParamTable *t = plan_table(p, s);
     size_t kept = slot_before(&p->mesh->dp, t, slot_keeps(p->zero_stage, s), s, t->num_units);
     for (int u = 0; u < t->num_units && s == plan_base_slot(p); u++) kept -= quantised_elements(p, u);
     return kept;
 }
-static inline size_t plan_at(const Plan *p, Slot s, int unit, size_t offset) {
+static inline size_t plan_index(const Plan *p, Slot s, int unit, size_t offset) {
     const ParamTable *t = plan_table(p, s);
-    size_t at = slot_at(&p->mesh->dp, t, slot_keeps(p->zero_stage, s), s, unit, offset);
-    for (int u = 0; u <= unit && s == plan_base_slot(p); u++) at -= quantised_elements(p, u);
-    return at;
+    size_t index = slot_index(&p->mesh->dp, t, slot_keeps(p->zero_stage, s), s, unit, offset);
+    for (int u = 0; u <= unit && s == plan_base_slot(p); u++) index -= quantised_elements(p, u);
+    return index;
 }
 static inline int plan_slot_is_bf16(const Plan *p, Slot s) {
     switch (s) {
@@ -227,7 +248,7 @@ static inline int norm_spans(const Plan *p, Span *out) {
     for (int u = 0; u < p->table->num_units; u++) {
         const int n = tp_counted(&p->mesh->dp, p->table, u, spans);
         for (int i = 0; i < n; i++) {
-            spans[i].begin = plan_at(p, SLOT_GRAD, u, spans[i].begin);
+            spans[i].begin = plan_index(p, SLOT_GRAD, u, spans[i].begin);
             assert(spans[i].begin % 8 == 0 && spans[i].count % 8 == 0);
         }
         if (out) memcpy(out + count, spans, (size_t)n * sizeof(Span));
@@ -241,7 +262,7 @@ static inline int gradient_copies(const Plan *p, Copy *out, size_t *total) {
     for (int u = 0; u < p->table->num_units; u++) owned[u] = plan_owned(p, SLOT_GRAD, u);
     const int count = copies_find(p->mesh, p->table, owned, COPY_BATCH, out, total);
     for (int i = 0; out && i < count; i++)
-        out[i].offset = plan_at(p, SLOT_GRAD, param_unit_of(p->table, out[i].offset), out[i].offset);
+        out[i].offset = plan_index(p, SLOT_GRAD, param_unit_of(p->table, out[i].offset), out[i].offset);
     free(owned);
     return count;
 }
@@ -271,6 +292,7 @@ static inline size_t plan_piece(const Plan *p) {
 static inline int rounds_by_runs(const Plan *p) {
     return plan_is_split(p) && (p->bf16_states || (sizeof(floatX) == 2 && !p->has_master));
 }
+// The key of an element of a tensor.
 static inline size_t whole_element(const Param *q, size_t element) {
     const ParamPart *part = param_part_at(q, element);
     return q->whole_offset + (part ? param_whole(q, part, element) : element);
@@ -284,16 +306,18 @@ static inline int adam_chunks(const Plan *p, AdamChunk *out, int *per_piece) {
         if (q->optimiser != OPTIMISER_ADAMW) continue;
         const Span mine = span_overlap(plan_owned(p, SLOT_M, q->unit), q->offset, q->size);
         for (size_t at = mine.begin, n; at < mine.begin + mine.count; at += n, count++) {
-            const size_t element = at - q->offset, state = plan_at(p, SLOT_M, q->unit, at);
+            const size_t element = at - q->offset, state = plan_index(p, SLOT_M, q->unit, at);
             n = std::min({(size_t)ADAM_CHUNK, mine.begin + mine.count - at, piece - state % piece});
             if (by_runs) n = param_run(q, element, n);
             if (!out) continue;
-            AdamChunk chunk = {0, 0, 0, whole_element(q, element), (int)n, q->rate, q->decay, 0};
-            chunk.weight_offset = plan_at(p, SLOT_WEIGHT, q->unit, at);
-            chunk.grad_offset = plan_at(p, SLOT_GRAD, q->unit, at);
-            chunk.state_offset = state % piece;
-            chunk.v_gap = p->table->muon ? state - plan_at(p, SLOT_V, q->unit, at) : 0;
-            out[count] = chunk;
+            out[count] = {plan_index(p, SLOT_WEIGHT, q->unit, at),
+                          plan_index(p, SLOT_GRAD, q->unit, at),
+                          state % piece,
+                          plan_index(p, SLOT_V, q->unit, at) % piece,
+                          whole_element(q, element),
+                          (int)n,
+                          q->rate,
+                          q->decay};
             per_piece[state / piece]++;
         }
     }
@@ -320,9 +344,9 @@ static inline int muon_chunks(const Plan *p, const MuonTables *t, MuonChunk *out
                     n = std::min((size_t)ADAM_CHUNK, mine.begin + mine.count - at);
                     if (rounds_by_runs(p)) n = param_run(q, at - q->offset, n);
                     if (!out) continue;
-                    out[count] = {plan_at(p, SLOT_WEIGHT, u, at),
-                                  plan_at(p, SLOT_GRAD, u, at),
-                                  plan_at(p, SLOT_M, u, at),
+                    out[count] = {plan_index(p, SLOT_WEIGHT, u, at),
+                                  plan_index(p, SLOT_GRAD, u, at),
+                                  plan_index(p, SLOT_M, u, at),
                                   base + (at - p->table->unit_begin[u]),
                                   whole_element(q, at - q->offset),
                                   (int)n,
@@ -508,8 +532,8 @@ static inline void request_fp8(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, &b->fp8.left, "an output's gradient, transposed", gradients);
     memory_request(m, &b->fp8.right, "an input, transposed", inputs);
 }
-// Integers of a slot in which tokens wait for the device.
-static inline size_t plan_token_slot(const Plan *p) { return (2 + 3 * !!p->ranged + 2 * !!p->picks_rows) * p->N; }
+// Integers of a pinned buffer in which a micro-step's tokens wait for the device.
+static inline size_t plan_token_buffer(const Plan *p) { return (2 + 3 * !!p->ranged + 2 * !!p->picks_rows) * p->N; }
 // ordered (N): the targets that are learned, then the others. order (2,N): the place in `targets` of each of them; then
 // for each of `targets` its place among them.
 static inline void learned_first(int *ordered, int *order, const int *targets, size_t N) {
@@ -532,7 +556,7 @@ static inline void request_tokens(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, &b->gathered_step, "loss, norm of all ranks", STEP_SUMS * (ranks > world ? ranks : world));
     if (p->ranged) memory_request(m, &b->ranges, "what each sees (3,B,T)", 3 * p->N);
     if (p->picks_rows) memory_request(m, &b->order, "learned rows first, and back (2,B,T)", 2 * p->N);
-    memory_request_pinned(m, &b->host_tokens, "two slots of inputs, targets", 2 * plan_token_slot(p));
+    memory_request_pinned(m, &b->host_tokens, "two buffers of inputs, targets", 2 * plan_token_buffer(p));
     memory_request_pinned(m, &b->host_step, "loss, norm, clipping", 1);
     memory_request_pinned(m, &b->host_losses, "losses", p->N);
     if (ranks == 1) return;

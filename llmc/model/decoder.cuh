@@ -77,7 +77,7 @@ static inline void decoder_request(const Plan *p, Decoder *d) {
 }
 static inline const floatX *weights_of_role(const Plan *p, const Buffers *b, int unit, Role role) {
     const size_t at = param_at(p->table, unit, role);
-    return at == NO_PARAM ? NULL : b->weights + plan_at(p, SLOT_WEIGHT, unit, at);
+    return at == NO_PARAM ? NULL : b->weights + plan_index(p, SLOT_WEIGHT, unit, at);
 }
 static inline void decoder_upload_matrices(const Plan *p, const Buffers *b, DecodeMatrix *to, cudaStream_t stream) {
     static const struct {

@@ -13,7 +13,7 @@ static inline char *slot_place(const Plan *p, const Buffers *b, Slot s, size_t o
     const int unit = param_unit_of(t, offset);
     const Span kept = slot_span(&p->mesh->dp, t, keep, s, unit);
     assert(keep == KEEP_WHOLE || span_overlap(kept, offset, count).count == count);
-    return (char *)slot_pointer(b, s) + plan_at(p, s, unit, offset) * plan_slot_bytes(p, s);
+    return (char *)slot_pointer(b, s) + plan_index(p, s, unit, offset) * plan_slot_bytes(p, s);
 }
 // From what a slot stores, in host memory, to fp32.
 static inline void slot_widen(const Plan *p, Slot s, float *values, const void *stored, size_t count) {
@@ -54,7 +54,7 @@ static inline void slot_write(const Plan *p, const Buffers *b, Slot s, size_t of
     for (int u = 0; s == SLOT_WEIGHT && b->master && u < p->table->num_units; u++) {  // unrounded
         const Span mine = span_overlap(plan_owned(p, SLOT_MASTER, u), offset, count);
         if (mine.count)
-            upload(b->master + plan_at(p, SLOT_MASTER, u, mine.begin), values + (mine.begin - offset),
+            upload(b->master + plan_index(p, SLOT_MASTER, u, mine.begin), values + (mine.begin - offset),
                    mine.count * sizeof(float), stream);
     }
 }

@@ -10,9 +10,7 @@
 //   --weights           codes and scales         merged, one block or the head     lora_merge widens, in each pass
 //   --lora              frozen floatX, adapters  merged, one block                 lora_merge adds, in each pass
 //   --weights, --lora   codes, adapters          merged, one block or the head     lora_merge does both, in each pass
-//   fp8, --lora         frozen floatX, adapters  weights_fp8, their transpose
-//     lora_merge and linear_quantise, after
-//                                                                                  an update
+//   fp8, --lora         frozen floatX, adapters  weights_fp8, their transpose      both of these, after an update
 //
 // "After an update": in the first forward pass after it, which is told by p->quantises. "In each pass": forward and
 // backward make it anew, block by block. zero_get (zero.cuh) is the get of a unit; the others are made here. Embedding,
@@ -35,7 +33,7 @@ static inline Unit frozen_unit(const Plan *p, const Buffers *b, const Unit *trai
     const Slot s = plan_base_slot(p);
     const int unit = trained->number;
     const size_t begin = p->base->unit_begin[unit], matrices = quantised_elements(p, unit);
-    floatX *weights = (floatX *)slot_pointer(b, s) + plan_at(p, s, unit, begin + matrices) - matrices;
+    floatX *weights = (floatX *)slot_pointer(b, s) + plan_index(p, s, unit, begin + matrices) - matrices;
     if (!p->lora.rank) return {p->base, unit, weights};
     uint8_t *copies[2] = {NULL, NULL};
     if (p->fp8_blocks && unit_is_block(p->base, unit)) {
