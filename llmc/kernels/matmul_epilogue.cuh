@@ -1,17 +1,40 @@
 // What a math warpgroup does with a finished tile: one policy for each MatmulEpilogue.
 //
 // With K = 768 a tile has twelve steps only, so the epilogue must cost the tensor cores nothing: after the last step
-// the sums are packed to bf16, which frees the accumulators, and the packed tile is finished and stored in SLOTS parts
-// between the steps of the next tile. A slot has 32 columns, where an activation is computed 16, which a step of both
+// the sums are packed to bf16, which frees the accumulators, and the packed tile is finished and stored in PHASES
+// between the steps of the next tile. A phase has 32 columns, where an activation is computed 16, which a step of both
 // warpgroups hides. The product is rounded to bf16 before an activation or its slopes are applied, and so are the
 // slopes: bitwise identical to a plain matmul followed by activation.cuh. What is kept for backward is the slope and
 // not the input: forward has its sigmoid at hand, and backward's epilogue is left with a product. Where backward
 // computes the activation again, it is the input.
 //
-// A policy says: PRODUCTS, of which each has its part of b's columns (gate and up); BOXES that it stages in shared
-// memory for each warpgroup; how many matrices of a product's size lie side by side in out and in aux; whether it
-// READS_AUX and SUMS_COLUMNS; slots<COLUMNS>; begin(tile), when the tile's place is known; finish(tile, slot), with
-// `slot` known at compile time; and end(tile) after the last tile.
+// A warpgroup has 64 rows of the tile, whose columns are finished in blocks of 64. Between registers and global memory
+// a block goes through one or two boxes in shared memory, (64,64) of bf16, which TMA stores and loads. x is the
+// product, f the activation, f' a slope, dx = x f'. Phases of a block:
+//
+//   policy                      phases             box 0                      box 1
+//   Plain, Rotate               0 1                x -> out
+//   Symmetric                   0 1                x -> out                   transposed x -> out
+//   Activate, one input         0 1 2 3            f -> out                   f' or x -> aux
+//     gate and up               0 1                f -> out                   f' or x of up -> aux
+//                               2 3                f' or x of gate -> aux
+//   ActivationGradient          0 1                even blocks, odd ones in box 1: aux -> f', then dx -> out
+//     gate and up               0 1      load      aux -> f' of gate          aux -> f' of up
+//                               2 3                dx of gate -> out          dx of up -> out
+//   the same FROM_INPUT         0 1      load      aux -> input
+//                               2 3 4 5            dx -> aux                  f -> out
+//     gate and up               0 1      load      aux -> gate                aux -> up
+//                               2 3 4 5            dx of gate -> aux          dx of up -> aux
+//                               6                  f -> out
+//
+// A box that was stored is filled again when TMA has read it (box_free), and stored when the whole warpgroup has filled
+// it (box_full), both by one thread, the storer. "load": the box is still being stored, or aux is on its way. Where
+// blocks alternate between the boxes (DOUBLE_BUFFERED) the next block's aux is loaded meanwhile, and no phase waits.
+//
+// A policy says: PRODUCTS, of which each has its part of b's columns (gate and up); BOXES that it has for each
+// warpgroup; how many matrices of a product's size lie side by side in out and in aux; whether it READS_AUX and
+// SUMS_COLUMNS; phases<COLUMNS> of a tile; begin(tile), when the tile's place is known; finish(tile, phase), with
+// `phase` known at compile time; and end(tile) after the last tile.
 #ifndef LLMC_MATMUL_EPILOGUE_CUH
 #define LLMC_MATMUL_EPILOGUE_CUH
 
@@ -40,23 +63,24 @@ template <typename S> struct FinishedTile {
     static constexpr bool TAKES_ABSMAX = S::Dtype::SCALED;
     const CUtensorMap *out_map, *aux_map;
     const HopperWork &work;
-    unsigned boxes, aux_barriers;  // staged boxes of this warpgroup; a barrier for each
-    float *side;                   // this warpgroup's words of shared memory
+    unsigned boxes, aux_barriers;  // this warpgroup's boxes; for each a barrier, where aux is loaded
+    float *scratch;                // this warpgroup's words of shared memory: bias, or sums of columns
     int warpgroup, M, N, row, column, product;
     bool storer = threadIdx.x % WARPGROUP == 0;
     unsigned packed[S::COLUMNS / 4];  // packed[2n + h]: columns 8n+2t,+1 of row g + 8h
 
     __device__ FinishedTile(const CUtensorMap *out_map, const CUtensorMap *aux_map, const HopperWork &work,
-                            unsigned staged, unsigned aux_barriers, float *side, int warpgroup)
+                            unsigned staged, unsigned aux_barriers, float *scratch, int warpgroup)
         : out_map(out_map), aux_map(aux_map), work(work), boxes(staged + warpgroup * S::Epilogue::BOXES * BOX_BYTES),
-          aux_barriers(aux_barriers + warpgroup * 16), side(side), warpgroup(warpgroup), M(work.M), N(work.N) {}
+          aux_barriers(aux_barriers + warpgroup * 16), scratch(scratch), warpgroup(warpgroup), M(work.M), N(work.N) {}
 
     __device__ bool outside(int c) const { return column + c * BOX_COLUMNS >= N; }
     // Of this warp's rows and columns 16k, ... in a box.
     __device__ static unsigned address(unsigned box, int k) {
         return fragment_address<BOX_ROWS>(box, threadIdx.x / WARP % 4 * 16, k);
     }
-    // Columns 16k, ... of column block c: those of the other products follow COLUMNS / PRODUCTS further.
+    // Columns 16k, ... of block c, i: as a thread's registers of ldmatrix. Those of the other products follow COLUMNS /
+    // PRODUCTS further.
     __device__ unsigned &word(int c, int k, int i, int product = 0) {
         return packed[product * (S::OUT_COLUMNS / 4) + (c * 4 + k) * 4 + i];
     }
@@ -83,11 +107,11 @@ template <typename S> struct FinishedTile {
         const unsigned r[4] = {word(c, k, 0), word(c, k, 2), word(c, k, 1), word(c, k, 3)};
         stmatrix_transposed(fragment_address<BOX_ROWS>(boxes + BOX_BYTES, 16 * k, threadIdx.x / WARP % 4), r);
     }
-    // 32 columns as they are, after prepare(c) before the first of a column block; the last store it. SYMMETRIC: a box
+    // Half of a block as it is, after prepare(c) before the first half; the second stores it. SYMMETRIC: a box
     // below the diagonal is stored transposed, too, in place of the one above it, which is left out. A box on the
     // diagonal is symmetric: its elements (i,j) and (j,i) are sums of the same terms in the same order.
-    template <bool SYMMETRIC = false, typename Prepare> __device__ void put_half(int slot, Prepare prepare) {
-        const int c = slot / 2, begin = slot % 2 * 2, at_column = column + c * BOX_COLUMNS;
+    template <bool SYMMETRIC = false, typename Prepare> __device__ void put_half(int phase, Prepare prepare) {
+        const int c = phase / 2, begin = phase % 2 * 2, at_column = column + c * BOX_COLUMNS;
         if (outside(c) || (SYMMETRIC && at_column > row)) return;
         if (begin == 0) {
             box_free();
@@ -112,17 +136,17 @@ template <typename S> struct FinishedTile {
 struct Plain {
     static constexpr int PRODUCTS = 1, BOXES = 1, OUT_PARTS = 1, AUX_PARTS = 0;
     static constexpr bool READS_AUX = false, SUMS_COLUMNS = false;
-    template <int COLUMNS> static constexpr int slots = COLUMNS / 32;
+    template <int COLUMNS> static constexpr int phases = COLUMNS / 32;
     template <typename T> __device__ void begin(const T &) {}
     template <typename T> __device__ void end(const T &) {}
-    template <typename T> __device__ void finish(T &t, int slot) {
-        t.put_half(slot, [](int) {});
+    template <typename T> __device__ void finish(T &t, int phase) {
+        t.put_half(phase, [](int) {});
     }
 };
 struct Symmetric : Plain {
     static constexpr int BOXES = 2;
-    template <typename T> __device__ void finish(T &t, int slot) {
-        t.template put_half<true>(slot, [](int) {});
+    template <typename T> __device__ void finish(T &t, int phase) {
+        t.template put_half<true>(phase, [](int) {});
     }
 };
 // A column block is a head. Both columns of a pair lie in the same thread.
@@ -149,8 +173,8 @@ struct Rotate : Plain {
             }
         }
     }
-    template <typename T> __device__ void finish(T &t, int slot) {
-        t.put_half(slot, [&](int c) { rotate(t, c); });
+    template <typename T> __device__ void finish(T &t, int phase) {
+        t.put_half(phase, [&](int c) { rotate(t, c); });
     }
 };
 
@@ -176,20 +200,20 @@ __device__ inline unsigned activate(unsigned (&slopes)[INPUTS], const unsigned (
 // up, what belongs to the gate waits in the gate's place for a second round.
 template <typename Act, bool KEEPS_INPUT> struct Activate {
     static constexpr int PRODUCTS = Act::INPUTS, BOXES = 2, OUT_PARTS = 1, AUX_PARTS = Act::INPUTS;
-    static constexpr int STEPS = Act::INPUTS;  // of 16 columns in a slot
+    static constexpr int WIDTH = Act::INPUTS;  // of a phase, in 16 columns
     static constexpr bool READS_AUX = false, SUMS_COLUMNS = false;
-    template <int COLUMNS> static constexpr int slots = COLUMNS / 16 / STEPS;
+    template <int COLUMNS> static constexpr int phases = COLUMNS / 16 / WIDTH;
     template <typename T> __device__ void begin(const T &) {}
     template <typename T> __device__ void end(const T &) {}
 
-    template <typename T> __device__ void finish(T &t, int slot) {
-        constexpr int EACH = 4 / STEPS, LAST = Act::INPUTS - 1;
-        const int c = slot / (EACH * PRODUCTS), round = slot / EACH % PRODUCTS, begin = slot % EACH * STEPS;
+    template <typename T> __device__ void finish(T &t, int phase) {
+        constexpr int ROUND = 4 / WIDTH, LAST = Act::INPUTS - 1;  // phases that fill the boxes; the last input
+        const int c = phase / (ROUND * PRODUCTS), round = phase / ROUND % PRODUCTS, begin = phase % ROUND * WIDTH;
         if (t.outside(c)) return;
         const unsigned box = t.boxes;
         if (begin == 0) t.box_free();
         #pragma unroll
-        for (int k = begin; k < begin + STEPS; k++) {
+        for (int k = begin; k < begin + WIDTH; k++) {
             unsigned first[4], second[4];
             #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -206,7 +230,7 @@ template <typename Act, bool KEEPS_INPUT> struct Activate {
             stmatrix(at, first);
             if (round == 0) stmatrix(at + BOX_BYTES, second);
         }
-        if (begin + STEPS < 4) return;
+        if (begin + WIDTH < 4) return;
         t.box_full();
         if (!t.storer) return;
         t.store(round ? t.aux_map : t.out_map, 0, c);
@@ -218,27 +242,28 @@ template <typename Act, bool KEEPS_INPUT> struct Activate {
 // ---- an activation's gradient
 
 // The product times the slopes in aux; or aux is the input, whose gradient takes its place, and out = f. Aux comes by
-// TMA, a column block at a time. Where a box is free, the next one's is on its way while this one's is used
-// (ALTERNATES); else a block's first two slots wait. Of an activation with one input the columns of what is written are
-// summed, 64 rows at a time and before rounding: the bias gradient of the layer below.
+// TMA, a block at a time. Of an activation with one input the columns of what is written are summed, 64 rows at a time
+// and before rounding: the bias gradient of the layer below.
 template <typename Act, bool FROM_INPUT> struct ActivationGradient {
     static constexpr int INPUTS = Act::INPUTS;
     static constexpr int PRODUCTS = 1, BOXES = 2, OUT_PARTS = FROM_INPUT ? 1 : INPUTS, AUX_PARTS = INPUTS;
-    static constexpr bool READS_AUX = true, SUMS_COLUMNS = INPUTS == 1, ALTERNATES = INPUTS == 1 && !FROM_INPUT;
-    static constexpr int STEPS = FROM_INPUT ? 1 : 2;  // of 16 columns in a slot
-    // Slots of a column block; the last stores f where both boxes are taken by gradients.
-    static constexpr int LEAD = ALTERNATES ? 0 : 2, EACH = LEAD + 4 / STEPS + (FROM_INPUT && INPUTS == 2);
-    template <int COLUMNS> static constexpr int slots = COLUMNS / BOX_COLUMNS * EACH;
+    static constexpr bool READS_AUX = true, SUMS_COLUMNS = INPUTS == 1;
+    static constexpr bool DOUBLE_BUFFERED = INPUTS == 1 && !FROM_INPUT;
+    static constexpr int WIDTH = FROM_INPUT ? 1 : 2;  // of a phase, in 16 columns
+    // Phases of a block: aux is loaded, gradients are computed, and f follows where they have taken both boxes.
+    static constexpr int LOADS = DOUBLE_BUFFERED ? 0 : 2, BLOCK = LOADS + 4 / WIDTH + (FROM_INPUT && INPUTS == 2);
+    template <int COLUMNS> static constexpr int phases = COLUMNS / BOX_COLUMNS * BLOCK;
 
     unsigned parity = 0;  // of aux's barriers: bit per box
     unsigned most = 0;    // of what was written
     float sums[8];        // of 32 columns: column 2t+e of 8-column group g of the k-th 16 is [4g + 2e + k]
 
+    __device__ static constexpr int box_of(int c) { return DOUBLE_BUFFERED ? c % 2 : 0; }
     // By the storer: a box is free once the store from it has read it.
     template <typename T> __device__ void fetch(const T &t, int c) const {
         if (t.outside(c)) return;
         bulk_wait_read();
-        const int box = ALTERNATES ? c % 2 : 0;
+        const int box = box_of(c);
         const unsigned barrier = t.aux_barriers + box * 8;
         mbarrier_arrive_expect(barrier, INPUTS * BOX_BYTES);
         for (int part = 0; part < INPUTS; part++) {
@@ -251,10 +276,10 @@ template <typename Act, bool FROM_INPUT> struct ActivationGradient {
     template <typename T> __device__ void begin(const T &t) {
         if (!t.storer) return;
         fetch(t, 0);
-        if (ALTERNATES) fetch(t, 1);
+        if (DOUBLE_BUFFERED) fetch(t, 1);
     }
     template <typename T> __device__ void wait(const T &t, int c) {
-        const int box = ALTERNATES ? c % 2 : 0;
+        const int box = box_of(c);
         mbarrier_wait(t.aux_barriers + box * 8, parity >> box & 1);
         parity ^= 1u << box;
     }
@@ -265,7 +290,7 @@ template <typename Act, bool FROM_INPUT> struct ActivationGradient {
         float mine[8];
         #pragma unroll
         for (int i = 0; i < 8; i++) mine[i] = sums[i];
-        float total = warp_totals<8, 4>(mine), *others = t.side + half % 2 * 3 * WARP;
+        float total = warp_totals<8, 4>(mine), *others = t.scratch + half % 2 * 3 * WARP;
         if (warp > 0) others[(warp - 1) * WARP + lane] = total;
         named_barrier(1 + t.warpgroup, WARPGROUP);
         if (warp > 0 || t.row >= t.M) return;
@@ -305,13 +330,14 @@ template <typename Act, bool FROM_INPUT> struct ActivationGradient {
         for (int p = 0; p < INPUTS; p++) stmatrix(at + p * BOX_BYTES, aux[p]);
         if (FROM_INPUT && INPUTS == 1) stmatrix(at + BOX_BYTES, f);
     }
-    template <typename T> __device__ void finish(T &t, int slot) {
-        const int c = slot / EACH, begin = (slot % EACH - LEAD) * STEPS;
-        if (!ALTERNATES && slot % EACH == 0 && c > 0 && t.storer) fetch(t, c);
+    template <typename T> __device__ void finish(T &t, int phase) {
+        // begin, in 16 columns of the block; < 0: aux is loaded; 4: f is left
+        const int c = phase / BLOCK, begin = (phase % BLOCK - LOADS) * WIDTH;
+        if (!DOUBLE_BUFFERED && phase % BLOCK == 0 && c > 0 && t.storer) fetch(t, c);
         if (begin < 0 || t.outside(c)) return;
-        const unsigned box = t.boxes + (ALTERNATES ? c % 2 * BOX_BYTES : 0);
+        const unsigned box = t.boxes + box_of(c) * BOX_BYTES;
         if (begin == 0) {
-            if (ALTERNATES && t.storer && c > 0 && c + 1 < T::BLOCKS) fetch(t, c + 1);
+            if (DOUBLE_BUFFERED && t.storer && c > 0 && c + 1 < T::BLOCKS) fetch(t, c + 1);
             wait(t, c);
         }
         if (begin == 4) {
@@ -320,9 +346,9 @@ template <typename Act, bool FROM_INPUT> struct ActivationGradient {
             for (int k = 0; k < 4; k++) t.put(c, k);
         } else {
             #pragma unroll
-            for (int k = begin; k < begin + STEPS; k++) multiply(t, box, c, k);
-            if (SUMS_COLUMNS && t.work.column_sums && (begin + STEPS) % 2 == 0) sum_columns(t, 2 * c + begin / 2);
-            if (begin + STEPS < 4) return;
+            for (int k = begin; k < begin + WIDTH; k++) multiply(t, box, c, k);
+            if (SUMS_COLUMNS && t.work.column_sums && (begin + WIDTH) % 2 == 0) sum_columns(t, 2 * c + begin / 2);
+            if (begin + WIDTH < 4) return;
         }
         t.box_full();
         if (t.storer) store(t, c, begin == 4);
@@ -338,7 +364,7 @@ template <typename Act, bool FROM_INPUT> struct ActivationGradient {
         if (last)
             t.store(t.out_map, 0, c);
         else
-            for (int p = 0; p < INPUTS; p++) t.store(gradient, (ALTERNATES ? c % 2 : 0) + p, c, p);
+            for (int p = 0; p < INPUTS; p++) t.store(gradient, box_of(c) + p, c, p);
         if (FROM_INPUT && INPUTS == 1) t.store(t.out_map, 1, c);
         bulk_commit();
     }

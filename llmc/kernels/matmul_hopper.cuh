@@ -33,7 +33,7 @@ template <typename S> __device__ inline float2 matmul_row_scales(const HopperWor
 template <typename S>
 __device__ inline void matmul_math(const HopperWork &w, FinishedTile<S> &out, unsigned tiles, unsigned full,
                                    unsigned empty) {
-    unsigned *bias_pairs = (unsigned *)out.side;
+    unsigned *bias_pairs = (unsigned *)out.scratch;
     const int lane = threadIdx.x % WARP, thread = threadIdx.x % WARPGROUP, rank = blockIdx.x % S::CLUSTER;
     const int clusters = gridDim.x / S::CLUSTER, steps = (w.K + S::Dtype::STAGE_K - 1) / S::Dtype::STAGE_K;
     MmaConsumer<S> mma;
@@ -45,9 +45,9 @@ __device__ inline void matmul_math(const HopperWork &w, FinishedTile<S> &out, un
         // In the last round the tile before is finished, by the same code.
         const int here = i < w.schedule.tiles() ? steps : 0;
         #pragma unroll
-        for (int s = 0; s < S::SLOTS; s++) {
+        for (int s = 0; s < S::PHASES; s++) {
             if (s < here) mma.step(s);
-            if (s == S::SLOTS - 1) wgmma_wait<0>();  // ptxas puts a wait here anyway, and says so (C7517) if we do not
+            if (s == S::PHASES - 1) wgmma_wait<0>();  // ptxas puts a wait here anyway, and says so (C7517) if we do not
             if (waiting) epilogue.finish(out, s);
         }
         if (!here) break;
@@ -57,7 +57,7 @@ __device__ inline void matmul_math(const HopperWork &w, FinishedTile<S> &out, un
         out.column = t.column * S::OUT_COLUMNS;
         epilogue.begin(out);
         #pragma unroll 1
-        for (int s = S::SLOTS; s < steps; s++) mma.step(s);
+        for (int s = S::PHASES; s < steps; s++) mma.step(s);
         if (with_bias) {
             if (thread < S::COLUMNS / 2)
                 bias_pairs[thread] =
@@ -89,7 +89,7 @@ template <typename S>
 __device__ inline void matmul_block(const CUtensorMap *a_map, const CUtensorMap *b_map, const CUtensorMap *out_map,
                                     const CUtensorMap *aux_map, const HopperWork &w) {
     __shared__ alignas(8) unsigned long long barriers[S::BARRIERS];
-    __shared__ float side[2][S::SIDE_WORDS];
+    __shared__ float scratch[2][S::SCRATCH_WORDS];
     extern __shared__ int4 matmul_shared[];
     const unsigned tiles = (shared_address_once(matmul_shared) + TILE_ALIGNMENT - 1) / TILE_ALIGNMENT * TILE_ALIGNMENT;
     const unsigned staged = tiles + S::STAGES * S::STAGE_BYTES;
@@ -111,7 +111,7 @@ __device__ inline void matmul_block(const CUtensorMap *a_map, const CUtensorMap 
         if (threadIdx.x == 0) mma_fetch<S>(a_map, b_map, w.schedule, w.N, w.K, tiles, full, empty);
     } else {
         registers_raise<240>();
-        FinishedTile<S> out(out_map, aux_map, w, staged, aux_barriers, side[warpgroup], warpgroup);
+        FinishedTile<S> out(out_map, aux_map, w, staged, aux_barriers, scratch[warpgroup], warpgroup);
         matmul_math<S>(w, out, tiles, full, empty);
     }
     if (S::CLUSTER > 1) cluster_sync();  // nobody leaves while the other may still write here

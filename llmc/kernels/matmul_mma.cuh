@@ -108,14 +108,14 @@ template <typename Dtype_, MatmulForm FORM, int COLUMNS_, int CLUSTER_, typename
     static constexpr int COLUMNS = COLUMNS_, CLUSTER = CLUSTER_, ROWS = 128, THREADS = 3 * WARPGROUP;
     static constexpr int MN_A = FORM == MATMUL_BACKWARD_WEIGHT, MN_B = FORM != MATMUL_FORWARD;  // fp8: FORM is FORWARD
     static constexpr int OUT_COLUMNS = COLUMNS / Epilogue::PRODUCTS;
-    static constexpr int SLOTS = Epilogue::template slots<COLUMNS>;
+    static constexpr int PHASES = Epilogue::template phases<COLUMNS>;
     static constexpr int A_BOXES = ROWS / BOX_ROWS, B_BOXES = COLUMNS / BOX_COLUMNS;
     static constexpr int STAGE_BYTES = (A_BOXES + B_BOXES) * BOX_BYTES, STAGED_BYTES = 2 * Epilogue::BOXES * BOX_BYTES;
     static constexpr int STAGES = (232448 - TILE_ALIGNMENT - 2048 - STAGED_BYTES) / STAGE_BYTES;
     static constexpr int BYTES = TILE_ALIGNMENT + STAGES * STAGE_BYTES + STAGED_BYTES, BARRIERS = 2 * STAGES + 4;
     // Of each math warpgroup: the bias of the tile, or partial sums of columns.
-    static constexpr int SIDE_WORDS = Epilogue::SUMS_COLUMNS ? 2 * 3 * WARP : COLUMNS / 2;
-    static_assert(8 * BARRIERS + 2 * 4 * SIDE_WORDS <= 2048, "static shared memory");
+    static constexpr int SCRATCH_WORDS = Epilogue::SUMS_COLUMNS ? 2 * 3 * WARP : COLUMNS / 2;
+    static_assert(8 * BARRIERS + 2 * 4 * SCRATCH_WORDS <= 2048, "static shared memory");
 };
 
 // ---- the thread that fetches
