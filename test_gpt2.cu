@@ -174,7 +174,7 @@ static void test_learned_rows(const char *folder, const Options *base, int chunk
         // spread over the batch; a single one is the last
         for (size_t i = 0; i < N; i++) targets[i] = (i + 1) * 389 % N < learned ? d.targets[i] : -1;
         for (int picks : {0, 1}) {
-            m.plan.picks_rows = picks;
+            m.plan.compacts_rows = picks;
             for (int micro = 0; micro < 2; micro++) model_micro_step(&m, d.tokens, targets, micro, 2);
             debug_measure(&m, &loss[picks], &norm);
             model_read(&m, SLOT_GRAD, 0, total, grads[picks]);

@@ -127,7 +127,7 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     b.activation.slopes = a->f;
     b.activation.out = plan->fcproj.gradient == EPILOGUE_GRADIENT_FROM_INPUT ? a->f : m->b.df;
     b.activation.activated = a->a;
-    b.activation.apart = m->b.da;
+    b.activation.dactivated = m->b.da;
     b.activation.sums = activation;
     b.attention = p->attention;
     if (!plan->qkv.tensor_gradient) return b;
@@ -261,10 +261,10 @@ static void head_losses(Model *m, const Pass *p, int n0, int rows, float dloss, 
 static void head(Model *m, const Pass *p, float dloss, int backward) {
     Range range("head");
     const Linear l = head_of(m, p);
-    const int picks = p->logit_rows < p->N;
-    const floatX *h_all = picks ? p->branch : rows_gather(p, m->b.h_final);
-    floatX *dh_all = picks ? m->b.dx : p->branch;
-    if (picks) rows_pick(p->branch, m->b.h_final, m->b.order, p->logit_rows, p->N, p->C, p->stream);
+    const int compacts = p->logit_rows < p->N;
+    const floatX *h_all = compacts ? p->branch : rows_gather(p, m->b.h_final);
+    floatX *dh_all = compacts ? m->b.dx : p->branch;
+    if (compacts) rows_pick(p->branch, m->b.h_final, m->b.order, p->logit_rows, p->N, p->C, p->stream);
     for (int n0 = 0; n0 < p->logit_rows; n0 += m->plan.head_rows) {
         const int rows = std::min(p->logit_rows - n0, m->plan.head_rows);
         const floatX *h = h_all + (size_t)n0 * p->C;
@@ -275,7 +275,7 @@ static void head(Model *m, const Pass *p, float dloss, int backward) {
         if (l.dbias) bias_backward(l.dbias, m->b.logits, rows, l.out, p->accumulate || n0 > 0, p->scratch, p->stream);
         linear_product_backward(p, &l, dh_all + (size_t)n0 * p->C, m->b.logits, rows);
     }
-    if (picks) rows_pick(p->branch, m->b.dx, m->b.order + p->N, p->N, p->logit_rows, p->C, p->stream);
+    if (compacts) rows_pick(p->branch, m->b.dx, m->b.order + p->N, p->N, p->logit_rows, p->C, p->stream);
 }
 
 // ---- backward
@@ -385,8 +385,8 @@ static Pass pass_of(Model *m, int B, int T) {
     p.B = B;
     p.T = T;
     p.N = p.logit_rows = B * T;
-    p.spread = m->mesh->tp.world;
-    p.rows = p.N / p.spread;
+    p.shards = m->mesh->tp.world;
+    p.rows = p.N / p.shards;
     p.C = m->config.channels;
     p.cos_sin = m->b.cos_sin;
     p.attention = attention_plan(B, T, m->plan.local.num_heads, m->plan.local.num_kv_heads, m->plan.local.head_dim);
@@ -465,17 +465,17 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     // micro-steps of one kind are the same work
     const int kind = micro == 0 ? 0 : last && m->plan.sums_in_fp32 ? 2 : 1;
     const size_t N = m->plan.N, masked = (size_t)std::count_if(targets, targets + N, [](int t) { return t < 0; });
-    const int logit_rows = plan_logit_rows(&m->plan, N - masked), picks = logit_rows < (int)N;
+    const int logit_rows = plan_logit_rows(&m->plan, N - masked), compacts = logit_rows < (int)N;
     auto work = [&] { micro_step(m, micro, num_micro, reduces, logit_rows); };
-    upload_tokens(m, inputs, targets, N, m->plan.T, picks);
+    upload_tokens(m, inputs, targets, N, m->plan.T, compacts);
     m->step_tokens = (double)N * num_micro * dp;
     m->masked = (micro == 0 ? 0 : m->masked) + (double)masked;
     if (micro == 0) memset(&m->links.rows.met, 0, sizeof m->links.rows.met);
     const int meets_ranks =
-        m->mesh->tp.world > 1 || m->plan.zero_stage >= 2 || (dp > 1 && (last || !zero_all_arrived(&m->links.zero)));
+        m->mesh->tp.world > 1 || m->plan.zero_stage >= 2 || (dp > 1 && (last || !zero_all_waited_for(&m->links.zero)));
     // Picked rows are of another number each time, and a graph for each of them would hold memory. Where the head is
     // worth it a micro-step's kernels take longer than their launches, so nothing is lost without.
-    if (!m->plan.options.cuda_graphs || timing.on || m->counts_fp8 || meets_ranks || m->b.host_x || picks)
+    if (!m->plan.options.cuda_graphs || timing.on || m->counts_fp8 || meets_ranks || m->b.host_x || compacts)
         work();
     else
         graph_run(&m->graphs[kind], num_micro, m->gpu.compute, work);
@@ -534,11 +534,11 @@ static void gather_directions(Model *m, const MuonWave *w, floatX *directions) {
     const Comm *tp = &m->mesh->tp;
     const size_t block = param_unit(&m->table, 1).count;
     if (z->nccl.world > 1 && z->stage > 0) {
-        zero_hand_over(z);
+        zero_comm_follows(z);
         for (int i = 0; i < w->blocks; i++)
             nccl_all_gather(&z->nccl, "gather momentum", directions + (size_t)(i * tp->world + tp->rank) * block,
                             zero_piece(z, w->first));
-        zero_hand_back(z);
+        zero_compute_follows(z);
     }
     for (int i = 0; i < w->blocks; i++)
         nccl_all_gather(&m->links.rows.nccl, "gather momentum", directions + (size_t)(i * tp->world) * block, block);
@@ -551,13 +551,13 @@ static void return_directions(Model *m, const MuonWave *w, floatX *directions) {
         nccl_reduce_scatter(&m->links.rows.nccl, "return directions", directions + (size_t)(i * tp->world) * block,
                             block);
     if (z->nccl.world == 1) return;
-    zero_hand_over(z);
+    zero_comm_follows(z);
     for (int i = 0; i < w->blocks; i++) {
         floatX *mine = directions + (size_t)(i * tp->world + tp->rank) * block;
         nccl_reduce_scatter(&z->nccl, "return directions", mine, zero_piece(z, w->first));
         if (z->stage == 0) nccl_all_gather(&z->nccl, "return directions", mine, zero_piece(z, w->first));
     }
-    zero_hand_back(z);
+    zero_compute_follows(z);
 }
 // What this rank orthogonalises of a wave; zeros in place of the others' matrices.
 static void orthogonalise(Model *m, const MuonWave *w, floatX *directions) {
@@ -650,7 +650,7 @@ static Pass decode_pass(Model *m, int slot, int at, int count, int prompt) {
     k->slot = slot;
     k->at = at;
     k->prompt = prompt;
-    p.spread = 1;
+    p.shards = 1;
     p.T = count;                                  // attention runs on all tokens
     p.attention.first = p.attention.last = NULL;  // a sample is no longer than a window
     p.rows = p.N = prompt ? (int)round_up((size_t)count, (size_t)m->decode_matmul.part_rows) : count;
@@ -754,8 +754,8 @@ static void open_links(Model *m) {
     const Plan *p = &m->plan;
     const Options *o = &p->options;
     Links *k = &m->links;
-    const int at_once =
-        zero_at_once(&m->mesh->dp, &m->mesh->job, p->zero_stage, (int)o->dp_overlap, p->reduces_in_fp32, p->N);
+    const int reduces_last =
+        zero_reduces_last(&m->mesh->dp, &m->mesh->job, p->zero_stage, (int)o->dp_overlap, p->reduces_in_fp32, p->N);
     const Buffers *b = &m->b;
     ZeroBuffers buffers = {b->weights, b->grads, b->grad_sums, b->block_weights, b->block_grads, b->reduce_staging};
     if (p->fp8_blocks && !p->lora.rank) {
@@ -765,7 +765,7 @@ static void open_links(Model *m) {
         buffers.vectors = b->vectors;
     }
     k->mesh = m->mesh;
-    k->zero = zero_open(&m->mesh->dp, &m->table, &m->gpu, p->zero_stage, p->reduces_in_fp32, at_once, &buffers);
+    k->zero = zero_open(&m->mesh->dp, &m->table, &m->gpu, p->zero_stage, p->reduces_in_fp32, reduces_last, &buffers);
     links_open_short(k, o, &m->gpu, p->may_overlap);
     // so it cannot be computed in parts
     const int sums_bias = p->activation_fused == 2 && activation_inputs(p->local.mlp) == 1;
@@ -884,7 +884,7 @@ ModelFacts facts_of(const Model *m) {
 }
 const char *model_device(const Model *m) { return m->gpu.prop.name; }
 const char *model_dtype(const Model *) { return FLOATX_NAME; }
-const char *model_carriers(const Model *m) { return m->links.carriers; }
+const char *model_carriers(const Model *m) { return m->links.transports; }
 double model_memory_gib(const Model *m) {
     return (double)(m->memory.bytes.device + m->decoder.memory.bytes.device) / 1073741824.0;
 }

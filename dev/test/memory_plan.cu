@@ -209,7 +209,7 @@ static void check_sum(const Planned *r) {
                  small = 40e6 * mesh.tp.world + 80e6 + 40.0 * r->b.num_chunks;
     fault_unless(have >= sum && have <= sum + small, &p->options, "the table's sum is not that of the sizes");
     const double host = (double)r->memory.bytes.host, states = states_on(p, 1, (double)plan_kept(p, SLOT_M));
-    fault_unless(host >= states + leave && host <= states + leave + 1e6 + (p->picks_rows ? 36 : 20) * (double)p->N,
+    fault_unless(host >= states + leave && host <= states + leave + 1e6 + (p->compacts_rows ? 36 : 20) * (double)p->N,
                  &p->options, "host memory is not what is offloaded");
 }
 // The head's rows are all that are learned and less than a sixteenth more, in whole tiles; never none, nor more than N.
@@ -219,7 +219,7 @@ static void check_logit_rows(const Plan *p) {
         const size_t rows = (size_t)plan_logit_rows(p, learned);
         const int fits = rows >= learned && rows > 0 && rows <= N,
                   few = rows < learned + N / 16 + 128 || (!learned && rows <= N / 16 + 128);
-        fault_unless(fits && (p->picks_rows ? few && (rows % 128 == 0 || rows == N) : rows == N), &p->options,
+        fault_unless(fits && (p->compacts_rows ? few && (rows % 128 == 0 || rows == N) : rows == N), &p->options,
                      "the head has another number of rows");
     }
 }

@@ -143,7 +143,7 @@ template <typename Each> static void each_matrix(const ParamTable *t, int unit, 
 }
 // Of a block's weights the vectors, and its matrices in fp8; else all.
 static void read_weights(Zero *z, const Unit *u, UnitUse use, int version) {
-    if (!zero_passes_fp8(z, u->number)) {
+    if (!zero_gathers_fp8(z, u->number)) {
         expect(u->weights, u->number, version);
         return;
     }
@@ -162,7 +162,7 @@ static void write_weights(Zero *z, int unit, int version) {
         weights->version = version;
     };
     write(0);
-    if (!zero_passes_fp8(z, unit)) return;
+    if (!zero_gathers_fp8(z, unit)) return;
     write(unit_vectors(z->table).begin);
     each_matrix(z->table, unit, [&](size_t at, int role) {
         if (role > ROLE_QKVW) write(at);
@@ -170,8 +170,8 @@ static void write_weights(Zero *z, int unit, int version) {
 }
 static void pass_unit(Zero *z, int unit, UnitUse use, int version, int micro, int micros) {
     const Unit u = zero_get(z, unit, use, NULL);
-    const int apart = zero_passes(z, SLOT_GRAD, unit), next = unit + (use == UNIT_FORWARD ? 1 : -1);
-    if (unit_is_block(z->table, unit) && next >= 0 && zero_passes(z, SLOT_WEIGHT, next))
+    const int apart = zero_is_sharded(z, SLOT_GRAD, unit), next = unit + (use == UNIT_FORWARD ? 1 : -1);
+    if (unit_is_block(z->table, unit) && next >= 0 && zero_is_sharded(z, SLOT_WEIGHT, next))
         faults += z->fetched[next % 2] != next;  // it is on its way
     read_weights(z, &u, use, version);
     if (use == UNIT_BACKWARD) {

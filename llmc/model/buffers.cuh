@@ -118,12 +118,12 @@ typedef struct {
 static inline Region region_of(const Plan *p) {
     enum { ALIGN = 1024 };
     const Config *c = &p->local;
-    // GELU's da is df; SwiGLU's is in a product, or apart
-    const int fused = p->activation_fused == 2, apart = activation_inputs(c->mlp) > 1 && !fused;
+    // GELU's da is df; SwiGLU's is in a product, or has a kernel of its own
+    const int fused = p->activation_fused == 2, unfused_gate = activation_inputs(c->mlp) > 1 && !fused;
     const size_t width = round_up(p->N * (size_t)c->ffn_dim * sizeof(floatX), ALIGN);
     Region r;
     r.da = fused && p->recomputes_activation ? 0 : round_up(p->N * (size_t)fc_width(c) * sizeof(floatX), ALIGN);
-    r.a = r.da + (apart ? width : 0);
+    r.a = r.da + (unfused_gate ? width : 0);
     r.attention = round_up(p->N * (size_t)qkv_width(c) * sizeof(floatX), ALIGN);
     const AttentionProblem attention = attention_plan(p->B, p->T, c->num_heads, c->num_kv_heads, c->head_dim);
     const size_t parts[] = {
@@ -511,16 +511,16 @@ static inline void request_fp8(const Plan *p, Buffers *b, Memory *m) {
     const size_t in[] = {N * C, N * (size_t)(c->num_heads * c->head_dim), N * (size_t)c->ffn_dim, part * C};
     const size_t out[] = {N * (size_t)qkv_width(c), N * C, N * (size_t)fc_width(c)};
     const size_t inputs = LARGEST(in), gradients = LARGEST(out);
-    const int passes = p->fp8_blocks && p->zero_stage >= 3;
+    const int gathers = p->fp8_blocks && p->zero_stage >= 3;
     if (!p->fp8) return;
     memory_group(m, "fp8");
-    memory_request(m, &b->weights_fp8, passes ? "weights, of two blocks" : "weights",
+    memory_request(m, &b->weights_fp8, gathers ? "weights, of two blocks" : "weights",
                    plan_fp8_block_weights(p, 0) + head);
     if (p->trains && p->fp8_blocks)
         memory_request(m, &b->weights_fp8_transposed,
-                       passes ? "one block's weights, transposed" : "blocks' weights, transposed",
+                       gathers ? "one block's weights, transposed" : "blocks' weights, transposed",
                        plan_fp8_block_weights(p, 1));
-    if (passes)
+    if (gathers)
         memory_request(m, &b->vectors, "blocks' norms and biases",
                        (size_t)c->num_layers * unit_vectors(p->table).count);
     memory_request(m, &b->absmax, "largest values", 3 * (size_t)plan_fp8_layers(p));
@@ -533,7 +533,7 @@ static inline void request_fp8(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, &b->fp8.right, "an input, transposed", inputs);
 }
 // Integers of a pinned buffer in which a micro-step's tokens wait for the device.
-static inline size_t plan_token_buffer(const Plan *p) { return (2 + 3 * !!p->ranged + 2 * !!p->picks_rows) * p->N; }
+static inline size_t plan_token_buffer(const Plan *p) { return (2 + 3 * !!p->ranged + 2 * !!p->compacts_rows) * p->N; }
 // ordered (N): the targets that are learned, then the others. order (2,N): the place in `targets` of each of them; then
 // for each of `targets` its place among them.
 static inline void learned_first(int *ordered, int *order, const int *targets, size_t N) {
@@ -555,7 +555,7 @@ static inline void request_tokens(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, &b->step, "loss, norm, clipping", 1);
     memory_request(m, &b->gathered_step, "loss, norm of all ranks", STEP_SUMS * (ranks > world ? ranks : world));
     if (p->ranged) memory_request(m, &b->ranges, "what each sees (3,B,T)", 3 * p->N);
-    if (p->picks_rows) memory_request(m, &b->order, "learned rows first, and back (2,B,T)", 2 * p->N);
+    if (p->compacts_rows) memory_request(m, &b->order, "learned rows first, and back (2,B,T)", 2 * p->N);
     memory_request_pinned(m, &b->host_tokens, "two buffers of inputs, targets", 2 * plan_token_buffer(p));
     memory_request_pinned(m, &b->host_step, "loss, norm, clipping", 1);
     memory_request_pinned(m, &b->host_losses, "losses", p->N);

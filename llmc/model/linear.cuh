@@ -75,12 +75,12 @@ typedef struct {
 
 // The gradient of the activation between an MLP's two layers, as the second one computes it.
 typedef struct {
-    floatX *slopes;     // (N, inputs F) by each of its inputs; keeps_input: the inputs
-    floatX *out;        // gradient of its inputs. EPILOGUE_GRADIENT_FROM_INPUT: it takes the inputs' place
-    floatX *activated;  // EPILOGUE_GRADIENT_FROM_INPUT: the activation (N,F), computed again
-    floatX *apart;      // EPILOGUE_PLAIN: gradient of the activation (N,F)
-    ColumnSums sums;    // where the epilogue leaves the column sums of `out`
-    float *absmax;      // NULL, or raised to that of `out`
+    floatX *slopes;      // (N, inputs F) by each of its inputs; keeps_input: the inputs
+    floatX *out;         // gradient of its inputs. EPILOGUE_GRADIENT_FROM_INPUT: it takes the inputs' place
+    floatX *activated;   // EPILOGUE_GRADIENT_FROM_INPUT: the activation (N,F), computed again
+    floatX *dactivated;  // EPILOGUE_PLAIN: gradient of the activation (N,F)
+    ColumnSums sums;     // where the epilogue leaves the column sums of `out`
+    float *absmax;       // NULL, or raised to that of `out`
 } ActivationGradient;
 
 // ---- operands
@@ -169,7 +169,7 @@ static inline void linear_output(const Pass *p, const Linear *l, floatX *out) {
 // LINEAR_COLUMNS: out (N,out) from this rank's rows of the input. With an activation: out is the activation, and aux
 // what backward needs of it.
 static inline void linear_forward(const Pass *p, const Linear *l, floatX *out, const floatX *in) {
-    const int reads_absmax = p->spread > 1 && l->weight_dtype == MATMUL_E4M3;  // backward, of all rows
+    const int reads_absmax = p->shards > 1 && l->weight_dtype == MATMUL_E4M3;  // backward, of all rows
     const Rows mine = linear_rows(p, l->dtype, in, p->rows, l->in, l->in_absmax, p->fp8.inputs);
     const Rows all = rows_gather_under(p, l->forward, mine, reads_absmax, [&](Rows rows, int first, int count) {
         linear_product_of(p, l, out, rows, first, count);
@@ -232,30 +232,28 @@ static inline OutputGradient linear_backward_project(const Pass *p, const Linear
 static inline OutputGradient linear_backward_activation(const Pass *p, const Linear *l, const ActivationGradient *g,
                                                         const floatX *dout) {
     const size_t F = (size_t)l->in, width = F * (size_t)activation_inputs(l->mlp);
+    if (l->gradient == EPILOGUE_PLAIN) {
+        const OutputGradient gradient = linear_backward_project(p, l, g->dactivated, dout);
+        activation_backward(l->mlp, g->out, g->dactivated, g->slopes, p->N, l->in, p->stream);
+        if (g->absmax) absmax_tensor(g->absmax, g->out, (size_t)p->N * width, p->stream);
+        return gradient;
+    }
     const uint8_t *transposed = NULL;
     const auto product = [&](Rows d, int first, int count) {
-        const MatmulProblem q = {
-            MATMUL_BACKWARD_INPUT, count, l->in, l->out, l->gradient, l->gradient == EPILOGUE_PLAIN ? MLP_GELU : l->mlp,
-            l->input_dtype};
+        const MatmulProblem q = {MATMUL_BACKWARD_INPUT, count, l->in, l->out, l->gradient, l->mlp, l->input_dtype};
         MatmulOperands x = {};
         // a part would overwrite the column sums of the part before (links_open_overlap: never_d_fcproj)
         assert(!g->sums.slices || count == p->N);
         transposed = linear_gradient(p, l, &x, (const floatX *)d.x, count);
         linear_weight(l, l->input_dtype, &x, l->weight_fp8_transposed);
-        x.out = l->gradient == EPILOGUE_PLAIN      ? g->apart + first * F
-                : l->gradient == EPILOGUE_GRADIENT ? g->out + first * width
-                                                   : g->activated + first * F;
-        x.aux = l->gradient == EPILOGUE_PLAIN ? NULL : g->slopes + first * width;
+        x.out = l->gradient == EPILOGUE_GRADIENT ? g->out + first * width : g->activated + first * F;
+        x.aux = g->slopes + first * width;
         x.absmax = g->absmax;
         x.column_sums = g->sums.slices ? g->sums.partial : NULL;
         matmul(p->matmul, &q, &x, p->stream);
     };
     const Rows all = rows_gather_under(p, l->backward, {dout, NULL}, 1, product);
-    const OutputGradient gradient = {(const floatX *)all.x, transposed};
-    if (l->gradient != EPILOGUE_PLAIN) return gradient;
-    activation_backward(l->mlp, g->out, g->apart, g->slopes, p->N, l->in, p->stream);
-    if (g->absmax) absmax_tensor(g->absmax, g->out, (size_t)p->N * width, p->stream);
-    return gradient;
+    return {(const floatX *)all.x, transposed};
 }
 
 // For linear_backward_weight of LINEAR_COLUMNS: rows of `in` that other ranks have set out while something else is

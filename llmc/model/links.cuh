@@ -4,6 +4,7 @@
 #ifndef LLMC_LINKS_CUH
 #define LLMC_LINKS_CUH
 
+#include "../kernels/global_norm.cuh"
 #include "rows.cuh"
 #include "zero.cuh"
 
@@ -15,7 +16,7 @@ static const struct {
     const char *name;
     size_t bytes;
 } short_messages[NUM_SHORT] = {
-    {"loss and norm", 2 * sizeof(float)},
+    {"loss and norm", STEP_SUMS * sizeof(float)},
     {"data parallel", 256 << 10},
     {"tensor parallel", 8 << 20},
 };
@@ -28,7 +29,7 @@ typedef struct {
     Copies copies;                 // gradients that ranks of the tensor-parallel group have parts of
     P2p p2p[NUM_SHORT];            // workspaces of short messages; the last one is also that of `rows.push`
     char why_not[NUM_SHORT][256];  // why a workspace is not open; empty: it is open
-    char carriers[768];            // says by what messages are sent, for the log
+    char transports[768];          // says by what messages are sent, for the log
 } Links;
 
 inline const Comm *short_group(const Mesh *mesh, int which) {
@@ -54,7 +55,7 @@ inline void links_request(Links *k, const Options *o, const Mesh *mesh, int trai
     }
     if (ranks == 1) return;
     memory_group(memory, "tensor parallel");
-    memory_request(memory, &k->rows.gathered, "all rows, or parts of a sum (B,T,C)", row_elements);
+    memory_request(memory, &k->rows.received, "all rows, or parts of a sum (B,T,C)", row_elements);
     if (!trains) return;
     memory_request(memory, &k->copies.batch, "gradients of copies", ranks * batch);
     memory_request(memory, &k->copies.list, "table of copies", copies);
@@ -67,8 +68,8 @@ inline void links_patience(Links *k) {
     for (P2p &p : k->p2p) p2p_patience(&p, seconds);
 }
 inline void links_open_short(Links *k, const Options *o, const Gpu *gpu, int may_overlap) {
-    char *text = k->carriers;
-    size_t size = sizeof k->carriers;
+    char *text = k->transports;
+    size_t size = sizeof k->transports;
     for (int i = 0; i < NUM_SHORT; i++) {
         const Comm *group = short_group(k->mesh, i);
         cudaStream_t stream = i == SHORT_DATA ? gpu->comm : gpu->compute;
@@ -87,7 +88,7 @@ inline void links_open_short(Links *k, const Options *o, const Gpu *gpu, int may
         else
             append_text(text, size, "peer to peer up to %zu KiB", short_messages[i].bytes >> 10);
     }
-    const char *when = k->zero.at_once ? "all at once after backward" : "unit by unit under backward";
+    const char *when = k->zero.reduces_last ? "all at once after backward" : "unit by unit under backward";
     if (*text && k->mesh->dp.world > 1) append_text(text, size, "; gradients: NCCL, %s", when);
     nccl_shorten(&k->zero.nccl, &k->p2p[SHORT_DATA]);
     if (!ranks_share_gpu) nccl_shorten(&k->rows.nccl, &k->p2p[SHORT_TENSOR]);

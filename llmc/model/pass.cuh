@@ -24,7 +24,7 @@ typedef struct {
     Push push;              // under products, by copy engine
     OverlapChoice overlap;  // which kinds of operation do
     OverlapCounts met;      // since the step began
-    floatX *gathered;       // (B T,C): all rows, or what other ranks have of this rank's
+    floatX *received;       // (B T,C): all rows, or what other ranks have of this rank's
     int rank, ranks;        // this rank of the group
 } RowExchange;
 
@@ -39,13 +39,13 @@ typedef struct {
 // One pass over N = B T tokens: all that the calls of a block share.
 typedef struct {
     int B, T, N;           // sequences, tokens of each, all of them
-    int rows;              // of the residual stream that are here: N / spread
+    int rows;              // of the residual stream that are here: N / shards
     int logit_rows;        // of N: those that the head multiplies. Fewer than N: the learned ones and some others
-    int spread;            // ranks that these rows are spread over: the group; 1 while decoding, where all have all
+    int shards;            // of the N rows, one a rank of the group; 1 while decoding, where each rank has all
     int C;                 // channels
     int accumulate;        // backward adds to the gradients instead of writing them
     int sum;               // GradSum: what becomes of a unit's gradients when they are complete
-    int reduce;            // backward hands over each unit's gradients when they are complete
+    int reduce;            // backward gives each unit's gradients to zero.cuh when they are complete
     const float *cos_sin;  // rotary angles of the T positions (T,HD/2,2)
     AttentionProblem attention;
     KvCache *cache;  // decoding: keys and values of the tokens before; NULL otherwise

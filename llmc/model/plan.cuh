@@ -36,7 +36,7 @@ typedef struct {
     int recomputes_blocks;      // all of a block but its input
     int offload;                // what is in host memory while it is not used: bits of backend.h
     int head_rows;              // the head runs on so many rows at a time
-    int picks_rows;             // a micro-step's head runs on the rows that are learned
+    int compacts_rows;          // a micro-step's head runs on the rows that are learned alone
     // speed
     int activation_fused;                // in the products: 0 not, 1 forward, 2 forward and backward
     int rope_fused;                      // in the q,k,v product
@@ -190,7 +190,7 @@ static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh
     p.recomputes_blocks = o->recompute == 3;
     p.offload = plan_offload(&p);
     p.head_rows = (int)head_rows(o, p.B, p.T);
-    p.picks_rows = p.trains && ranks == 1;
+    p.compacts_rows = p.trains && ranks == 1;
     p.activation_fused = plan_activation_fused(&p);
     p.rope_fused = p.local.position == POSITION_ROPE && p.local.qk_norm == QK_NORM_NONE &&
                    matmul_can_rotate(p.local.head_dim) && p.N >= MATMUL_FUSION_ROWS;
@@ -214,7 +214,7 @@ enum { LOGIT_SIZES = 16, LOGIT_ROWS = 128 };
 static inline int plan_logit_rows(const Plan *p, size_t learned) {
     const size_t part = round_up(ceil_div(p->N, LOGIT_SIZES), LOGIT_ROWS),
                  rows = std::max(part, round_up(learned, part));
-    return (int)(p->picks_rows ? std::min(rows, p->N) : p->N);
+    return (int)(p->compacts_rows ? std::min(rows, p->N) : p->N);
 }
 
 // A line a subject, for the console and the log.

@@ -16,7 +16,7 @@
 #include "pass.cuh"
 
 static inline int rows_overlap(const Pass *p, OverlapKind kind) {
-    return p->spread > 1 && p->exchange->overlap.on[kind];
+    return p->shards > 1 && p->exchange->overlap.on[kind];
 }
 
 static inline size_t rows_bytes(const Pass *p, Rows r, int count) {
@@ -33,12 +33,12 @@ static inline Rows rows_in(const Pass *p, Rows mine, const void *buffer) {
 // All N rows of which this rank has `mine`. Good until the next exchange.
 static inline Rows rows_gather(const Pass *p, Rows mine) {
     RowExchange *x = p->exchange;
-    const size_t bytes = rows_bytes(p, mine, p->rows), ranks = (size_t)p->spread;
-    const Rows all = rows_in(p, mine, x->gathered);
-    if (p->spread == 1) return mine;
+    const size_t bytes = rows_bytes(p, mine, p->rows), ranks = (size_t)p->shards;
+    const Rows all = rows_in(p, mine, x->received);
+    if (p->shards == 1) return mine;
     x->met.apart++;
     nccl_bundle_begin(&x->nccl, "gather rows", ranks * (bytes + rows_absmax_bytes(mine, p->rows)));
-    nccl_all_gather(&x->nccl, NULL, x->gathered, (const floatX *)mine.x, bytes / sizeof(floatX));
+    nccl_all_gather(&x->nccl, NULL, x->received, (const floatX *)mine.x, bytes / sizeof(floatX));
     if (mine.absmax) nccl_all_gather(&x->nccl, NULL, (float *)all.absmax, mine.absmax, (size_t)p->rows);
     nccl_bundle_end(&x->nccl);
     return all;
@@ -49,8 +49,8 @@ static inline const floatX *rows_gather(const Pass *p, const floatX *mine) {
 // Every rank has parts of all N rows: their sums, on every rank, in place.
 static inline floatX *rows_sum_everywhere(const Pass *p, floatX *parts, const floatX *add) {
     RowExchange *x = p->exchange;
-    nccl_all_gather(&x->nccl, "gather rows", x->gathered, (const floatX *)parts, pass_piece(p));
-    rows_sum(parts, x->gathered, add, x->ranks, -1, p->rows, p->C, p->stream);
+    nccl_all_gather(&x->nccl, "gather rows", x->received, (const floatX *)parts, pass_piece(p));
+    rows_sum(parts, x->received, add, x->ranks, -1, p->rows, p->C, p->stream);
     return parts;
 }
 // parts (N,C): this rank's part of a sum over ranks. Returns this rank's rows of the sum, in place. add (C; NULL: none)
@@ -58,7 +58,7 @@ static inline floatX *rows_sum_everywhere(const Pass *p, floatX *parts, const fl
 static inline floatX *rows_scatter(const Pass *p, floatX *parts, const floatX *add) {
     RowExchange *x = p->exchange;
     if (x->ranks == 1) return parts;
-    if (p->spread == 1) return rows_sum_everywhere(p, parts, add);
+    if (p->shards == 1) return rows_sum_everywhere(p, parts, add);
     const size_t piece = pass_piece(p);
     floatX *mine = parts + (size_t)x->rank * piece;
     x->met.apart++;
@@ -66,8 +66,8 @@ static inline floatX *rows_scatter(const Pass *p, floatX *parts, const floatX *a
         nccl_reduce_scatter(&x->nccl, "scatter rows", parts, piece);
         return mine;
     }
-    nccl_exchange(&x->nccl, "scatter rows", x->gathered, (const floatX *)parts, piece);
-    rows_sum(mine, x->gathered, add, x->ranks, x->rank, p->rows, p->C, p->stream);
+    nccl_exchange(&x->nccl, "scatter rows", x->received, (const floatX *)parts, piece);
+    rows_sum(mine, x->received, add, x->ranks, x->rank, p->rows, p->C, p->stream);
     return mine;
 }
 
@@ -139,7 +139,7 @@ static inline floatX *rows_scatter_end(const Pass *p, OverlapKind kind, const fl
     if (rows_overlap(p, kind)) {
         const floatX *others = (const floatX *)push_buffer(&x->push, PUSH_PARTS);
         push_wait(&x->push, PUSH_PARTS, push_peers(&x->push));
-        rows_sum(mine, others, add, p->spread, x->rank, p->rows, p->C, p->stream);
+        rows_sum(mine, others, add, p->shards, x->rank, p->rows, p->C, p->stream);
         push_end(&x->push, PUSH_PARTS);
     } else {
         mine = rows_scatter(p, p->branch, add);

@@ -41,7 +41,7 @@
 // then lack. At once nothing hides them: they take 643 / (B T) of backward's time (bf16 over NVLink, whatever the
 // model). Four GPUs, 65,536 tokens a rank: 98.4% of four at once, 97.0% under backward; in fp32 97.2% and 94.0%; 16,384
 // tokens, bf16: 1.7% faster at once.
-enum { ZERO_CTAS = 16, ZERO_CTAS_AT_ONCE = 32, ZERO_AT_ONCE_TOKENS = 16384 };
+enum { ZERO_CTAS = 16, ZERO_CTAS_LAST = 32, ZERO_LAST_TOKENS = 16384 };
 enum { WIDEN_BLOCKS = 64, WIDEN_THREADS = 256 };  // few blocks: the other SMs belong to backward
 enum { FP8_LAYERS = ROLE_LN1W - ROLE_QKVW };      // matrices of a block, in the order of their roles
 
@@ -81,8 +81,8 @@ typedef struct {
     cudaEvent_t added[2];      // of block_grads, recorded on comm: compute may overwrite them
     int fetched[2];            // the blocks that are gathered, or on their way; 0: none
     int measured;              // b.absmax and b.vectors are those of the weights
-    int arrived;               // units whose weights the compute stream has waited for since they were last gathered
-    int stage, wide, at_once;  // wide: reduce in fp32; at_once: all units after backward
+    int waited_for;            // units whose weights the compute stream has waited for since they were last gathered
+    int stage, wide, reduces_last;  // wide: reduce in fp32; reduces_last: all units after backward, not each under it
 } Zero;
 
 static inline size_t zero_largest_unit(const ParamTable *t) {
@@ -106,7 +106,7 @@ static inline Span unit_vectors(const ParamTable *t) {
 // as well where ranks are not shown each other's GPUs. (Groups that differ would begin unequally many collectives, by
 // whose number the watchdog knows who is behind.)
 static inline int zero_linked(const Comm *comm, const Comm *job) {
-    int device, apart = 0;
+    int device, unlinked = 0;
     cudaDeviceProp prop;
     cudaCheck(cudaGetDevice(&device));
     cudaCheck(cudaGetDeviceProperties(&prop, device));
@@ -116,16 +116,17 @@ static inline int zero_linked(const Comm *comm, const Comm *job) {
         int linked = r == comm->rank;
         if (peer >= 0 && peer != device)
             cudaCheck(cudaDeviceGetP2PAttribute(&linked, cudaDevP2PAttrNativeAtomicSupported, device, peer));
-        apart |= !linked;
+        unlinked |= !linked;
     }
     free(all);
-    return !comm_or(job, apart);
+    return !comm_or(job, unlinked);
 }
 // tokens: of a rank's micro-step. overlap: --debug dp-overlap.
-static inline int zero_at_once(const Comm *comm, const Comm *job, int stage, int overlap, int wide, size_t tokens) {
+static inline int zero_reduces_last(const Comm *comm, const Comm *job, int stage, int overlap, int wide,
+                                    size_t tokens) {
     if (stage >= 2) return 0;  // gradients of two blocks are there at a time
     if (comm->world == 1 || overlap >= 0) return comm->world > 1 && overlap == 0;
-    return zero_linked(comm, job) && tokens >= (wide ? 2 : 1) * (size_t)ZERO_AT_ONCE_TOKENS;
+    return zero_linked(comm, job) && tokens >= (wide ? 2 : 1) * (size_t)ZERO_LAST_TOKENS;
 }
 template <typename Do> static inline void zero_events(Zero *z, Do each) {
     for (int u = 0; u < z->table->num_units; u++) each(&z->gathered[u]);
@@ -133,15 +134,15 @@ template <typename Do> static inline void zero_events(Zero *z, Do each) {
         each(e);
 }
 static inline Zero zero_open(const Comm *comm, const ParamTable *table, const Gpu *gpu, int stage, int wide,
-                             int at_once, const ZeroBuffers *buffers) {
+                             int reduces_last, const ZeroBuffers *buffers) {
     Zero z = {};
-    z.nccl = nccl_open(comm, gpu->comm, at_once ? ZERO_CTAS_AT_ONCE : ZERO_CTAS, LANE_DATA);
+    z.nccl = nccl_open(comm, gpu->comm, reduces_last ? ZERO_CTAS_LAST : ZERO_CTAS, LANE_DATA);
     z.table = table;
-    z.arrived = table->num_units;
+    z.waited_for = table->num_units;
     z.compute = gpu->compute;
     z.stage = stage;
     z.wide = wide;
-    z.at_once = at_once;
+    z.reduces_last = reduces_last;
     z.b = *buffers;
     z.gathered = new_array(cudaEvent_t, table->num_units);
     zero_events(&z, [](cudaEvent_t *e) { cudaCheck(cudaEventCreateWithFlags(e, cudaEventDisableTiming)); });
@@ -170,11 +171,11 @@ static __global__ void narrow_kernel(floatX *__restrict__ to, const float *__res
 }
 
 // The communication stream goes on from what the compute stream has done so far; and the other way round.
-static inline void zero_hand_over(Zero *z) {
+static inline void zero_comm_follows(Zero *z) {
     cudaCheck(cudaEventRecord(z->compute_done, z->compute));
     cudaCheck(cudaStreamWaitEvent(z->nccl.stream, z->compute_done, 0));
 }
-static inline void zero_hand_back(Zero *z) {
+static inline void zero_compute_follows(Zero *z) {
     cudaCheck(cudaEventRecord(z->reduced, z->nccl.stream));
     timing_wait(TIMING_RANKS, z->reduced, z->compute);
 }
@@ -189,34 +190,37 @@ static inline size_t zero_piece(const Zero *z, int unit) {
 static inline size_t zero_before(const Zero *z, Slot s, int unit) {
     return kept_before(z->nccl.comm, z->table, slot_keeps(z->stage, s), unit);
 }
-// Whether the weights or gradients of a unit are not kept whole, but in one of two buffers while they are used.
-static inline int zero_passes(const Zero *z, Slot s, int unit) {
+// Whether this rank keeps a shard alone of a unit's weights or gradients; whole they are in one of two buffers, while
+// they are used.
+static inline int zero_is_sharded(const Zero *z, Slot s, int unit) {
     return slot_keeps(z->stage, s) == KEEP_BLOCK_SHARDS && unit_is_block(z->table, unit);
 }
 template <typename T> static inline T *zero_buffer(const Zero *z, T *blocks, int unit) {
     return blocks + (size_t)(unit % 2) * param_unit(z->table, unit).count;  // blocks are of equal size
 }
-static inline int zero_passes_fp8(const Zero *z, int unit) { return z->b.fp8 && zero_passes(z, SLOT_WEIGHT, unit); }
+static inline int zero_gathers_fp8(const Zero *z, int unit) {
+    return z->b.fp8 && zero_is_sharded(z, SLOT_WEIGHT, unit);
+}
 static inline floatX *zero_vectors(const Zero *z, int unit) {
     return z->b.vectors + (size_t)(unit - 1) * unit_vectors(z->table).count;
 }
 static inline floatX *zero_weights(const Zero *z, int unit) {
-    if (!zero_passes(z, SLOT_WEIGHT, unit)) return z->b.weights + zero_before(z, SLOT_WEIGHT, unit);
-    if (zero_passes_fp8(z, unit)) return zero_vectors(z, unit) - unit_vectors(z->table).begin;
+    if (!zero_is_sharded(z, SLOT_WEIGHT, unit)) return z->b.weights + zero_before(z, SLOT_WEIGHT, unit);
+    if (zero_gathers_fp8(z, unit)) return zero_vectors(z, unit) - unit_vectors(z->table).begin;
     return zero_buffer(z, z->b.block_weights, unit);
 }
 static inline uint8_t *zero_fp8(const Zero *z, int unit) {
     if (!z->b.fp8 || !unit_is_block(z->table, unit)) return NULL;
-    if (zero_passes_fp8(z, unit)) return zero_buffer(z, z->b.fp8, unit);
+    if (zero_gathers_fp8(z, unit)) return zero_buffer(z, z->b.fp8, unit);
     return z->b.fp8 + (z->table->unit_begin[unit] - z->table->unit_begin[1]);
 }
 static inline uint8_t *zero_fp8_transposed(const Zero *z, int unit) {
     if (!z->b.fp8_transposed || !unit_is_block(z->table, unit)) return NULL;
-    return zero_passes_fp8(z, unit) ? z->b.fp8_transposed : z->b.fp8_transposed + (zero_fp8(z, unit) - z->b.fp8);
+    return zero_gathers_fp8(z, unit) ? z->b.fp8_transposed : z->b.fp8_transposed + (zero_fp8(z, unit) - z->b.fp8);
 }
 static inline floatX *zero_grads(const Zero *z, int unit) {
     if (!z->b.grads) return NULL;
-    if (zero_passes(z, SLOT_GRAD, unit)) return zero_buffer(z, z->b.block_grads, unit);
+    if (zero_is_sharded(z, SLOT_GRAD, unit)) return zero_buffer(z, z->b.block_grads, unit);
     return z->b.grads + zero_before(z, SLOT_GRAD, unit);
 }
 
@@ -250,15 +254,15 @@ static inline void zero_sum(Zero *z, int first, int last) {
 // The gradients of `unit`, all of a step's micro-steps, are complete on the compute stream; the embedding's are the
 // last.
 static inline void zero_reduce(Zero *z, int unit) {
-    if (z->nccl.world == 1 || (z->at_once && unit > 0)) return;
-    zero_hand_over(z);
-    zero_sum(z, unit, z->at_once ? z->table->num_units - 1 : unit);
+    if (z->nccl.world == 1 || (z->reduces_last && unit > 0)) return;
+    zero_comm_follows(z);
+    zero_sum(z, unit, z->reduces_last ? z->table->num_units - 1 : unit);
     cudaCheck(cudaEventRecord(z->reduced, z->nccl.stream));
 }
 // Those of a block in one of the two buffers, one micro-step's: they join this rank's shard as `sum` says.
 static inline void zero_add(Zero *z, int unit, GradSum sum) {
     const size_t piece = zero_piece(z, unit), at = zero_before(z, SLOT_GRAD, unit);
-    zero_hand_over(z);
+    zero_comm_follows(z);
     zero_sum(z, unit, unit);
     grad_sum(sum, z->b.sums + at, z->b.grads + at, zero_grads(z, unit) + piece * (size_t)z->nccl.rank, piece,
              z->nccl.stream);
@@ -267,7 +271,7 @@ static inline void zero_add(Zero *z, int unit, GradSum sum) {
 }
 // to (ranks, count): every rank's `mine`. The compute stream has made it, and goes on when all are here.
 static inline void zero_gather_small(Zero *z, const char *name, float *to, const float *mine, size_t count) {
-    zero_hand_over(z);
+    zero_comm_follows(z);
     nccl_all_gather(&z->nccl, name, to, mine, count);
     cudaCheck(cudaEventRecord(z->reduced, z->nccl.stream));
     zero_wait_reduced(z);
@@ -296,7 +300,7 @@ static inline void zero_measure(Zero *z) {
     const size_t size = blocks * vectors.count * sizeof(floatX);
     cudaStream_t stream = z->nccl.stream;
     z->measured = 1;
-    zero_hand_over(z);
+    zero_comm_follows(z);
     cudaCheck(cudaMemsetAsync(z->b.absmax, 0, matrices * sizeof(float), stream));
     cudaCheck(cudaMemsetAsync(z->b.vectors, 0, size, stream));
     for (int u = 1; u <= (int)blocks; u++) {
@@ -342,10 +346,10 @@ static inline void zero_transpose(Zero *z, int unit) {
 static inline void zero_fetch(Zero *z, int unit, Fp8Count *count) {
     if (z->fetched[unit % 2] == unit) return;
     z->fetched[unit % 2] = unit;
-    if (zero_passes_fp8(z, unit) && !z->measured) zero_measure(z);
+    if (zero_gathers_fp8(z, unit) && !z->measured) zero_measure(z);
     cudaCheck(cudaStreamWaitEvent(z->nccl.stream, z->released[unit % 2], 0));
     const floatX *shard = z->b.weights + zero_before(z, SLOT_WEIGHT, unit);
-    if (zero_passes_fp8(z, unit))
+    if (zero_gathers_fp8(z, unit))
         zero_gather_fp8(z, unit, count);
     else
         nccl_all_gather(&z->nccl, "gather weights", zero_weights(z, unit), shard, zero_piece(z, unit));
@@ -357,11 +361,11 @@ static inline void zero_forget(Zero *z) { z->measured = z->fetched[0] = z->fetch
 // blocks that only pass through, those for which there is room.
 static inline void zero_gather(Zero *z) {
     if (z->nccl.world == 1 || z->stage == 0) return;
-    z->arrived = 0;
+    z->waited_for = 0;
     zero_forget(z);
-    zero_hand_over(z);
+    zero_comm_follows(z);
     for (int u = 0; u < z->table->num_units; u++) {
-        if (zero_passes(z, SLOT_WEIGHT, u)) {
+        if (zero_is_sharded(z, SLOT_WEIGHT, u)) {
             if (u <= 2) zero_fetch(z, u, NULL);
             continue;
         }
@@ -372,12 +376,12 @@ static inline void zero_gather(Zero *z) {
 // Before the compute stream reads the weights of a unit that is kept whole. Once after each gather: what it reads later
 // comes later.
 static inline void zero_wait(Zero *z, int unit) {
-    if (unit < z->arrived) return;
-    assert(unit == z->arrived || z->stage >= 3);
-    z->arrived = unit + 1;
+    if (unit < z->waited_for) return;
+    assert(unit == z->waited_for || z->stage >= 3);
+    z->waited_for = unit + 1;
     timing_wait(TIMING_RANKS, z->gathered[unit], z->compute);
 }
-static inline int zero_all_arrived(const Zero *z) { return z->arrived == z->table->num_units; }
+static inline int zero_all_waited_for(const Zero *z) { return z->waited_for == z->table->num_units; }
 
 // ---- what the pass knows
 
@@ -385,14 +389,14 @@ static inline int zero_all_arrived(const Zero *z) { return z->arrived == z->tabl
 // through units in their order, backward in the reverse order. count: NULL, or of the weights that are quantised.
 static inline Unit zero_get(Zero *z, int unit, UnitUse use, Fp8Count *count) {
     const int next = use == UNIT_FORWARD ? unit + 1 : unit - 1;
-    if (zero_passes(z, SLOT_WEIGHT, unit)) {
+    if (zero_is_sharded(z, SLOT_WEIGHT, unit)) {
         zero_fetch(z, unit, count);
         if (unit_is_block(z->table, next)) zero_fetch(z, next, count);
         timing_wait(TIMING_RANKS, z->gathered[unit], z->compute);
     } else
         zero_wait(z, unit);
-    if (use == UNIT_BACKWARD && zero_passes_fp8(z, unit)) zero_transpose(z, unit);
-    if (use == UNIT_BACKWARD && zero_passes(z, SLOT_GRAD, unit))
+    if (use == UNIT_BACKWARD && zero_gathers_fp8(z, unit)) zero_transpose(z, unit);
+    if (use == UNIT_BACKWARD && zero_is_sharded(z, SLOT_GRAD, unit))
         timing_wait(TIMING_RANKS, z->added[unit % 2], z->compute);
     return {z->table, unit, zero_weights(z, unit), zero_grads(z, unit), zero_fp8(z, unit), zero_fp8_transposed(z, unit),
             NULL,     NULL};
@@ -400,9 +404,9 @@ static inline Unit zero_get(Zero *z, int unit, UnitUse use, Fp8Count *count) {
 // sum: what becomes of the gradients. reduce: they are the last micro-step's.
 static inline void zero_release(Zero *z, const Unit *u, UnitUse use, GradSum sum, int reduce) {
     const size_t at = zero_before(z, SLOT_GRAD, u->number), count = param_unit(z->table, u->number).count;
-    if (zero_passes(z, SLOT_WEIGHT, u->number)) cudaCheck(cudaEventRecord(z->released[u->number % 2], z->compute));
+    if (zero_is_sharded(z, SLOT_WEIGHT, u->number)) cudaCheck(cudaEventRecord(z->released[u->number % 2], z->compute));
     if (use == UNIT_FORWARD) return;
-    if (zero_passes(z, SLOT_GRAD, u->number)) {
+    if (zero_is_sharded(z, SLOT_GRAD, u->number)) {
         zero_add(z, u->number, sum);
         return;
     }
