@@ -8,7 +8,8 @@
 //   h1 = norm1(x)     q,k,v = h1 Wqkv^T + b           y = attention(q,k,v)     x' = x + y Wproj^T + b
 //                     q,k = rope(norm(q,k))
 //   h2 = norm2(x')    f = h2 Wfc^T + b                a = activation(f)        x'' = x' + a Wfcproj^T + b
-// The sum x + branch is taken by the norm that reads it: the stream travels with the branch that it has not added yet.
+// x is the residual stream, what attention and the MLP add to it its branches. The sum x + branch is taken by the norm
+// that reads it: the stream travels with the branch that it has not added yet.
 //
 // The first micro-step of a step overwrites gradients, the others add. The head runs in --head-chunks parts, forward
 // and backward of each before the next: losses and the gradient of h are those of one part, bit for bit. Where many

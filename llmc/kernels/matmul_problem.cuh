@@ -3,7 +3,8 @@
 //   FORWARD          out (rows,out)  = a: inp (rows,in)   times b: weight (out,in)^T, + bias (out)
 //   BACKWARD_INPUT   out (rows,in)   = a: dout (rows,out) times b: weight (out,in)
 //   BACKWARD_WEIGHT  out (out,in)    = a: dout (rows,out)^T times b: inp (rows,in)
-// and what its epilogue does with the product x, rounded to floatX (activation.cuh has f and its slopes f'):
+// and what its epilogue does with the product x, rounded to floatX (activation.cuh has f and its slopes f'). aux, as in
+// cuBLASLt, is a second matrix beside out, which it writes or reads:
 //   PLAIN                    x
 //   SYMMETRIC                of a = b in FORWARD, BACKWARD_WEIGHT: x, its own transpose; our kernel computes half
 //   ROPE                     of FORWARD: x rotated as in rope.cuh

@@ -87,10 +87,7 @@ typedef struct {
 
 static inline size_t zero_largest_unit(const ParamTable *t) {
     size_t most = 0;
-    for (int u = 0; u < t->num_units; u++) {
-        const size_t size = param_unit(t, u).count;
-        most = size > most ? size : most;
-    }
+    for (int u = 0; u < t->num_units; u++) most = std::max(most, param_unit(t, u).count);
     return most;
 }
 
@@ -398,8 +395,8 @@ static inline Unit zero_get(Zero *z, int unit, UnitUse use, Fp8Count *count) {
     if (use == UNIT_BACKWARD && zero_gathers_fp8(z, unit)) zero_transpose(z, unit);
     if (use == UNIT_BACKWARD && zero_is_sharded(z, SLOT_GRAD, unit))
         timing_wait(TIMING_RANKS, z->added[unit % 2], z->compute);
-    return {z->table, unit, zero_weights(z, unit), zero_grads(z, unit), zero_fp8(z, unit), zero_fp8_transposed(z, unit),
-            NULL,     NULL};
+    return {
+        z->table, unit, zero_weights(z, unit), zero_grads(z, unit), zero_fp8(z, unit), zero_fp8_transposed(z, unit)};
 }
 // sum: what becomes of the gradients. reduce: they are the last micro-step's.
 static inline void zero_release(Zero *z, const Unit *u, UnitUse use, GradSum sum, int reduce) {

@@ -45,7 +45,8 @@ typedef enum { RANK_UNKNOWN, RANK_RUNNING, RANK_FAILED, RANK_REPORTED, RANK_ENDE
 
 enum { WATCHDOG_RING = 64, WATCHDOG_TICK_US = 50000, WATCHDOG_PATIENCE = 4 };
 static const double WATCHDOG_SUSPENDED = 1, WATCHDOG_GRACE = 1.5;  // seconds
-// Streams of the device; each executes its collectives in order. WATCHDOG_HOST: the host itself executes one.
+// A lane is a stream of the device, which executes its collectives in order. WATCHDOG_HOST: the host itself executes
+// one.
 enum { WATCHDOG_LANES = 5, WATCHDOG_HOST = -1 };
 typedef struct {
     uint64_t number;
