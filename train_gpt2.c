@@ -1331,8 +1331,15 @@ static void classifier_of_ranks(Model *m, const int *targets, float *losses, flo
 int model_slot_is_bf16(const Model *m, Slot s) { return m->bf16_states && (s == SLOT_M || s == SLOT_V); }
 static size_t slot_bytes(const Model *m, Slot s) { return model_slot_is_bf16(m, s) ? 2 : 4; }  // of an element
 static void *slot_pointer(const Model *m, Slot s) {
-    void *const slots[NUM_SLOTS] = {m->weights, m->grads, m->m, m->v, NULL, m->frozen_weights};
-    return slots[s];
+    switch (s) {
+    case SLOT_WEIGHT: return m->weights;
+    case SLOT_GRAD: return m->grads;
+    case SLOT_M: return m->m;
+    case SLOT_V: return m->v;
+    case SLOT_MASTER: return NULL;
+    case SLOT_FROZEN: return m->frozen_weights;
+    default: unhandled(s);
+    }
 }
 int model_has_slot(const Model *m, Slot s) { return slot_pointer(m, s) != NULL; }
 Span model_owned(const Model *m, Slot s, int unit) {

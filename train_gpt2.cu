@@ -98,9 +98,10 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     const ColumnSums stream = {m->b.stream_sums, 1},
                      of_qkv = {m->b.column_sums, attention_column_slices(&p->attention)},
                      attention = normalises_qk ? ColumnSums() : of_qkv;
-    // the gradient's product leaves them
+    // fc's bias gradient: the columns of df, which fcproj's product of its input's gradient makes, are summed in its
+    // epilogue, and linear_backward_weight(fc) adds the slices. With slices 0 that reads df.
     const int fc_sums = m->config.linear_bias && !m->lora.rank && plan->fcproj.gradient != EPILOGUE_PLAIN;
-    const ColumnSums activation = {m->b.column_sums, fc_sums ? matmul_sum_slices(p->N) : 0};
+    const ColumnSums df_sums = {m->b.column_sums, fc_sums ? matmul_sum_slices(p->N) : 0};
     const auto layer = [&](const Linear *planned, Role weight, Role bias, ColumnSums sums, floatX *aux) {
         return linear_of(plan, &m->b, p, &u, planned, weight, bias, sums, aux);
     };
@@ -110,7 +111,7 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     b.norm2 = norm_of(m, &u, ROLE_LN2W, ROLE_LN2B, a->mean2, a->rstd2, a->x_mid);
     b.qkv = layer(&plan->qkv, ROLE_QKVW, ROLE_QKVB, attention, normalises_qk ? a->qkv : NULL);
     b.proj = layer(&plan->proj, ROLE_PROJW, ROLE_PROJB, stream, NULL);
-    b.fc = layer(&plan->fc, ROLE_FCW, ROLE_FCB, activation, a->f);
+    b.fc = layer(&plan->fc, ROLE_FCW, ROLE_FCB, df_sums, a->f);
     b.fcproj = layer(&plan->fcproj, ROLE_FCPROJW, ROLE_FCPROJB, stream, NULL);
     m->b.merged_block = u.number;
     b.h1 = a->h1;
@@ -129,7 +130,7 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     b.activation.out = plan->fcproj.gradient == EPILOGUE_GRADIENT_FROM_INPUT ? a->f : m->b.df;
     b.activation.activated = a->a;
     b.activation.dactivated = m->b.da;
-    b.activation.sums = activation;
+    b.activation.sums = df_sums;
     b.attention = p->attention;
     if (!plan->qkv.tensor_gradient) return b;
     b.attention.dabsmax = normalises_qk ? NULL : b.qkv.dout_absmax;
@@ -403,7 +404,7 @@ static Pass pass_of(Model *m, int B, int T) {
     p.branch = m->b.branch;
     p.scratch = m->b.reduce;
     p.stream = m->gpu.compute;
-    p.quantises = m->plan.fp8 && m->weights_changed;
+    p.quantises_weights = m->plan.fp8 && m->weights_changed;
     p.fp8 = m->b.fp8;
     if (!m->counts_fp8) return p;
     p.fp8.inputs = m->b.fp8_counts + FP8_INPUTS;
@@ -452,10 +453,10 @@ static void micro_step(Model *m, int micro, int num_micro, int reduce, int logit
     p.reduce = reduce;
     p.logit_rows = logit_rows;
     if (micro == 0) cudaCheck(cudaMemsetAsync(m->b.step, 0, sizeof *m->b.step, p.stream));
-    p.quantises = m->plan.fp8 && micro == 0;
+    p.quantises_weights = m->plan.fp8 && micro == 0;
     model_forward(m, &p);
     head(m, &p, share, 1);
-    p.quantises = 0;
+    p.quantises_weights = 0;
     loss_sum(&m->b.step->loss, m->b.losses, p.logit_rows, share, p.stream);
     model_backward(m, &p);
 }

@@ -95,11 +95,11 @@ static inline const ParamTable *table_of(const Model *m, const SlotName *slots) 
     return slots->slot == SLOT_FROZEN ? facts_of(m).frozen : facts_of(m).table;
 }
 static const SlotName optimizer_slots[] = {{SLOT_M, "m."}, {SLOT_V, "v."}, {SLOT_MASTER, "master."}};
-static_assert(NUM_SLOTS == COUNT_OF(optimizer_slots) + 3, "a checkpoint has all slots but gradients: add the new one");
+static_assert(COUNT_OF(optimizer_slots) == COUNT_OF(optimiser_states), "a checkpoint has every state");
 // Not every model has the last ones.
 static inline int num_optimizer_slots(const Model *m) {
     int n = 0;
-    while (n < 3 && model_has_slot(m, optimizer_slots[n].slot)) n++;
+    while (n < COUNT_OF(optimizer_slots) && model_has_slot(m, optimizer_slots[n].slot)) n++;
     return n;
 }
 

@@ -1,5 +1,5 @@
 // The absmax of a tensor, its largest |x|, from which fp8.h makes a scale: taken by the kernel that writes the tensor,
-// or by a pass of its own.
+// by quantise_rows while it quantises an input, or by a pass of its own.
 //
 // The bits of |x| are ordered as |x| is, those of Inf and NaN above all others: Inf and NaN win. A maximum does not
 // depend on the order of the atomics that raise it, so runs are bitwise identical. The caller sets *absmax (device

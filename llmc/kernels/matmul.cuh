@@ -133,10 +133,11 @@ static inline int matmul_has_fp8(void) {
         10 * device_attribute(cudaDevAttrComputeCapabilityMajor) + device_attribute(cudaDevAttrComputeCapabilityMinor);
     return sizeof(floatX) == 2 && sm >= 89;
 }
-// Whether the activation of an MLP of width F can be part of its matmuls, in every direction. If not: matmul first,
+// Whether the activation of an MLP of width F can be part of its matmuls, forward and backward. If not: matmul first,
 // then activation.cuh.
 static inline int matmul_can_fuse(MlpKind activation, int F) {
     return matmul_has_epilogue(MATMUL_FORWARD, EPILOGUE_ACTIVATION, activation) &&
+           matmul_has_epilogue(MATMUL_BACKWARD_INPUT, EPILOGUE_GRADIENT, activation) &&
            F % (activation_inputs(activation) > 1 ? 64 /*a tile's box*/ : VecX::size) == 0;
 }
 // Whether the product that gives q, k, v can rotate heads of HD. Those of 128 it could, but that was slower (8B: 619 us

@@ -34,7 +34,8 @@ typedef struct {
 } ModelFacts;
 ModelFacts facts_of(const Model *m);
 
-// Buffers in the layout of the parameters.
+// Buffers in the layout of the parameters. A new one stops, until it is everywhere, at the switches over Slot, at
+// compile time (COUNT_OF(optimiser_states)), and in the updates, which name their states.
 typedef enum {
     SLOT_WEIGHT,  // the weights of forward, in the build's dtype
     SLOT_GRAD,
@@ -44,6 +45,9 @@ typedef enum {
     SLOT_FROZEN,  // with --lora: the model's weights, in the layout of `frozen`
     NUM_SLOTS
 } Slot;
+// What an update keeps beside weights: offloaded, copied and saved alike.
+static const Slot optimiser_states[] = {SLOT_M, SLOT_V, SLOT_MASTER};
+static_assert(COUNT_OF(optimiser_states) == NUM_SLOTS - 3, "all slots but weights, gradients and frozen weights");
 
 // What a rank keeps of a slot in memory. stage: of ZeRO, see zero_stage_of.
 static inline Keep slot_keeps(int stage, Slot s) {

@@ -42,8 +42,15 @@
 // What one block keeps: f is what the activation reads or its slopes, a what it gives. What is recomputed is one buffer
 // for all blocks.
 typedef struct {
-    floatX *h1, *qkv, *q_k_v, *y, *x_mid, *h2, *f, *a, *x_out;
-    float *lse, *mean1, *rstd1, *mean2, *rstd2;
+    floatX *h1, *h2;        // (rows,C) the norms' outputs; rows: of the stream that are on this rank
+    floatX *x_mid, *x_out;  // (rows,C) the stream behind attention, behind the MLP
+    floatX *qkv;            // (N,(NH+2NKV)HD) the product
+    floatX *q_k_v;          // the same, normalised and rotated; without QK-norm it is qkv
+    floatX *y;              // (N,NH HD)
+    floatX *f;              // (N,F) slopes of the activation, or what it reads (keeps_input); if gated (N,2F)
+    floatX *a;              // (N,F)
+    float *lse;             // (B,NH,T)
+    float *mean1, *rstd1, *mean2, *rstd2;  // (rows)
 } BlockActs;
 
 typedef struct {
@@ -374,6 +381,7 @@ static inline void request_states(const Plan *p, Buffers *b, Memory *m) {
         {SLOT_M, &b->m, p->bf16_states ? "m, bf16" : "m", "two pieces of m"},
         {SLOT_V, &b->v, p->bf16_states ? "AdamW's v, bf16" : "AdamW's v", "two pieces of v"},
     };
+    static_assert(COUNT_OF(states) == COUNT_OF(optimiser_states), "a state has no memory");
     memory_group(m, "optimiser");
     for (const auto &s : states) {
         const size_t size = plan_slot_bytes(p, s.slot), bytes = plan_kept(p, s.slot) * size;
@@ -438,6 +446,7 @@ static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
         {SLOT_V, "copy of v, to be saved"},
         {SLOT_MASTER, "copy of masters, to be saved"},
     };
+    static_assert(COUNT_OF(copies) == 1 + COUNT_OF(optimiser_states), "a state has no copy");
     memory_group(m, "optimiser");
     for (const auto &copy : copies)
         if (copy.slot != SLOT_MASTER || p->has_master)

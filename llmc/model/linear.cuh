@@ -16,6 +16,10 @@
 //   gradient of the output             that of the tensor (tensor_gradient), quantised once for both products that read
 //                                      it; else a scale for each row
 //   operands of the weight's gradient  that of the tensor
+// Who and when: linear_rows quantises an input in front of its product, and raises its tensor's absmax, which
+// linear_product_weight takes to quantise it again; clear_absmax (train_gpt2.cu) zeroes them before each forward.
+// Weights are quantised in the first forward after an update. An absmax is all that is kept: fp8_scale makes the same
+// scale of it for who quantises and for the product.
 // The head's gradients stay in floatX: those of its output are too far apart for e4m3 (doc/fp8.md).
 //
 // With --lora `weight` has the adapters merged into it (kernels/lora.cuh) and no gradient; linear_adapters gives

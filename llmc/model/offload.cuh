@@ -91,7 +91,7 @@ static inline void *piece_place(const Offload *o, Slot s, int piece) {
 }
 static inline void piece_copy(const Offload *o, int piece, int out) {
     const Span span = piece_span(o->plan, piece);
-    for (Slot s : {SLOT_M, SLOT_V, SLOT_MASTER}) {
+    for (Slot s : optimiser_states) {
         const size_t size = plan_slot_bytes(o->plan, s);
         if (o->b->staging[s])
             offload_copy(o, out, (char *)slot_pointer(o->b, s) + span.begin * size, piece_place(o, s, piece),

@@ -1,4 +1,5 @@
-// What the options say of a step: which optimiser updates which tensor, at which rate, and Muon's polynomials.
+// What the options say of a step: which optimiser updates which tensor, at which rate, and Muon's polynomials. (States
+// are slots, see backend.h.)
 #ifndef LLMC_OPTIMISER_H
 #define LLMC_OPTIMISER_H
 

@@ -52,9 +52,9 @@ typedef struct {
     Matmul *matmul;
     RowExchange *exchange;
     Fp8Scratch fp8;
-    int quantises;   // weights have changed since they were quantised
-    floatX *branch;  // (N,C) what a branch adds to the stream; backward: the gradient of its input
-    void *scratch;   // of reductions
+    int quantises_weights;  // this forward makes fp8 copies and merged weights: the first one after an update
+    floatX *branch;         // (N,C) what a branch adds to the stream; backward: the gradient of its input
+    void *scratch;          // of reductions
     cudaStream_t stream;
 } Pass;
 

@@ -12,10 +12,10 @@
 //   --weights, --lora   codes, adapters          merged, one block or the head     lora_merge does both, in each pass
 //   fp8, --lora         frozen floatX, adapters  weights_fp8, their transpose      both of these, after an update
 //
-// "After an update": in the first forward pass after it, which is told by p->quantises. "In each pass": forward and
-// backward make it anew, block by block. zero_get (zero.cuh) is the get of a unit; the others are made here. Embedding,
-// norms and biases are floatX always. --offload moves no weights. A step of generation is one kernel, which reads
-// weights as they are kept (kernels/decode_stream.cuh).
+// "After an update": in the first forward pass after it, which is told by p->quantises_weights. "In each pass": forward
+// and backward make it anew, block by block. zero_get (zero.cuh) is the get of a unit; the others are made here.
+// Embedding, norms and biases are floatX always. --offload moves no weights. A step of generation is one kernel, which
+// reads weights as they are kept (kernels/decode_stream.cuh).
 #ifndef LLMC_WEIGHTS_CUH
 #define LLMC_WEIGHTS_CUH
 
@@ -85,13 +85,13 @@ static inline void weight_operand(const Plan *plan, Buffers *b, const Pass *p, c
     const size_t at = param_at(u->table, u->number, role) - u->table->unit_begin[u->number];
     l->weight = unit_param(u, u->weights, role);
     l->adapters = layer_adapters(plan, u, role, l->in);
-    if (!fp8 || p->quantises) l->weight = merged_weight(plan, b, p, u, l, role);
+    if (!fp8 || p->quantises_weights) l->weight = merged_weight(plan, b, p, u, l, role);
     if (!fp8) return;
     // the head's copy is behind the blocks', and its gradients are not in fp8
     l->weight_fp8 = is_block ? u->fp8 + at : b->weights_fp8 + plan_fp8_block_weights(plan, 0);
     l->weight_fp8_transposed = is_block && b->weights_fp8_transposed ? u->fp8_transposed + at : NULL;
     l->weight_absmax = layer_absmax(plan, b, ABSMAX_WEIGHT, u->number, role);
-    if (p->quantises && !(is_block && plan->zero_stage >= 3)) linear_quantise(p, l);
+    if (p->quantises_weights && !(is_block && plan->zero_stage >= 3)) linear_quantise(p, l);
 }
 // A planned layer with all that belongs to the unit and to the pass. aux: see Linear.
 static inline Linear linear_of(const Plan *plan, Buffers *b, const Pass *p, const Unit *u, const Linear *planned,

@@ -5,6 +5,13 @@
 //   update    every rank updates piece k of every unit; from ZeRO 1 on it holds optimiser states for these pieces only
 //   forward   the updated pieces are gathered (zero_gather), unit by unit; a unit's first use (get) waits for its own
 //             gather alone, so that all but the first hide under the next forward
+//
+//   compute   | forward: unit u waits for its gather | backward | waits for the last g; norm, decision, AdamW |
+//   comm      |                                      | g4 g3 .. |
+//     | w0 w1 ..
+//   host      copies tokens in two slots in turns, so it waits for the copy before the last; and once a step for the
+//             decision, while the device goes on
+//
 // ZeRO 0 differs in one thing: every rank holds all states, gathers the reduced gradients instead, and updates
 // everything.
 //
@@ -75,7 +82,7 @@ typedef struct {
     const ParamTable *table;
     cudaStream_t compute;
     cudaEvent_t compute_done;  // recorded on compute, waited for by comm
-    cudaEvent_t reduced;       // recorded on comm after the last reduction
+    cudaEvent_t comm_done;     // recorded on comm after the last reduction, or what else compute waits for
     cudaEvent_t *gathered;     // per unit
     cudaEvent_t released[2];   // of gathered blocks, recorded on compute: comm may overwrite them
     cudaEvent_t added[2];      // of block_grads, recorded on comm: compute may overwrite them
@@ -127,7 +134,8 @@ static inline int zero_reduces_last(const Comm *comm, const Comm *job, int stage
 }
 template <typename Do> static inline void zero_events(Zero *z, Do each) {
     for (int u = 0; u < z->table->num_units; u++) each(&z->gathered[u]);
-    for (cudaEvent_t *e : {&z->compute_done, &z->reduced, &z->released[0], &z->released[1], &z->added[0], &z->added[1]})
+    for (cudaEvent_t *e :
+         {&z->compute_done, &z->comm_done, &z->released[0], &z->released[1], &z->added[0], &z->added[1]})
         each(e);
 }
 static inline Zero zero_open(const Comm *comm, const ParamTable *table, const Gpu *gpu, int stage, int wide,
@@ -173,11 +181,11 @@ static inline void zero_comm_follows(Zero *z) {
     cudaCheck(cudaStreamWaitEvent(z->nccl.stream, z->compute_done, 0));
 }
 static inline void zero_compute_follows(Zero *z) {
-    cudaCheck(cudaEventRecord(z->reduced, z->nccl.stream));
-    timing_wait(TIMING_RANKS, z->reduced, z->compute);
+    cudaCheck(cudaEventRecord(z->comm_done, z->nccl.stream));
+    timing_wait(TIMING_RANKS, z->comm_done, z->compute);
 }
 static inline void zero_wait_reduced(Zero *z) {
-    if (z->nccl.world > 1) timing_wait(TIMING_RANKS, z->reduced, z->compute);
+    if (z->nccl.world > 1) timing_wait(TIMING_RANKS, z->comm_done, z->compute);
 }
 
 static inline size_t zero_piece(const Zero *z, int unit) {
@@ -254,7 +262,7 @@ static inline void zero_reduce(Zero *z, int unit) {
     if (z->nccl.world == 1 || (z->reduces_last && unit > 0)) return;
     zero_comm_follows(z);
     zero_sum(z, unit, z->reduces_last ? z->table->num_units - 1 : unit);
-    cudaCheck(cudaEventRecord(z->reduced, z->nccl.stream));
+    cudaCheck(cudaEventRecord(z->comm_done, z->nccl.stream));
 }
 // Those of a block in one of the two buffers, one micro-step's: they join this rank's shard as `sum` says.
 static inline void zero_add(Zero *z, int unit, GradSum sum) {
@@ -264,13 +272,13 @@ static inline void zero_add(Zero *z, int unit, GradSum sum) {
     grad_sum(sum, z->b.sums + at, z->b.grads + at, zero_grads(z, unit) + piece * (size_t)z->nccl.rank, piece,
              z->nccl.stream);
     cudaCheck(cudaEventRecord(z->added[unit % 2], z->nccl.stream));
-    cudaCheck(cudaEventRecord(z->reduced, z->nccl.stream));
+    cudaCheck(cudaEventRecord(z->comm_done, z->nccl.stream));
 }
 // to (ranks, count): every rank's `mine`. The compute stream has made it, and goes on when all are here.
 static inline void zero_gather_small(Zero *z, const char *name, float *to, const float *mine, size_t count) {
     zero_comm_follows(z);
     nccl_all_gather(&z->nccl, name, to, mine, count);
-    cudaCheck(cudaEventRecord(z->reduced, z->nccl.stream));
+    cudaCheck(cudaEventRecord(z->comm_done, z->nccl.stream));
     zero_wait_reduced(z);
 }
 

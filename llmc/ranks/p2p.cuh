@@ -1,4 +1,5 @@
-// All-reduce, reduce-scatter and all-gather among the GPUs of one host (at most 8) that write into each other's memory:
+// All-reduce, reduce-scatter and all-gather among the GPUs of one host (at most 8) that write into each other's memory,
+// by the protocol of peers.cuh, which says why nothing is read too early or overwritten too soon. They are
 // for messages so short that NCCL's start takes longer than their transfer. Each rank has a place in every peer's
 // workspace: it stores there what the peer needs, then a flag. The peer waits for the flag in its own memory and adds.
 //
@@ -11,7 +12,7 @@
 // and to a plain loop (but for the payload of a NaN). An all-reduce is for few numbers, such as a step's loss and norm:
 // it sends lines. Each store of 8 bytes holds 4 bytes of data and the number of the call, so no fence and no flag
 // follow: twice the bytes, half the latency.
-// peers.cuh has the workspace and the protocol. Ladder: dev/cuda/p2p.cu.
+// Ladder: dev/cuda/p2p.cu.
 #ifndef LLMC_P2P_CUH
 #define LLMC_P2P_CUH
 

@@ -1,7 +1,8 @@
-// Exchanges rows between the GPUs of a tensor-parallel group while their SMs compute products (--debug tp-overlap). A
-// rank pushes what a peer needs into the peer's memory by copy engine, on push streams. Then the same stream writes a
-// flag without a kernel: a kernel would wait for an SM while a matmul uses all of them. The peer's compute stream waits
-// for the flag just before it reads.
+// Exchanges rows of the stream, and parts of sums of them, between the GPUs of a tensor-parallel group while their SMs
+// compute products (--debug tp-overlap). Weights are never pushed: model/zero.cuh gathers them. A rank pushes what a
+// peer needs into the peer's memory by copy engine, on push streams. Then the same stream writes a flag without a
+// kernel: a kernel would wait for an SM while a matmul uses all of them. The peer's compute stream waits for the flag
+// just before it reads.
 //
 //   gather    push_rows sends this rank's rows to all; push_wait(k): rank k's rows are in the buffer; push_end
 //   scatter
