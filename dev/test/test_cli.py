@@ -31,7 +31,6 @@ PROGRAMS = [ROOT / "build/train_gpt2.asan"] + ([GPU_PROGRAM] if CONFIG["GPUS"] !
 ENVIRONMENT = launcher.ENVIRONMENT | {"OMP_NUM_THREADS": "2"}
 ENDLESS = ["-d", 2**20 * 64]  # one step of hours
 STOPPED = 75  # the exit status of a run that a signal stopped
-F_OFD_SETLK = 37  # linux/fcntl.h; Python 3.10 and 3.11 have no name for it
 
 pytestmark = pytest.mark.skipif(
     not PROGRAMS[0].exists(), reason="build/train_gpt2.asan is not built (make build/train_gpt2.asan)"
@@ -1532,7 +1531,7 @@ def test_the_lock_of_a_file_server(trainer, tmp_path):
     """Another host is seen by the lock of the file alone."""
     (tmp_path / "run").mkdir()
     with open(tmp_path / "run/.lock.train", "w") as f:
-        fcntl.fcntl(f, F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 0, 0))
+        fcntl.flock(f, fcntl.LOCK_EX)
         fails(trainer("-o", tmp_path / "run"), "another run writes to")
     succeeds(trainer("-o", tmp_path / "run"))
 

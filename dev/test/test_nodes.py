@@ -41,8 +41,6 @@ from test_ranks import (
     train,
 )  # noqa: F401
 
-F_OFD_SETLK = 37  # linux/fcntl.h; Python 3.10 and 3.11 have no name for it
-
 SCRIPTS = ROOT / "scripts/multi_node"
 LONG = ["-n", "100000", "-x", "1000000"]
 needs_mpi = pytest.mark.skipif(not MPIRUN, reason="no MPI (make toolkit)")
@@ -412,7 +410,7 @@ def test_a_lost_host_s_lock_is_waited_for(hosts, data, tmp_path):
     """As a file server keeps it for a while: a job on several hosts goes on when it is gone."""
     (tmp_path / "run").mkdir()
     with open(tmp_path / "run/.lock.train", "w") as lock:
-        fcntl.fcntl(lock, F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 0, 0))
+        fcntl.flock(lock, fcntl.LOCK_EX)
         job = hosts.job(
             TRAINER, *run_words(tmp_path / "run", "-i", data / "train_*.bin", "-j", data / "val.bin", "-x", "2")
         ).wait_for("waiting up to 120 s: another run")

@@ -502,20 +502,19 @@ static inline const char *newest_of_run(const Comm *comm, const char *model, Pat
     if (!is_directory(model) || file_exists(path_of("%s/config.json", model).text)) return model;
     return checkpoint_latest(comm, model, 0, newest) ? newest->text : model;
 }
-// One job at a time trains into a folder: two would write into each other's log and checkpoints. There are two locks:
-// on the folder itself, which holds whatever is deleted inside of it; and on a file in it by byte range, which file
-// servers know too. The kernel holds both and releases them when the process ends, however it ends.
-static inline int lock_is_held_elsewhere(int folder, int file) {
-    struct flock whole;
-    memset(&whole, 0, sizeof whole);
-    whole.l_type = F_WRLCK;
-    int by_folder = flock(folder, LOCK_EX | LOCK_NB) != 0, folder_error = errno;
-    int by_file = fcntl(file, F_OFD_SETLK, &whole) != 0, file_error = errno;
-    if ((by_folder && folder_error == EWOULDBLOCK) || (by_file && (file_error == EAGAIN || file_error == EACCES)))
-        return 1;
-    if (by_folder && by_file)
+// One job at a time trains into a folder: two would write into each other's log and checkpoints. Two places are locked:
+// the folder itself, which holds whatever is deleted inside of it; and a file in it, which file servers know too. The
+// kernel releases both when the process ends, however it ends.
+static inline int is_locked_elsewhere(const int *places) {
+    int without = 0;
+    for (int i = 0; i < 2; i++) {
+        if (flock(places[i], LOCK_EX | LOCK_NB) == 0) continue;
+        if (errno == EWOULDBLOCK) return 1;
+        without++;
+    }
+    if (without == 2)
         fprintf(stderr, "warning: this file system has no locks (%s): nothing keeps a second run out of the folder\n",
-                strerror(file_error));
+                strerror(errno));
     return 0;
 }
 // Both stay open until the process ends. A killed process holds its locks until its last thread is gone. A file server
@@ -523,11 +522,11 @@ static inline int lock_is_held_elsewhere(int folder, int file) {
 // was started again. So the job waits, 2 s on one host.
 static inline void checkpoint_lock(const Comm *c, const char *output, double timeout) {
     int most = c->local_world == c->world ? 2 : timeout > 0 && timeout < 60 ? (int)(2 * timeout) : 120;  // seconds
-    int folder = open(output, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const int folder = open(output, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     require(folder >= 0, "cannot list folder '%s': %s\ncheck its permissions", output, strerror(errno));
-    Path path = path_of("%s/.lock.train", output);
-    int file = open_or_die(path.text, O_RDWR | O_CREAT, "name another --output folder, or make this one writable");
-    for (int waited = 0; lock_is_held_elsewhere(folder, file); waited++) {
+    const int places[] = {folder, open_or_die(path_of("%s/.lock.train", output).text, O_RDWR | O_CREAT,
+                                              "name another --output folder, or make this one writable")};
+    for (int waited = 0; is_locked_elsewhere(places); waited++) {
         require(waited < most, "another run writes to '%s'\nend it first, or name another folder with --output",
                 output);
         if (waited == 0)
