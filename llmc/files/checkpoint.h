@@ -839,12 +839,6 @@ static inline void checkpoint_load_state(const char *folder, TrainState *s) {
     read_options(&j, path, s);
     json_free(&j);
 }
-static inline void checkpoint_load_weights(Model *m, const char *folder) {
-    if (facts_of(m).frozen->count)
-        model_load_adapters(m, folder);
-    else
-        model_load_weights(m, folder);
-}
 // Weights, masters, m and v, bit for bit: only into the dtypes and kind of masters that were saved. `s`: the state that
 // was loaded from the same folder.
 static inline void checkpoint_load(Model *m, const char *folder, const TrainState *s) {
@@ -857,7 +851,7 @@ static inline void checkpoint_load(Model *m, const char *folder, const TrainStat
         "resume with the same --optimizer, --state-dtype and kind of build, or with --reset-optimizer 1, which takes "
         "its weights and begins with empty states; or start a new run from its weights with --model %s",
         folder, s->precision, precision, folder);
-    checkpoint_load_weights(m, folder);  // first: this sets the masters too
+    model_load_weights(m, folder);  // first: this sets the masters too
     load_slots(m, optimizer_slots, num_optimizer_slots(m), path_of("%s/optimizer.safetensors", folder).text, NULL);
 }
 

@@ -61,10 +61,6 @@ static inline const char *hidden_act(const Config *c) {
     default: unhandled(c->mlp);
     }
 }
-// An absent head_dim means channels / heads, but 128 of Qwen3.
-static inline int config_writes_head_dim(const Config *c) {
-    return c->num_heads * c->head_dim != c->channels || config_is(c, "qwen3");
-}
 
 // The first and the last token of a text in the published tokenizer of this size; 0 for raw bytes; -1 if unknown.
 static inline void config_special_tokens(int vocab_size, int *bos, int *eos) {
@@ -101,7 +97,7 @@ static inline void config_write(const Config *c, const char *dtype, FILE *f, con
     CONFIG_EACH(k, config_sizes) config_write_key(c, f, s, k);
     if (config_is(c, "modern"))
         CONFIG_EACH(k, config_modern_numbers) config_write_key(c, f, s, k);
-    else if (config_writes_head_dim(c))
+    else if (c->num_heads * c->head_dim != c->channels || config_is(c, "qwen3"))  // absent: channels / heads; 128
         fprintf(f, ",%s\"head_dim\": %d", s, c->head_dim);
     if (config_is(c, "gpt2"))
         fprintf(f,

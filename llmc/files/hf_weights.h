@@ -306,13 +306,13 @@ static inline void load_slots(Model *m, const SlotName *slots, int num_slots, co
     st_close(&r);
     free(piece);
 }
-// Weights (F32, BF16 or F16) of a Hugging Face folder or a safetensors file, into a model of the same shape.
-static inline void model_load_weights(Model *m, const char *folder) { load_slots(m, weight_slot, 1, folder, NULL); }
-// With --lora: what the adapters are for; the adapters.
-static inline void model_load_frozen(Model *m, const char *folder) { load_slots(m, frozen_slot, 1, folder, NULL); }
-static inline void model_load_adapters(Model *m, const char *folder) {
-    load_slots(m, weight_slot, 1, adapter_file(folder).text, NULL);
+// Weights (F32, BF16 or F16) of a Hugging Face folder or a safetensors file, into a model of the same shape. With
+// --lora: the adapters of a folder.
+static inline void model_load_weights(Model *m, const char *folder) {
+    load_slots(m, weight_slot, 1, m->frozen.count ? adapter_file(folder).text : folder, NULL);
 }
+// With --lora: what the adapters are for.
+static inline void model_load_frozen(Model *m, const char *folder) { load_slots(m, frozen_slot, 1, folder, NULL); }
 // The weights of a base into which adapters are merged.
 static inline void model_load_merged(Model *m, const char *base, const char *folder) {
     const Config *config = facts_of(m).config;

@@ -514,7 +514,7 @@ static inline void load_or_init(Trainer *t) {
         model_load_weights(t->model, t->resumed_from.text);
     } else if (*t->resumed_from.text) {
         if (t->o.reset_optimizer) {
-            checkpoint_load_weights(t->model, t->resumed_from.text);
+            model_load_weights(t->model, t->resumed_from.text);
             t->state.optimizer_begin = t->state.step;
         } else
             checkpoint_load(t->model, t->resumed_from.text, &t->state);
