@@ -309,7 +309,7 @@ static inline void load_slots(Model *m, const SlotName *slots, int num_slots, co
 // Weights (F32, BF16 or F16) of a Hugging Face folder or a safetensors file, into a model of the same shape. With
 // --lora: the adapters of a folder.
 static inline void model_load_weights(Model *m, const char *folder) {
-    load_slots(m, weight_slot, 1, m->frozen.count ? adapter_file(folder).text : folder, NULL);
+    load_slots(m, weight_slot, 1, facts_of(m).frozen->count ? adapter_file(folder).text : folder, NULL);
 }
 // With --lora: what the adapters are for.
 static inline void model_load_frozen(Model *m, const char *folder) { load_slots(m, frozen_slot, 1, folder, NULL); }
