@@ -538,8 +538,8 @@ static inline void request_fp8(const Plan *p, Buffers *b, Memory *m) {
                    p->trains && gradients > inputs ? gradients : inputs);
     memory_request(m, &b->fp8.row_absmax, "largest values of its rows", p->N);
     if (!p->fp8_weight_gradients) return;
-    memory_request(m, &b->fp8.left, "an output's gradient, transposed", gradients);
-    memory_request(m, &b->fp8.right, "an input, transposed", inputs);
+    memory_request(m, &b->fp8.dout_transposed, "an output's gradient, transposed", gradients);
+    memory_request(m, &b->fp8.in_transposed, "an input, transposed", inputs);
 }
 // Integers of a pinned buffer in which a micro-step's tokens wait for the device.
 static inline size_t plan_token_buffer(const Plan *p) { return (2 + 3 * !!p->ranged + 2 * !!p->compacts_rows) * p->N; }

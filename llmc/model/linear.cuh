@@ -58,20 +58,20 @@ typedef struct {
     int keeps_input;                // for backward: what the activation read; else its slopes
     int heads, kv_heads, head_dim;  // LINEAR_ROPE, LINEAR_QK_NORM
     QkNorm qk_norm;                 // LINEAR_QK_NORM, with the unit's gains
-    // Of the unit.
+    // Of the unit and the pass (weights.cuh).
     const floatX *weight, *bias;                  // bias NULL: none
     floatX *dweight, *dbias;                      // NULL: the weights are frozen
     LayerAdapters adapters;                       // which are merged into `weight`
     uint8_t *weight_fp8, *weight_fp8_transposed;  // (out,in), (in,out); NULL: not in backward, or not in fp8
     float *in_absmax, *dout_absmax, *weight_absmax;
     ColumnSums sums;  // of the gradient of its output
-    // Of the block.
-    floatX *aux;  // (N,out) the product, which the norm or the activation reads; then perhaps its slopes
+    floatX *aux;      // (N,out) the product, which the norm or the activation reads; then perhaps its slopes
 } Linear;
 
 // The gradient of a layer's output, as the product of the input's gradient hands it to that of the weight's gradient:
 // rows (N,out), of all ranks. fp8_transposed (out,N): with tensor_gradient it was quantised for both products at once,
-// and this is p->fp8.left, good until the next layer's. NULL: the product of the weight's gradient quantises rows.
+// and this is p->fp8.dout_transposed, good until the next layer's. NULL: the product of the weight's gradient quantises
+// rows.
 typedef struct {
     const floatX *rows;
     const uint8_t *fp8_transposed;
@@ -119,10 +119,11 @@ static inline const uint8_t *linear_gradient(const Pass *p, const Linear *l, Mat
         return NULL;
     }
     assert(rows == p->N);  // what is transposed is whole
-    quantise(p->fp8.rows, p->fp8.left, (const bf16 *)dout, rows, l->out, l->dout_absmax, p->fp8.gradients, p->stream);
+    quantise(p->fp8.rows, p->fp8.dout_transposed, (const bf16 *)dout, rows, l->out, l->dout_absmax, p->fp8.gradients,
+             p->stream);
     o->a = p->fp8.rows;
     o->a_absmax = l->dout_absmax;
-    return p->fp8.left;
+    return p->fp8.dout_transposed;
 }
 static inline void linear_weight(const Linear *l, MatmulDtype dtype, MatmulOperands *o, const uint8_t *quantised) {
     o->b = dtype == MATMUL_FLOATX ? (const void *)l->weight : quantised;
@@ -277,10 +278,10 @@ static inline void linear_product_weight(const Pass *p, const Linear *l, OutputG
     if (l->weight_dtype == MATMUL_E4M3) {
         const Fp8Scratch *s = &p->fp8;
         if (!dout.fp8_transposed)
-            quantise(NULL, s->left, (const bf16 *)dout.rows, count, l->out, l->dout_absmax, NULL, p->stream);
-        quantise(NULL, s->right, (const bf16 *)in, count, l->in, l->in_absmax, NULL, p->stream);
-        x.a = dout.fp8_transposed ? dout.fp8_transposed : s->left;
-        x.b = s->right;
+            quantise(NULL, s->dout_transposed, (const bf16 *)dout.rows, count, l->out, l->dout_absmax, NULL, p->stream);
+        quantise(NULL, s->in_transposed, (const bf16 *)in, count, l->in, l->in_absmax, NULL, p->stream);
+        x.a = dout.fp8_transposed ? dout.fp8_transposed : s->dout_transposed;
+        x.b = s->in_transposed;
         x.a_absmax = l->dout_absmax;
         x.b_absmax = l->in_absmax;
     }

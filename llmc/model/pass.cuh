@@ -31,8 +31,8 @@ typedef struct {
 // Where operands of fp8 products are quantised, for the width of the widest layer. Counts: NULL, or of what is
 // quantised.
 typedef struct {
-    uint8_t *rows, *left, *right;  // rows of a; for a weight's gradient: its two operands, transposed
-    float *row_absmax;             // (N)
+    uint8_t *rows, *dout_transposed, *in_transposed;  // operand a of a product; both of a weight's gradient
+    float *row_absmax;                                // (N)
     Fp8Count *inputs, *weights, *gradients;
 } Fp8Scratch;
 
