@@ -2,6 +2,7 @@
 and fp8, LoRA, multiple-choice sets, and files of weights, logits, gradients and losses.
 
   python dev/test/oracle.py --write-debug DIR --model d2,channels=64    the oracle of whole-model tests
+  python dev/test/oracle.py --write-debug DIR ... --then --write-debug DIR ...       several, one after another
   python dev/test/oracle.py --model DIR --lora 16                       adapters; checkpoints are folders of peft
 
 Other options are those of train_gpt2.py. Tests import this module; it has all names of train_gpt2.py, too.
@@ -502,4 +503,8 @@ def write_or_train(o):
 
 if __name__ == "__main__":
     core.outlive_reader()
-    core.main(parse_options(), write_or_train)
+    runs = [[]]  # of one process: importing torch takes longer than writing a small model
+    for word in sys.argv[1:]:
+        runs.append([]) if word == "--then" else runs[-1].append(word)
+    for words in runs:
+        core.main(parse_options(words), write_or_train)
