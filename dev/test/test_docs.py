@@ -366,7 +366,7 @@ def test_the_gpu_trainers_table(tmp_path):
         "-std=c++17",
         "-G",
         "-Xcompiler",
-        "-O1",
+        "-O2",
         "-gencode",
         "arch=compute_80,code=compute_80",
         "-I.",
