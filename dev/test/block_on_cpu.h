@@ -267,10 +267,15 @@ static inline void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned 
     fiber->words[5] = b1;
     __syncwarp();
     const int lane = fiber->index % WARP, g = lane / 4, t = lane % 4;
-    for (int i = 0; i < 4; i++)
-        for (int k = 0; k < 16; k++)
-            c[i] += half_of(words_of(g * 4 + k % 8 / 2)[i / 2 + k / 8 * 2], k % 2) *
-                    half_of(words_of((2 * t + i % 2) * 4 + k % 8 / 2)[4 + k / 8], k % 2);
+    const Fiber *warp = fiber - lane;
+    float rows[2][16], columns[2][16];  // of a and b, that this lane multiplies
+    for (int i = 0; i < 2; i++)
+        for (int k = 0; k < 16; k++) {
+            rows[i][k] = half_of(warp[g * 4 + k % 8 / 2].words[i + k / 8 * 2], k % 2);
+            columns[i][k] = half_of(warp[(2 * t + i) * 4 + k % 8 / 2].words[4 + k / 8], k % 2);
+        }
+    for (int k = 0; k < 16; k++)
+        for (int i = 0; i < 4; i++) c[i] += rows[i / 2][k] * columns[i % 2][k];
     __syncwarp();
 }
 
