@@ -164,28 +164,36 @@ static inline void wgmma_commit() {}
 template <int PENDING> static inline void wgmma_wait() {}
 template <int N> static inline void wgmma_pin(float (&)[N]) {}
 static inline void wgmma_hold(float) {}
+// rows: of a, the two that this lane multiplies. Elements i and i + 2 are of one column.
+template <int N, int MN_B>
+static inline void wgmma_rows(float (&d)[N / 2], const float (&rows)[2][16], const OperandOnCpu &b, int add) {
+    for (int i = 0; i < N / 2; i++) {
+        if (i & 2) continue;
+        float column[16];
+        for (int k = 0; k < 16; k++) column[k] = operand_element(b, MN_B, fragment_column(i), k);
+        for (int j : {i, i + 2}) {
+            if (!add) d[j] = 0;
+            for (int k = 0; k < 16; k++) d[j] += rows[fragment_row(j) / 8][k] * column[k];
+        }
+    }
+}
 template <int N, int MN_A, int MN_B>
 static inline void wgmma(float (&d)[N / 2], const OperandOnCpu &a, const OperandOnCpu &b, int add) {
     const int row0 = fiber->index / WARP % 4 * 16;
-    for (int i = 0; i < N / 2; i++) {
-        if (!add) d[i] = 0;
-        for (int k = 0; k < 16; k++)
-            d[i] +=
-                operand_element(a, MN_A, row0 + fragment_row(i), k) * operand_element(b, MN_B, fragment_column(i), k);
-    }
+    float rows[2][16];
+    for (int i : {0, 2})
+        for (int k = 0; k < 16; k++) rows[i / 2][k] = operand_element(a, MN_A, row0 + fragment_row(i), k);
+    wgmma_rows<N, MN_B>(d, rows, b, add);
 }
 template <int N, int MN_B>
 static inline void wgmma(float (&d)[N / 2], const unsigned (&a)[4], const OperandOnCpu &b, int add) {
     memcpy(fiber->words, a, sizeof a);
     __syncwarp();
-    for (int i = 0; i < N / 2; i++) {
-        if (!add) d[i] = 0;
-        for (int k = 0; k < 16; k++) {
-            const uint32_t *lane = words_of(fragment_row(i) % 8 * 4 + k % 8 / 2);
-            d[i] +=
-                half_of(lane[fragment_row(i) / 8 + k / 8 * 2], k % 2) * operand_element(b, MN_B, fragment_column(i), k);
-        }
-    }
+    float rows[2][16];
+    for (int i : {0, 2})
+        for (int k = 0; k < 16; k++)
+            rows[i / 2][k] = half_of(words_of(fragment_row(i) % 8 * 4 + k % 8 / 2)[i / 2 + k / 8 * 2], k % 2);
+    wgmma_rows<N, MN_B>(d, rows, b, add);
     __syncwarp();
 }
 
