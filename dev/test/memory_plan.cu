@@ -753,7 +753,7 @@ int main() {
     const char *const models[] = {"gpt2:124M",
                                   "gpt2:124M,layers=2,channels=256,vocab=257,seq=2048",
                                   "llama3.2:1B,layers=3,channels=512,heads=8,kv_heads=4,vocab=500,ffn=1536",
-                                  "llama3:8B,layers=2,channels=1024,ffn=2776,vocab=32064",
+                                  "llama3:8B,layers=2,channels=1024,ffn=2776",
                                   "qwen2.5:1.5B,layers=4,channels=512,heads=8,kv_heads=2,ffn=2048",
                                   "qwen3:0.6B,layers=3,channels=512,heads=8,kv_heads=4,vocab=500,ffn=1536",
                                   "modern:d4,channels=512,heads=4,vocab=500"};

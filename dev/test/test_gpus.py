@@ -393,8 +393,8 @@ def test_tokens_of_ranks_that_share_a_model(model, tp):
 
 
 def endless(tp):
-    """A job that goes on generating, and a rank of it that is about to be lost."""
-    options = ["-e", DIVIDED["gpt2"], "--generate", "-g", 1 << 22, "--tp", tp, "--timeout", 10]
+    """A job that goes on generating (greedily it meets no end-of-text), and a rank of it that is about to be lost."""
+    options = ["-e", DIVIDED["gpt2"], "--generate", "-g", 1 << 22, "--temperature", 0, "--tp", tp, "--timeout", 10]
     job = Job(tp, PROGRAMS["bf16"], *options, cwd=ROOT).wait_for("---- sample of step", 300)
     time.sleep(1 + random.random())
     assert STAND_IN or "exchanges of a step" in job.text(), job.text()
