@@ -37,11 +37,12 @@ endif
 ARCHS ?= $(MACHINE_ARCHS)
 ARCHS := $(strip $(ARCHS))
 
+# A program uses a part of each header: what it leaves out is no mistake (-Wno-unused-function).
 # Contraction and reassociation stay as the compiler's defaults; -ffast-math would break the NaN checks.
 REVISION_FLAGS := -DGIT_REVISION=git_revision -include $(BUILD)/revision.h
 OPTIMISE := -O3 $(HOST_FLAGS) -fno-math-errno -fno-trapping-math
-CFLAGS := -std=gnu11 $(OPTIMISE) -Wall -Wextra -pthread $(if $(PLAIN),-DLLMC_PLAIN=1)
-WARNINGS := -Wall -Wextra -Werror $(or $(OPENMP),-Wno-unknown-pragmas)
+CFLAGS := -std=gnu11 $(OPTIMISE) -Wall -Wextra -Wno-unused-function -pthread $(if $(PLAIN),-DLLMC_PLAIN=1)
+WARNINGS := -Wall -Wextra -Werror -Wno-unused-function $(or $(OPENMP),-Wno-unknown-pragmas)
 TEST_CFLAGS := -std=gnu11 $(OPTIMISE) -O2 $(WARNINGS) -pthread -I.
 # Without MPI: one rank; without NCCL: one GPU. The programs say so when they are started as more.
 RANKS := $(if $(MPI_LIBS),-DUSE_MPI $(MPI_CFLAGS))
@@ -172,7 +173,7 @@ $(BUILD)/test/%: $(BUILD)/test/%.o
 # Readers of bytes from outside, each with its seeds (dev/fuzz/fuzz.h); the linker hands their calls of these to it.
 FUZZ_TARGETS := $(patsubst dev/fuzz/%.c,%,$(wildcard dev/fuzz/*.c))
 FUZZ_WRAPPED := malloc calloc realloc posix_memalign free strdup open close fopen fclose exit pthread_create
-FUZZ_FLAGS = -std=gnu11 -Wall -Wextra -Werror -Wno-unknown-pragmas $(ASAN_CFLAGS) $(FUZZ_WRAPPED:%=-Wl,--wrap=%) \
+FUZZ_FLAGS = -std=gnu11 -Wall -Wextra -Werror -Wno-unused-function -Wno-unknown-pragmas $(ASAN_CFLAGS) $(FUZZ_WRAPPED:%=-Wl,--wrap=%) \
 	$< -lm -pthread
 CLANG ?= clang
 SECONDS ?= 60

@@ -301,7 +301,7 @@ static Options options_default(void) {
 // Runs that only go forward have no gradients and no optimiser states.
 static int forward_only(const Options *o) { return o->generate || o->serve || o->evaluate; }
 // The defaults of a run: those of its model's recipe, if there is one. `given` has the options of the command line.
-static inline Options options_of_recipe(const Options *given) {
+static Options options_of_recipe(const Options *given) {
     Options o = options_default();
     RecipeSizes sizes;
     char number[OPTION_NUMBER];
@@ -530,7 +530,7 @@ static void require_needs(const Options *asked, const OptionNeed *needs, int cou
     require(n->met || strncmp(p->name, n->options, strlen(n->options)) || !option_change(asked, &standard, p, number),
             "%s says nothing without %s\nadd that, or leave %s out", p->word, n->needs, p->word);
 }
-static inline Options options_parse(int argc, char **argv) {
+static Options options_parse(int argc, char **argv) {
     const Options given = options_parse_over(options_default(), argc, argv), recipe = options_of_recipe(&given);
     const Options o = options_parse_over(recipe, argc, argv);
     require(!strcmp(o.optimizer, recipe.optimizer) || !strcmp(recipe.optimizer, "adamw"),
@@ -544,7 +544,7 @@ static inline Options options_parse(int argc, char **argv) {
 }
 
 // Prints the options that differ from their default or from the recipe, and which of them are the recipe's.
-static inline void options_echo(const Options *o, FILE *f) {
+static void options_echo(const Options *o, FILE *f) {
     const Options standard = options_default(), recipe = options_of_recipe(o);
     char number[OPTION_NUMBER], other[OPTION_NUMBER];
     OPTION_EACH(p) {
@@ -556,7 +556,7 @@ static inline void options_echo(const Options *o, FILE *f) {
     }
 }
 // " --name value" of each option in which a differs from b.
-static inline char *options_that_differ(const Options *a, const Options *b, char *text, size_t size) {
+static char *options_that_differ(const Options *a, const Options *b, char *text, size_t size) {
     char number[OPTION_NUMBER];
     *text = 0;
     OPTION_EACH(p) {

@@ -25,7 +25,7 @@ typedef __nv_bfloat16 floatX;
 #endif
 
 // ---- every call is checked; the message names the call and the place
-static inline void cuda_check(cudaError_t status, const char *call, const char *file, int line) {
+static void cuda_check(cudaError_t status, const char *call, const char *file, int line) {
     const char *hint = "";
     if (status == cudaErrorMemoryAllocation)
         hint = "kernels and graphs need memory, too: use a smaller batch, or end what else uses this GPU; ";
@@ -34,7 +34,7 @@ static inline void cuda_check(cudaError_t status, const char *call, const char *
                hint, call);
 }
 #define cudaCheck(call) cuda_check((call), #call, __FILE__, __LINE__)
-static inline void cublas_check(cublasStatus_t status, const char *call, const char *file, int line) {
+static void cublas_check(cublasStatus_t status, const char *call, const char *file, int line) {
     if (status != CUBLAS_STATUS_SUCCESS)
         die_at(file, line, "cuBLAS: %s\nfailed call: %s", cublasGetStatusString(status), call);
 }
@@ -42,16 +42,16 @@ static inline void cublas_check(cublasStatus_t status, const char *call, const c
 // After each kernel launch: a wrong launch is reported where it was made. Costs no synchronisation.
 #define launchCheck() cudaCheck(cudaGetLastError())
 // Kernels read and write 16 bytes at a time.
-static inline void require_aligned(const char *what, std::initializer_list<const void *> pointers) {
+static void require_aligned(const char *what, std::initializer_list<const void *> pointers) {
     for (const void *p : pointers)
         require((uintptr_t)p % 16 == 0, "%s: a buffer does not begin on 16 bytes\nallocate it with memory_request",
                 what);
 }
-static inline unsigned blocks_for(size_t n, size_t per_block) { return (unsigned)ceil_div(n, per_block); }
+static unsigned blocks_for(size_t n, size_t per_block) { return (unsigned)ceil_div(n, per_block); }
 
 // ---- the device of this process: that of its rank on this host, or the only one it is shown (srun --gpus-per-task=1).
 // Nothing else selects one. The handshake sees whether two ranks have the same one.
-static inline int gpu_of_rank(int local_rank, int devices) { return devices == 1 ? 0 : local_rank; }
+static int gpu_of_rank(int local_rank, int devices) { return devices == 1 ? 0 : local_rank; }
 typedef struct {
     int device;
     cudaDeviceProp prop;
@@ -61,7 +61,7 @@ typedef struct {
 
 // Does nothing: a program has code for a GPU if it has this kernel's.
 static __global__ void gpu_code_kernel() {}
-static inline void gpu_require_code(const cudaDeviceProp *prop) {
+static void gpu_require_code(const cudaDeviceProp *prop) {
     const int sm = 10 * prop->major + prop->minor, built[] = {__CUDA_ARCH_LIST__};
     require(sm >= 80, "%s is sm_%d\nbf16 and TF32 matmuls need sm_80 or newer", prop->name, sm);
     char list[128] = "";
@@ -74,7 +74,7 @@ static inline void gpu_require_code(const cudaDeviceProp *prop) {
             list, prop->name, sm, cudaGetErrorString(status), sm, sm == 90 ? "a" : "");
 }
 // The device with this id; -1 where this process is not shown it.
-static inline int gpu_find(const cudaUUID_t *id) {
+static int gpu_find(const cudaUUID_t *id) {
     int devices = 0;
     cudaDeviceProp prop;
     cudaCheck(cudaGetDeviceCount(&devices));
@@ -84,7 +84,7 @@ static inline int gpu_find(const cudaUUID_t *id) {
     }
     return -1;
 }
-static inline Gpu gpu_open(int local_rank) {
+static Gpu gpu_open(int local_rank) {
     Gpu g = {};
     int count = 0;
     cudaError_t status = cudaGetDeviceCount(&count);
@@ -103,12 +103,12 @@ static inline Gpu gpu_open(int local_rank) {
     return g;
 }
 // The host waits for all streams.
-static inline void gpu_wait(const Gpu *g) {
+static void gpu_wait(const Gpu *g) {
     for (cudaStream_t s : {g->compute, g->comm, g->in, g->out}) cudaCheck(cudaStreamSynchronize(s));
 }
 // What ranks compare before any of them allocates: the UUID, architecture and driver of the device that gpu_open would
 // select. A rank without a device leaves uuid empty.
-static inline void gpu_identify(int local_rank, char *uuid, size_t size, int *devices, int *sm, int *driver) {
+static void gpu_identify(int local_rank, char *uuid, size_t size, int *devices, int *sm, int *driver) {
     cudaDeviceProp prop;
     *uuid = 0;
     *devices = *sm = *driver = 0;
@@ -122,22 +122,22 @@ static inline void gpu_identify(int local_rank, char *uuid, size_t size, int *de
         snprintf(uuid + 2 * i, 3, "%02x", (unsigned char)prop.uuid.bytes[i]);
 }
 // Of the selected device.
-static inline int device_attribute(cudaDeviceAttr attribute) {
+static int device_attribute(cudaDeviceAttr attribute) {
     int device, value;
     cudaCheck(cudaGetDevice(&device));
     cudaCheck(cudaDeviceGetAttribute(&value, attribute, device));
     return value;
 }
 // Bytes/s of its memory: two transfers a cycle of a clock in kHz, over a bus of so many bits.
-static inline double gpu_peak_bytes(void) {
+static double gpu_peak_bytes(void) {
     return 2e3 * device_attribute(cudaDevAttrMemoryClockRate) * device_attribute(cudaDevAttrGlobalMemoryBusWidth) / 8;
 }
-static inline void gpu_close(Gpu *g) {
+static void gpu_close(Gpu *g) {
     for (cudaStream_t s : {g->compute, g->comm, g->in, g->out}) cudaCheck(cudaStreamDestroy(s));
 }
 
 // A function of the loaded driver, so that programs need not link with libcuda.
-static inline void *driver_function(const char *name) {
+static void *driver_function(const char *name) {
     void *found = NULL;
     cudaDriverEntryPointQueryResult status;
     #if CUDART_VERSION >= 12050
@@ -151,7 +151,7 @@ static inline void *driver_function(const char *name) {
 }
 // The stream writes a number into pinned host memory, or into a GPU's, when all work before it is done and visible
 // there. It takes no kernel and no SM.
-static inline void stream_write(cudaStream_t stream, uint32_t *place, uint32_t number) {
+static void stream_write(cudaStream_t stream, uint32_t *place, uint32_t number) {
     typedef CUresult Write(CUstream, CUdeviceptr, cuuint32_t, unsigned int);
     static Write *const write = (Write *)driver_function("cuStreamWriteValue32");
     const CUresult result = write(stream, (CUdeviceptr)place, number, 0);
@@ -170,7 +170,7 @@ static TimingLap timing_laps[TIMING_LAPS];  // 2 MiB, untouched without --debug 
 static int num_timing_laps;
 static cudaStream_t timing_stream;
 
-static inline void timing_lap(const char *name, double flops, double bytes, cudaStream_t stream) {
+static void timing_lap(const char *name, double flops, double bytes, cudaStream_t stream) {
     if (!timing.on || stream != timing_stream) return;
     require(num_timing_laps < TIMING_LAPS, "--debug timing: a step has more than %d laps\nuse fewer micro-steps",
             TIMING_LAPS);
@@ -180,18 +180,18 @@ static inline void timing_lap(const char *name, double flops, double bytes, cuda
     cudaCheck(cudaEventRecord(l->event, stream));
 }
 // What follows on the stream waits for the event. The time until then has a name of its own.
-static inline void timing_wait(const char *name, cudaEvent_t event, cudaStream_t stream) {
+static void timing_wait(const char *name, cudaEvent_t event, cudaStream_t stream) {
     timing_lap("other", 0, 0, stream);
     cudaCheck(cudaStreamWaitEvent(stream, event, 0));
     timing_lap(name, 0, 0, stream);
 }
-static inline void timing_begin(cudaStream_t stream) {
+static void timing_begin(cudaStream_t stream) {
     timing_start();
     timing_stream = stream;
     num_timing_laps = 0;
     timing_lap("", 0, 0, stream);
 }
-static inline void timing_end(cudaStream_t stream) {
+static void timing_end(cudaStream_t stream) {
     cudaCheck(cudaStreamSynchronize(stream));
     timing.on = 0;
     for (int i = 1; i < num_timing_laps; i++) {

@@ -20,18 +20,18 @@ typedef struct {
     int key, warm;         // what it was captured for; whether it has run once
 } Graph;
 
-static inline void graph_close(Graph *g) {
+static void graph_close(Graph *g) {
     if (g->exec) cudaCheck(cudaGraphExecDestroy(g->exec));  // one in flight is completed
     memset(g, 0, sizeof *g);
 }
 
-static inline void graph_check(cudaError_t status, const char *what) {
+static void graph_check(cudaError_t status, const char *what) {
     require(status == cudaSuccess, "a CUDA graph cannot be %s: %s\nuse --debug cuda-graphs=0", what,
             cudaGetErrorString(status));
 }
 
 // work() launches on `stream` alone, the same for the same key. Another key makes the graph anew.
-template <typename Work> static inline void graph_run(Graph *g, int key, cudaStream_t stream, Work work) {
+template <typename Work> static void graph_run(Graph *g, int key, cudaStream_t stream, Work work) {
     if (g->key != key) graph_close(g);
     g->key = key;
     if (!g->warm) {

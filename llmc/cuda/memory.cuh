@@ -37,11 +37,11 @@ typedef struct {
 // Writes one line: what to do when it does not fit into the GPU.
 typedef void MemoryHint(char *text, size_t size, MemoryBytes room, const Memory *m, void *context);
 
-static inline int bytes_fit(MemoryBytes bytes, MemoryBytes room) {
+static int bytes_fit(MemoryBytes bytes, MemoryBytes room) {
     return bytes.device <= room.device && bytes.host <= room.host;
 }
 // What a program may take without others being swapped out or ended; nothing known: all.
-static inline size_t host_bytes_free(void) {
+static size_t host_bytes_free(void) {
     char line[128];
     size_t kib, bytes = SIZE_MAX;
     FILE *f = fopen("/proc/meminfo", "r");
@@ -51,8 +51,8 @@ static inline size_t host_bytes_free(void) {
     return bytes;
 }
 
-static inline void memory_group(Memory *m, const char *group) { m->group = group; }
-static inline Buffer *memory_declare(Memory *m, MemoryKind kind, void *where, const char *name, size_t bytes) {
+static void memory_group(Memory *m, const char *group) { m->group = group; }
+static Buffer *memory_declare(Memory *m, MemoryKind kind, void *where, const char *name, size_t bytes) {
     if (m->count % 64 == 0) m->buffers = (Buffer *)realloc(m->buffers, (size_t)(m->count + 64) * sizeof(Buffer));
     require(m->buffers, "out of host memory\nclose other programs");
     Buffer *b = &m->buffers[m->count++];
@@ -76,15 +76,15 @@ inline void memory_alias(Memory *m, T **pointer, const char *name, U **original,
     assert(b->alias_of >= 0 && b->bytes <= m->buffers[b->alias_of].bytes);
 }
 // Device bytes of one group, for the hint and for reports.
-static inline size_t memory_group_bytes(const Memory *m, const char *group) {
+static size_t memory_group_bytes(const Memory *m, const char *group) {
     size_t bytes = 0;
     for (int i = 0; i < m->count; i++)
         if (m->buffers[i].kind == MEMORY_DEVICE && strcmp(m->buffers[i].group, group) == 0)
             bytes += m->buffers[i].bytes;
     return bytes;
 }
-static inline double mib(size_t bytes) { return (double)bytes / 0x1p20; }
-static inline void memory_print(const Memory *m, FILE *f, MemoryBytes room) {
+static double mib(size_t bytes) { return (double)bytes / 0x1p20; }
+static void memory_print(const Memory *m, FILE *f, MemoryBytes room) {
     for (int pinned = 0; pinned < 2; pinned++) {
         fprintf(f, "%s (MiB)\n", pinned ? "host memory" : "memory");
         for (int i = 0; i < m->count; i++) {
@@ -99,7 +99,7 @@ static inline void memory_print(const Memory *m, FILE *f, MemoryBytes room) {
         fprintf(f, "  %-51s %11.1f\n", "free before", mib(pinned ? room.host : room.device));
     }
 }
-static inline void memory_does_not_fit(const Memory *m, MemoryBytes room, MemoryHint *hint, void *context) {
+static void memory_does_not_fit(const Memory *m, MemoryBytes room, MemoryHint *hint, void *context) {
     char text[320] = "use a smaller --batch-size or --seq-len";
     memory_print(m, stderr, room);
     require(
@@ -111,7 +111,7 @@ static inline void memory_does_not_fit(const Memory *m, MemoryBytes room, Memory
     die("this run needs %.0f MiB and the GPU has %.0f MiB free (table above)\n%s", mib(m->bytes.device),
         mib(room.device), text);
 }
-static inline void memory_pin(Buffer *b) {
+static void memory_pin(Buffer *b) {
     struct rlimit limit = {};
     const cudaError_t status = cudaMallocHost(&b->pointer, b->bytes);
     getrlimit(RLIMIT_MEMLOCK, &limit);
@@ -122,14 +122,14 @@ static inline void memory_pin(Buffer *b) {
             limit.rlim_cur < b->bytes ? "; or raise what a process may lock (ulimit -l)" : "");
 }
 // What this process may take: what the GPU has free, and of the host's memory one of `sharers` equal parts.
-static inline MemoryBytes memory_room(int sharers) {
+static MemoryBytes memory_room(int sharers) {
     size_t all_bytes;
     MemoryBytes room = {0, host_bytes_free() / (size_t)sharers};
     cudaCheck(cudaMemGetInfo(&room.device, &all_bytes));
     return room;
 }
 // Prints the table into `f`, unless it is NULL. Stops the program if the memory is not there.
-static inline void memory_allocate(Memory *m, MemoryBytes room, FILE *f, MemoryHint *hint, void *context) {
+static void memory_allocate(Memory *m, MemoryBytes room, FILE *f, MemoryHint *hint, void *context) {
     if (!bytes_fit(m->bytes, room)) memory_does_not_fit(m, room, hint, context);
     if (f) memory_print(m, f, room);
     for (int i = 0; i < m->count; i++) {
@@ -146,7 +146,7 @@ static inline void memory_allocate(Memory *m, MemoryBytes room, FILE *f, MemoryH
     }
     cudaCheck(cudaStreamSynchronize(cudaStreamLegacy));  // the Gpu's streams do not wait for the legacy one
 }
-static inline void memory_free(Memory *m) {
+static void memory_free(Memory *m) {
     for (int i = 0; i < m->count; i++) {
         if (m->buffers[i].kind == MEMORY_DEVICE) cudaCheck(cudaFree(m->buffers[i].pointer));
         if (m->buffers[i].kind == MEMORY_PINNED) cudaCheck(cudaFreeHost(m->buffers[i].pointer));

@@ -196,7 +196,7 @@ __device__ inline bool last_to_arrive(unsigned *counter, unsigned count, int *sh
 }
 
 // Whether the code that was loaded for this GPU has a Hopper kernel: only then it has barriers in static shared memory.
-template <typename Kernel> static inline bool has_hopper_code(Kernel kernel) {
+template <typename Kernel> static bool has_hopper_code(Kernel kernel) {
     cudaFuncAttributes attributes;
     cudaCheck(cudaFuncGetAttributes(&attributes, kernel));
     return attributes.sharedSizeBytes > 0;
@@ -205,8 +205,7 @@ template <typename Kernel> static inline bool has_hopper_code(Kernel kernel) {
 // ---- tensor maps: how TMA sees a packed tensor (B, T, heads, HD) of contiguous rows, of bf16 or of bytes
 
 // Rows are counted per sequence, so that what lies before row 0 or from row T on is read as zero and never written.
-template <typename Element = bf16>
-static inline CUtensorMap tensor_map(const void *base, int B, int T, int heads, int HD) {
+template <typename Element = bf16> static CUtensorMap tensor_map(const void *base, int B, int T, int heads, int HD) {
     typedef CUresult Encode(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
                             const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
                             CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);

@@ -98,15 +98,15 @@ typedef struct DataLoader {
 #define DATA_HINT \
     "make shards with: python dev/data/tinyshakespeare.py, or of your own text: python dev/data/prepare.py"
 
-static inline int compare_paths(const void *a, const void *b) {
+static int compare_paths(const void *a, const void *b) {
     return strcmp(((const Shard *)a)->path, ((const Shard *)b)->path);
 }
-static inline int compare_keys(const void *a, const void *b) {
+static int compare_keys(const void *a, const void *b) {
     const ShuffleKey *x = (const ShuffleKey *)a, *y = (const ShuffleKey *)b;
     return x->key != y->key ? (x->key < y->key ? -1 : 1) : (x->index > y->index) - (x->index < y->index);
 }
 // 0..n-1 in the order of their random keys; in their own order if not shuffled.
-static inline void fill_order(ShuffleKey *order, int64_t n, int shuffle, uint64_t seed, uint64_t part) {
+static void fill_order(ShuffleKey *order, int64_t n, int shuffle, uint64_t seed, uint64_t part) {
     for (int64_t i = 0; i < n; i++) {
         order[i].key = shuffle ? rand_u64(seed, rand_stream(RAND_SHUFFLE, part), i) : 0;
         order[i].index = i;
@@ -115,7 +115,7 @@ static inline void fill_order(ShuffleKey *order, int64_t n, int shuffle, uint64_
 }
 // glob(), sorted. The name of an existing file means that file, whatever characters it has, and so do the names of
 // folders in front of a pattern.
-static inline int find_files(const char *pattern, glob_t *found) {
+static int find_files(const char *pattern, glob_t *found) {
     char *escaped = new_array(char, 2 * strlen(pattern) + 1), *to = escaped, *slash = strcpy(escaped, pattern);
     while (slash && !file_exists(escaped))
         if ((slash = strrchr(escaped, '/'))) *slash = 0;
@@ -130,7 +130,7 @@ static inline int find_files(const char *pattern, glob_t *found) {
 
 // Tells a shard from another one of the same name and size: FNV-1a of 16 blocks of 4 KiB at equal distances. The first
 // begins with the header, the last ends with the file. A file of up to 64 KiB is read whole.
-static inline uint64_t shard_hash(int fd, int64_t bytes, const char *path) {
+static uint64_t shard_hash(int fd, int64_t bytes, const char *path) {
     unsigned char samples[SHARD_SAMPLES * SHARD_SAMPLE_BYTES];
     int64_t at[SHARD_SAMPLES];
     int64_t block = bytes < SHARD_SAMPLE_BYTES ? bytes : (int64_t)SHARD_SAMPLE_BYTES;
@@ -144,7 +144,7 @@ static inline uint64_t shard_hash(int fd, int64_t bytes, const char *path) {
     return fnv1a(FNV1A, samples, SHARD_SAMPLES * block);
 }
 // The open shard must be the file that was there at the start.
-static inline void shard_require_same(DataLoader *d) {
+static void shard_require_same(DataLoader *d) {
     const Shard *s = &d->shards[d->open_shard];
     int64_t bytes = HEADER_BYTES + s->tokens * d->token_bytes;
     struct stat now;
@@ -155,11 +155,11 @@ static inline void shard_require_same(DataLoader *d) {
     d->modified = now.st_mtim;
 }
 // After reading: nothing may be used that was written since the last check.
-static inline void shard_require_unchanged(DataLoader *d) {
+static void shard_require_unchanged(DataLoader *d) {
     struct stat now;
     if (fstat(d->fd, &now) != 0 || memcmp(&now.st_mtim, &d->modified, sizeof now.st_mtim) != 0) shard_require_same(d);
 }
-static inline void shard_leave(DataLoader *d) {
+static void shard_leave(DataLoader *d) {
     if (d->open_shard < 0) return;
     shard_require_unchanged(d);
     close(d->fd);
@@ -168,14 +168,14 @@ static inline void shard_leave(DataLoader *d) {
 
 // ---- documents
 
-static inline uint32_t raw_token(const DataLoader *d, int64_t i) {
+static uint32_t raw_token(const DataLoader *d, int64_t i) {
     return d->token_bytes == 2 ? ((const uint16_t *)d->raw)[i] : ((const uint32_t *)d->raw)[i];
 }
-static inline int begins_document(const DataLoader *d, uint32_t token) {
+static int begins_document(const DataLoader *d, uint32_t token) {
     return d->marked ? token >> 31 : token == (uint32_t)d->eot;
 }
 static const int64_t SCAN_TOKENS = 1 << 18;  // that are read at a time
-static inline void packing_add_document(DataLoader *d, const Shard *s, Packing *p, int64_t begin, int64_t end) {
+static void packing_add_document(DataLoader *d, const Shard *s, Packing *p, int64_t begin, int64_t end) {
     const int64_t T = d->T, length = end - begin;
     require(d->kind.pack == PACK_CUT || length <= T,
             "'%s': the document at token %ld has %ld tokens, a row %ld\n"
@@ -185,7 +185,7 @@ static inline void packing_add_document(DataLoader *d, const Shard *s, Packing *
     if (begin < end) packing_add(p, (int)begin, (int)(end - begin));
 }
 // The rows of a shard, whose documents are found by reading all of it. Returns how many are longer than a row.
-static inline int64_t shard_pack(DataLoader *d, const Shard *s, int fd, Packing *p) {
+static int64_t shard_pack(DataLoader *d, const Shard *s, int fd, Packing *p) {
     int64_t begin = 0, cut = 0;
     packing_free(p);
     for (int64_t at = 0, n; at < s->tokens; at += n) {
@@ -204,7 +204,7 @@ static inline int64_t shard_pack(DataLoader *d, const Shard *s, int fd, Packing 
 }
 
 // Whether all is known to be one document. Data too large to be read for that are not.
-static inline int dataloader_is_one_document(const DataLoader *d) {
+static int dataloader_is_one_document(const DataLoader *d) {
     enum { MOST_TOKENS = 1 << 24 };
     const Shard *s = d->shards;
     if (d->num_shards > 1 || s->tokens > MOST_TOKENS || !d->vocab_size) return 0;
@@ -220,7 +220,7 @@ static inline int dataloader_is_one_document(const DataLoader *d) {
     return i >= s->tokens;
 }
 // What the first shard says of all.
-static inline void shard_first(DataLoader *d, const Shard *s, const int32_t *h) {
+static void shard_first(DataLoader *d, const Shard *s, const int32_t *h) {
     memcpy(d->header, h, sizeof d->header);
     d->marked = h[1] == SHARD_VERSION_MARKED;
     d->eot = h[7];
@@ -232,7 +232,7 @@ static inline void shard_first(DataLoader *d, const Shard *s, const int32_t *h) 
             s->path);
 }
 // Checks one shard. All must have the tokenizer of the first.
-static inline void shard_open(DataLoader *d, Shard *s) {
+static void shard_open(DataLoader *d, Shard *s) {
     #define SHARD_REQUIRE(ok, what, ...) require(ok, "'%s' " what, s->path, __VA_ARGS__)
     int64_t bytes;
     int32_t h[HEADER_WORDS];
@@ -277,8 +277,8 @@ static inline void shard_open(DataLoader *d, Shard *s) {
 }
 
 // Stops with a message if anything is wrong with any shard. vocab_size > 0: every token id must be below it.
-static inline void dataloader_open(DataLoader *d, const char *pattern, int B, int T, RowKind kind, int rank, int world,
-                                   int shuffle, uint64_t seed, int vocab_size) {
+static void dataloader_open(DataLoader *d, const char *pattern, int B, int T, RowKind kind, int rank, int world,
+                            int shuffle, uint64_t seed, int vocab_size) {
     size_t tokens = (size_t)B * T;
     memset(d, 0, sizeof *d);
     require(tokens <= INT32_MAX / 4, "batch size %d times sequence length %d is too large\nuse a smaller --batch-size",
@@ -327,7 +327,7 @@ static inline void dataloader_open(DataLoader *d, const char *pattern, int B, in
     d->ahead_next = -1;
 }
 // The vocabulary that the first shard names; 0: none. dataloader_open says what is wrong with it.
-static inline int shards_vocabulary(const char *pattern) {
+static int shards_vocabulary(const char *pattern) {
     glob_t found;
     int32_t h[HEADER_WORDS] = {0};
     int64_t bytes;
@@ -337,13 +337,13 @@ static inline int shards_vocabulary(const char *pattern) {
     return h[0] == SHARD_MAGIC_16 || h[0] == SHARD_MAGIC_32 ? h[3] : 0;
 }
 // The share of all places in rows that is padding.
-static inline double dataloader_padding(const DataLoader *d) {
+static double dataloader_padding(const DataLoader *d) {
     const double places = (double)d->rows_per_epoch * d->T;
     return d->kind.pack ? 1 - d->num_tokens / places : 0;
 }
 
 // Turns (epoch, row of the epoch) into (open shard, row of the shard). Rows come in rising order but for a seek.
-static inline int64_t dataloader_locate(DataLoader *d, int64_t epoch, int64_t row) {
+static int64_t dataloader_locate(DataLoader *d, int64_t epoch, int64_t row) {
     if (epoch != d->order_epoch) {
         fill_order(d->shard_order, d->num_shards, d->shuffle, d->seed, epoch);
         d->slot_begin[0] = 0;
@@ -375,7 +375,7 @@ static inline int64_t dataloader_locate(DataLoader *d, int64_t epoch, int64_t ro
 }
 
 // A piece of the open shard as inputs and targets.
-static inline void dataloader_read_piece(DataLoader *d, Piece piece, int *inputs, int *targets) {
+static void dataloader_read_piece(DataLoader *d, Piece piece, int *inputs, int *targets) {
     const Shard *s = &d->shards[d->open_shard];
     const int check = d->check_vocab ? d->check_vocab : d->vocab_size, n = piece.length;
     const int follows = piece.begin + (int64_t)n < s->tokens;  // else the text ends with the shard
@@ -396,7 +396,7 @@ static inline void dataloader_read_piece(DataLoader *d, Piece piece, int *inputs
     if (!follows) targets[n - 1] = d->marked ? -1 : d->eot;
 }
 // Row `r` of the open shard as T inputs and T targets.
-static inline void dataloader_read_row(DataLoader *d, int64_t r, int *inputs, int *targets) {
+static void dataloader_read_row(DataLoader *d, int64_t r, int *inputs, int *targets) {
     const Piece cut = {(int)(r * d->T), d->T};
     const int pack = d->kind.pack != PACK_NO, padding = d->kind.marks ? ~d->eot : d->eot;
     const Piece *pieces = pack ? d->packing.pieces + d->packing.row_begin[r] : &cut;
@@ -411,7 +411,7 @@ static inline void dataloader_read_row(DataLoader *d, int64_t r, int *inputs, in
 }
 
 // Reads this rank's B rows of the call that begins at row `next`. The only function that touches the disk after open.
-static inline void dataloader_read_batch(DataLoader *d, int64_t next, int *inputs) {
+static void dataloader_read_batch(DataLoader *d, int64_t next, int *inputs) {
     int *targets = inputs + d->B * d->T;
     for (int b = 0; b < d->B; b++) {
         int64_t at = next + (int64_t)d->rank * d->B + b;
@@ -421,35 +421,35 @@ static inline void dataloader_read_batch(DataLoader *d, int64_t next, int *input
     shard_require_unchanged(d);
 }
 
-static inline void *dataloader_thread(void *loader) {
+static void *dataloader_thread(void *loader) {
     DataLoader *d = (DataLoader *)loader;
     dataloader_read_batch(d, d->ahead_next, d->ahead);
     return NULL;
 }
 // Waits for the thread. Returns whether the next batch has been read.
-static inline int dataloader_wait(DataLoader *d) {
+static int dataloader_wait(DataLoader *d) {
     if (d->reading) pthread_join(d->thread, NULL);
     d->reading = 0;
     return d->ahead_next == d->next;
 }
-static inline void dataloader_read_ahead(DataLoader *d) {
+static void dataloader_read_ahead(DataLoader *d) {
     if (dataloader_wait(d)) return;
     d->ahead_next = d->next;
     d->reading = pthread_create(&d->thread, NULL, dataloader_thread, d) == 0;
     if (!d->reading) d->ahead_next = -1;  // there is no thread: the next call reads by itself
 }
-static inline void dataloader_position(const DataLoader *d, int64_t *epoch, int64_t *row) {
+static void dataloader_position(const DataLoader *d, int64_t *epoch, int64_t *row) {
     *epoch = d->next / d->rows_per_epoch;
     *row = d->next % d->rows_per_epoch;
 }
-static inline void dataloader_seek(DataLoader *d, int64_t epoch, int64_t row) {
+static void dataloader_seek(DataLoader *d, int64_t epoch, int64_t row) {
     require(epoch >= 0 && row >= 0 && epoch <= (INT64_MAX - row) / d->rows_per_epoch,
             "epoch %ld, row %ld is no place in the data\n"
             "the saved training state is damaged: use an older one",
             epoch, row);
     d->next = epoch * d->rows_per_epoch + row;
 }
-static inline void dataloader_next(DataLoader *d) {
+static void dataloader_next(DataLoader *d) {
     if (dataloader_wait(d)) {
         int *used = d->inputs;
         d->inputs = d->ahead;
@@ -461,8 +461,8 @@ static inline void dataloader_next(DataLoader *d) {
     }
     d->next += (int64_t)d->world * d->B;
 }
-static inline void dataloader_reset(DataLoader *d) { dataloader_seek(d, 0, 0); }  // to the first row of the first epoch
-static inline void dataloader_close(DataLoader *d) {
+static void dataloader_reset(DataLoader *d) { dataloader_seek(d, 0, 0); }  // to the first row of the first epoch
+static void dataloader_close(DataLoader *d) {
     dataloader_wait(d);
     for (int i = 0; i < d->num_shards; i++) free(d->shards[i].path);
     if (d->fd >= 0) close(d->fd);

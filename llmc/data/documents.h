@@ -12,12 +12,12 @@
 typedef struct { int *ids, *position, *first, *last; } Ranges;
 enum { RANGES_ARRAYS = 4 };
 
-static inline Ranges ranges_at(int *buffer, size_t N) {
+static Ranges ranges_at(int *buffer, size_t N) {
     const Ranges r = {buffer, buffer + N, buffer + 2 * N, buffer + 3 * N};
     return r;
 }
 // inputs (B,T): ~id where a document begins. window: -1: all.
-static inline void ranges_fill(const Ranges *r, const int *inputs, int B, int T, long long window) {
+static void ranges_fill(const Ranges *r, const int *inputs, int B, int T, long long window) {
     const int most = window < 0 || window > T ? T : (int)window;
     for (int b = 0; b < B; b++) {
         const int *row = inputs + (size_t)b * T;

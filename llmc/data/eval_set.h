@@ -100,7 +100,7 @@ static void eval_check_tokens(const char *path, int example, const uint32_t *tok
                      tokens[t], limit, example);
 }
 
-static inline void eval_open(EvalSet *s, const char *path, int T, int vocab_size) {
+static void eval_open(EvalSet *s, const char *path, int T, int vocab_size) {
     int64_t bytes;
     int32_t h[HEADER_WORDS];
     int fd = open_with_header(path, "a multiple-choice file", EVAL_HINT, h, &bytes);
@@ -140,7 +140,7 @@ static inline void eval_open(EvalSet *s, const char *path, int T, int vocab_size
         if (n > m && strcmp(s->name + n - m, ends[k]) == 0) s->name[n - m] = 0;
     }
 }
-static inline void eval_close(EvalSet *s) {
+static void eval_close(EvalSet *s) {
     free(s->stream);
     free(s->examples);
     free(s->choices);
@@ -156,7 +156,7 @@ static int eval_row_length(const EvalSet *s, int choice, int T) {
     return all < T ? all : T;
 }
 // One row (T), where T is at least eval_row_length for the T of eval_open. Targets that are not scored are -1.
-static inline void eval_row(const EvalSet *s, int choice, int T, int *inputs, int *targets) {
+static void eval_row(const EvalSet *s, int choice, int T, int *inputs, int *targets) {
     const EvalChoice *c = &s->choices[choice];
     const EvalExample *x = &s->examples[c->example];
     int n = eval_row_length(s, choice, T), context = n + 1 - c->length;

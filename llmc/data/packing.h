@@ -17,7 +17,7 @@ typedef struct {
     int64_t num_pieces, num_rows, room;
 } Packing;
 
-static inline void packing_add(Packing *p, int begin, int length) {
+static void packing_add(Packing *p, int begin, int length) {
     if (p->num_pieces == p->room) {
         p->room = p->room ? 2 * p->room : 1024;
         grow_array(p->pieces, p->room);
@@ -25,7 +25,7 @@ static inline void packing_add(Packing *p, int begin, int length) {
     const Piece piece = {begin, length};
     p->pieces[p->num_pieces++] = piece;
 }
-static inline void packing_free(Packing *p) {
+static void packing_free(Packing *p) {
     free(p->pieces);
     free(p->row_begin);
     memset(p, 0, sizeof *p);
@@ -33,7 +33,7 @@ static inline void packing_free(Packing *p) {
 
 // Copies pieces to where their keys, 0 .. keys - 1, put them: equal keys stay in order. first: [keys + 1], of each key
 // its first piece.
-static inline void packing_sort(const Piece *from, Piece *to, const int *key, int64_t n, int64_t *first, int keys) {
+static void packing_sort(const Piece *from, Piece *to, const int *key, int64_t n, int64_t *first, int keys) {
     for (int k = 0; k <= keys; k++) first[k] = 0;
     for (int64_t i = 0; i < n; i++) first[key[i] + 1]++;
     for (int k = 0; k < keys; k++) first[k + 1] += first[k];
@@ -42,7 +42,7 @@ static inline void packing_sort(const Piece *from, Piece *to, const int *key, in
     first[0] = 0;
 }
 // The smallest number >= from that is in a set of numbers below `end`; `end`: there is none.
-static inline int smallest_in_set(const uint64_t *set, int from, int end) {
+static int smallest_in_set(const uint64_t *set, int from, int end) {
     for (int word = from / 64; word <= (end - 1) / 64; word++) {
         const uint64_t left = set[word] & (word == from / 64 ? ~0ull << from % 64 : ~0ull);
         if (left) return word * 64 + __builtin_ctzll(left);
@@ -51,7 +51,7 @@ static inline int smallest_in_set(const uint64_t *set, int from, int end) {
 }
 // row[i]: where piece i goes, of pieces whose lengths fall. Returns the number of rows. Of equally full rows the newest
 // is taken.
-static inline int packing_assign(const Piece *pieces, int64_t n, int T, int *row) {
+static int packing_assign(const Piece *pieces, int64_t n, int T, int *row) {
     int rows = 0, *newest = new_array(int, (size_t)T + 1);      // by the room that a row has left
     int *before = new_array(int, n + 1);                        // the next newest
     uint64_t *rooms = new_zeros(uint64_t, (size_t)T / 64 + 1);  // that rows have
@@ -74,7 +74,7 @@ static inline int packing_assign(const Piece *pieces, int64_t n, int T, int *row
     free(rooms);
     return rows;
 }
-static inline void packing_fill(Packing *p, int T) {
+static void packing_fill(Packing *p, int T) {
     const int64_t n = p->num_pieces;
     int *key = new_array(int, n + 1);
     int64_t *first = new_array(int64_t, (size_t)T + 2);

@@ -64,13 +64,13 @@ typedef struct {
 #define TOKENIZER_REQUIRE(ok, what, ...) require(ok, "'%s' " what "\n" TOKENIZER_HINT, path, ##__VA_ARGS__)
 
 // The bytes of a token.
-static inline const unsigned char *tokenizer_token(const Tokenizer *t, int id, int *length) {
+static const unsigned char *tokenizer_token(const Tokenizer *t, int id, int *length) {
     assert(0 <= id && id < t->vocab_size);
     *length = t->file[t->begin[id] - 1];
     return t->file + t->begin[id];
 }
 // The slot of the map that holds the id of these bytes; if they are no token, the empty one where it belongs.
-static inline int *tokenizer_slot(const Tokenizer *t, const unsigned char *p, int n) {
+static int *tokenizer_slot(const Tokenizer *t, const unsigned char *p, int n) {
     uint32_t slot = fnv1a(FNV1A, p, n) & t->map_mask;
     for (; t->map[slot] >= 0; slot = (slot + 1) & t->map_mask) {
         int length;
@@ -79,11 +79,11 @@ static inline int *tokenizer_slot(const Tokenizer *t, const unsigned char *p, in
     }
     return &t->map[slot];
 }
-static inline int tokenizer_find(const Tokenizer *t, const unsigned char *p, int n) {
+static int tokenizer_find(const Tokenizer *t, const unsigned char *p, int n) {
     return n > UINT8_MAX ? -1 : *tokenizer_slot(t, p, n);
 }
 // Bytes of the text that a token stands for: end-of-text has none.
-static inline int tokenizer_bytes(const Tokenizer *t, int id) {
+static int tokenizer_bytes(const Tokenizer *t, int id) {
     int length = 0;
     require(id < t->vocab_size, "the data holds token %d, the tokenizer has %d\nname the data's own --tokenizer", id,
             t->vocab_size);
@@ -91,7 +91,7 @@ static inline int tokenizer_bytes(const Tokenizer *t, int id) {
     return length;
 }
 
-static inline void tokenizer_read_header(Tokenizer *t, const char *path, const int32_t *h, size_t bytes) {
+static void tokenizer_read_header(Tokenizer *t, const char *path, const int32_t *h, size_t bytes) {
     TOKENIZER_REQUIRE(h[0] == TOKENIZER_MAGIC, "is not a tokenizer file (magic %d, not %d)", h[0], TOKENIZER_MAGIC);
     TOKENIZER_REQUIRE(h[1] == TOKENIZER_VERSION || h[1] == TOKENIZER_VERSION_FLAGS,
                       "has version %d, this program reads %d and %d", h[1], TOKENIZER_VERSION, TOKENIZER_VERSION_FLAGS);
@@ -105,13 +105,13 @@ static inline void tokenizer_read_header(Tokenizer *t, const char *path, const i
     TOKENIZER_REQUIRE((size_t)t->vocab_size <= bytes / 2,  // before allocating for so many
                       "is truncated: %zu bytes do not hold %d tokens", bytes, t->vocab_size);
 }
-static inline uint32_t tokenizer_merge(const Tokenizer *t, int i, int word) {
+static uint32_t tokenizer_merge(const Tokenizer *t, int i, int word) {
     uint32_t value;
     memcpy(&value, t->merges + 8 * (size_t)i + 4 * word, sizeof value);
     return value;
 }
 // The flags of each token, and what follows them.
-static inline void tokenizer_read_flags(Tokenizer *t, const char *path, size_t at, size_t size) {
+static void tokenizer_read_flags(Tokenizer *t, const char *path, size_t at, size_t size) {
     const int V = t->vocab_size;
     TOKENIZER_REQUIRE(size - at > (size_t)V, "is truncated: it ends before the last token's flags");
     const unsigned char *p = t->file + at;
@@ -128,7 +128,7 @@ static inline void tokenizer_read_flags(Tokenizer *t, const char *path, size_t a
     t->merges = p + V + 1;
     t->num_merges = rest / 8;
 }
-static inline void tokenizer_check_merges(const Tokenizer *t, const char *path) {
+static void tokenizer_check_merges(const Tokenizer *t, const char *path) {
     for (int i = 0; i < t->num_merges; i++) {
         const uint32_t merge = tokenizer_merge(t, i, 0), id = merge >> 8, left = merge & 255;
         int length = 0;
@@ -140,7 +140,7 @@ static inline void tokenizer_check_merges(const Tokenizer *t, const char *path) 
                           "is damaged: merge %d is none of two tokens, or out of order", i);
     }
 }
-static inline void tokenizer_open(Tokenizer *t, const char *path) {
+static void tokenizer_open(Tokenizer *t, const char *path) {
     memset(t, 0, sizeof *t);
     unicode_open();
     int64_t bytes;
@@ -192,7 +192,7 @@ static inline void tokenizer_open(Tokenizer *t, const char *path) {
     }
     tokenizer_check_merges(t, path);
 }
-static inline void tokenizer_close(Tokenizer *t) {
+static void tokenizer_close(Tokenizer *t) {
     free(t->file);
     free(t->begin);
     free(t->map);
@@ -201,7 +201,7 @@ static inline void tokenizer_close(Tokenizer *t) {
     memset(t, 0, sizeof *t);
 }
 // For messages: "gpt2 (50257 tokens, hash 0123456789abcdef)".
-static inline const char *tokenizer_name(const TokenizerId *id, char *text, size_t size) {
+static const char *tokenizer_name(const TokenizerId *id, char *text, size_t size) {
     static const char *const kinds[] = {"a tokenizer of unknown kind", "bytes", "gpt2", "llama3", "qwen2"};
     char tokens[32] = "";
     if (id->vocab_size > 0) snprintf(tokens, sizeof tokens, "%d tokens, ", id->vocab_size);
@@ -209,7 +209,7 @@ static inline const char *tokenizer_name(const TokenizerId *id, char *text, size
     return text;
 }
 // tokenizer.bin in the folder of a shard, where the scripts put it.
-static inline Path tokenizer_path(const char *shard_path) {
+static Path tokenizer_path(const char *shard_path) {
     return path_of("%.*stokenizer.bin", (int)(file_name(shard_path) - shard_path), shard_path);
 }
 
@@ -217,7 +217,7 @@ static inline Path tokenizer_path(const char *shard_path) {
 
 // Bytes as valid UTF-8, with U+FFFD for what is not. escape: safe to print and to log, control characters are escaped;
 // else only NUL becomes U+FFFD, too. free() it.
-static inline char *text_of_bytes(const unsigned char *bytes, size_t count, int escape) {
+static char *text_of_bytes(const unsigned char *bytes, size_t count, int escape) {
     char *text = new_array(char, 4 * count + 1), *to = text;  // the longest form of a byte is four, e.g. \x1b
     int length;
     for (const unsigned char *p = bytes; p < bytes + count; p += length) {
@@ -233,7 +233,7 @@ static inline char *text_of_bytes(const unsigned char *bytes, size_t count, int 
     return text;
 }
 // The text of n ids; t NULL: the ids themselves. escape: see text_of_bytes. free() it.
-static inline char *tokenizer_text(const Tokenizer *t, const int *ids, int n, int escape) {
+static char *tokenizer_text(const Tokenizer *t, const int *ids, int n, int escape) {
     size_t total = 0;
     int length = 0;
     char *raw = new_array(char, ((size_t)n * UINT8_MAX));
@@ -255,7 +255,7 @@ typedef struct {
     int count;
 } TextTail;
 // The text of the characters that end with this token. id < 0: no more tokens come. t NULL: the id. free() it.
-static inline char *tokenizer_stream(const Tokenizer *t, TextTail *tail, int id, int escape) {
+static char *tokenizer_stream(const Tokenizer *t, TextTail *tail, int id, int escape) {
     int length = 0;
     if (!t) return tokenizer_text(NULL, &id, id >= 0, 0);
     const unsigned char *token = id < 0 ? NULL : tokenizer_token(t, id, &length);
@@ -272,12 +272,12 @@ static inline char *tokenizer_stream(const Tokenizer *t, TextTail *tail, int id,
 
 // ---- text -> ids
 
-static inline CharClass class_at(const unsigned char *p, const unsigned char *end, int *length) {
+static CharClass class_at(const unsigned char *p, const unsigned char *end, int *length) {
     return char_class(utf8_next(p, end, length));
 }
 // The end of the run of at most `most` characters of one class that begins at p. *last: where its last one begins.
-static inline const unsigned char *run_end(const unsigned char *p, const unsigned char *end, CharClass kind, int most,
-                                           const unsigned char **last) {
+static const unsigned char *run_end(const unsigned char *p, const unsigned char *end, CharClass kind, int most,
+                                    const unsigned char **last) {
     int length;
     for (; p < end && most > 0 && class_at(p, end, &length) == kind; p += length, most--) *last = p;
     return p;
@@ -288,8 +288,7 @@ static inline const unsigned char *run_end(const unsigned char *p, const unsigne
 //   Llama 3  (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+
 //            |\s+(?!\S)|\s+
 //   Qwen2.5  the same with \p{N} instead of \p{N}{1,3}, on text in NFC
-static inline const unsigned char *chunk_end(const unsigned char *p, const unsigned char *end,
-                                             TokenizerKind tokenizer) {
+static const unsigned char *chunk_end(const unsigned char *p, const unsigned char *end, TokenizerKind tokenizer) {
     #define IS_NEWLINE(c) ((c) == '\n' || (c) == '\r')
     static const char *const endings[] = {"s", "d", "m", "t", "ll", "ve", "re"};
     const unsigned char *last = p;
@@ -321,12 +320,12 @@ static inline const unsigned char *chunk_end(const unsigned char *p, const unsig
 }
 
 // The possible merges are a binary heap of rank << 32 | start: the lowest rank comes first, of equal ones the leftmost.
-static inline void merge_push(uint64_t *heap, int *count, uint64_t merge) {
+static void merge_push(uint64_t *heap, int *count, uint64_t merge) {
     int i = (*count)++;
     for (; i > 0 && heap[(i - 1) / 2] > merge; i = (i - 1) / 2) heap[i] = heap[(i - 1) / 2];
     heap[i] = merge;
 }
-static inline uint64_t merge_pop(uint64_t *heap, int *count) {
+static uint64_t merge_pop(uint64_t *heap, int *count) {
     uint64_t first = heap[0], last = heap[--*count];
     int i = 0;
     for (int child; (child = 2 * i + 1) < *count; i = child) {
@@ -346,7 +345,7 @@ typedef struct {
     int count;
 } Merging;
 // When the part at `start` is merged with the next part; -1: never.
-static inline int merge_rank(const Tokenizer *t, const Merging *m, int start) {
+static int merge_rank(const Tokenizer *t, const Merging *m, int start) {
     const int middle = start < 0 ? m->bytes : m->end[start];
     const int id = middle < m->bytes ? tokenizer_find(t, m->text + start, m->end[middle] - start) : -1;
     if (id < 0 || !t->merges) return id;
@@ -361,11 +360,11 @@ static inline int merge_rank(const Tokenizer *t, const Merging *m, int start) {
     }
     return low < t->num_merges && tokenizer_merge(t, low, 0) == merge ? (int)tokenizer_merge(t, low, 1) : -1;
 }
-static inline void merge_offer(const Tokenizer *t, Merging *m, int start) {
+static void merge_offer(const Tokenizer *t, Merging *m, int start) {
     const int rank = merge_rank(t, m, start);
     if (rank >= 0) merge_push(m->heap, &m->count, (uint64_t)rank << 32 | (uint64_t)start);
 }
-static inline int encode_chunk(const Tokenizer *t, Merging *m, int *ids) {
+static int encode_chunk(const Tokenizer *t, Merging *m, int *ids) {
     int n = 0;
     if (t->whole && (ids[0] = tokenizer_find(t, m->text, m->bytes)) >= 0) return 1;
     for (int i = 0; i < m->bytes; i++) {
@@ -389,7 +388,7 @@ static inline int encode_chunk(const Tokenizer *t, Merging *m, int *ids) {
 }
 
 // Without added tokens, of a text that is normalized.
-static inline int encode_ordinary(const Tokenizer *t, const unsigned char *text, int bytes, int *ids) {
+static int encode_ordinary(const Tokenizer *t, const unsigned char *text, int bytes, int *ids) {
     const unsigned char *end = text + bytes;
     Merging m = {text, 0, NULL, NULL, NULL, 0};
     m.heap = new_array(uint64_t, 2 * (size_t)bytes);  // each merge takes one and offers two
@@ -406,7 +405,7 @@ static inline int encode_ordinary(const Tokenizer *t, const unsigned char *text,
 }
 // The added token, such as <|im_start|>, whose name stands at the beginning of the text: the longest; -1: none.
 // normalized: of those with this flag TOKEN_NORMALIZED or without it; -1: of all.
-static inline int tokenizer_added(const Tokenizer *t, const unsigned char *text, int bytes, int normalized) {
+static int tokenizer_added(const Tokenizer *t, const unsigned char *text, int bytes, int normalized) {
     int found = -1, longest = 0, length;
     for (int i = 0; bytes && t->begins_added[*text] && i < t->num_added; i++) {
         const int id = t->added[i], flag = t->flags[id] & TOKEN_NORMALIZED;
@@ -418,13 +417,13 @@ static inline int tokenizer_added(const Tokenizer *t, const unsigned char *text,
     }
     return found;
 }
-static inline int tokenizer_special(const Tokenizer *t, const char *text, int bytes) {
+static int tokenizer_special(const Tokenizer *t, const char *text, int bytes) {
     return tokenizer_added(t, (const unsigned char *)text, bytes, -1);
 }
 // Finds added tokens and encodes what lies between them: first those in the text itself, then (normalized) those in
 // what NFC makes of the rest. Names of special tokens that do not count are text; in them no other name is looked for.
-static inline int encode_parts(const Tokenizer *t, const unsigned char *text, int bytes, int special, int normalized,
-                               int *ids) {
+static int encode_parts(const Tokenizer *t, const unsigned char *text, int bytes, int special, int normalized,
+                        int *ids) {
     unsigned char *normal = normalized && t->kind == TOKENIZER_QWEN2 ? nfc(text, &bytes) : NULL;
     if (normal) text = normal;
     int n = 0, begin = 0, length = 1;
@@ -443,18 +442,18 @@ static inline int encode_parts(const Tokenizer *t, const unsigned char *text, in
     return n;
 }
 // The most ids that a text may have: its bytes, but NFC may make three of one that is not ASCII.
-static inline int tokenizer_most(const char *text, int bytes) {
+static int tokenizer_most(const char *text, int bytes) {
     int most = 0;
     for (int i = 0; i < bytes; i++) most += text[i] & 0x80 ? 3 : 1;
     return most;
 }
 // Writes at most tokenizer_most() ids and returns how many. special: the names of special tokens in the text are these
 // tokens; names of other added tokens always are.
-static inline int tokenizer_encode_text(const Tokenizer *t, const char *text, int bytes, int special, int *ids) {
+static int tokenizer_encode_text(const Tokenizer *t, const char *text, int bytes, int special, int *ids) {
     require(t->kind != TOKENIZER_UNKNOWN, "this tokenizer file does not say how to split text\n" TOKENIZER_HINT);
     return encode_parts(t, (const unsigned char *)text, bytes, special, 0, ids);
 }
-static inline int tokenizer_encode(const Tokenizer *t, const char *text, int bytes, int *ids) {
+static int tokenizer_encode(const Tokenizer *t, const char *text, int bytes, int *ids) {
     return tokenizer_encode_text(t, text, bytes, 0, ids);
 }
 

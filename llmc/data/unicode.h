@@ -20,7 +20,7 @@ static struct {
     int ready;
 } unicode;
 
-static inline int unicode_number(const char **p) {
+static int unicode_number(const char **p) {
     enum { FIRST = '#', DIGITS = 92, LAST = 72 };  // the last digit of a number is below LAST, those before it are not
     int value = 0, digit;
     do {
@@ -30,15 +30,15 @@ static inline int unicode_number(const char **p) {
     } while (digit >= LAST);
     return value;
 }
-static inline int unicode_signed(const char **p) {
+static int unicode_signed(const char **p) {
     const int value = unicode_number(p);
     return value & 1 ? -(value / 2) - 1 : value / 2;
 }
-static inline int unicode_compare(const void *a, const void *b) {
+static int unicode_compare(const void *a, const void *b) {
     const int64_t x = ((const UnicodePair *)a)->key, y = ((const UnicodePair *)b)->key;
     return (x > y) - (x < y);
 }
-static inline void unicode_read_classes(void) {
+static void unicode_read_classes(void) {
     const char *p = unicode_runs;
     int kind = CHAR_LETTER;  // a text of Unicode begins with another
     for (int c = 0, value, end; c < UNICODE_END; c = end) {
@@ -55,7 +55,7 @@ static inline void unicode_read_classes(void) {
         for (; c < end; c++) unicode.properties[c] |= rank << 2;
     }
 }
-static inline void unicode_read_pairs(void) {
+static void unicode_read_pairs(void) {
     const char *p = unicode_pairs;
     UnicodePair *pair = unicode.decompositions;
     for (int group = 0; group < 3; group++) {  // those that NFC composes come first
@@ -76,23 +76,23 @@ static inline void unicode_read_pairs(void) {
     qsort(unicode.decompositions, UNICODE_PAIRS, sizeof *pair, unicode_compare);
     qsort(unicode.compositions, UNICODE_COMPOSED, sizeof *pair, unicode_compare);
 }
-static inline void unicode_open(void) {
+static void unicode_open(void) {
     if (unicode.ready) return;
     unicode_read_classes();
     unicode_read_pairs();
     unicode.ready = 1;
 }
 // -1: none.
-static inline int64_t unicode_find(const UnicodePair *pairs, int count, int64_t key) {
+static int64_t unicode_find(const UnicodePair *pairs, int count, int64_t key) {
     const UnicodePair wanted = {key, 0};
     const UnicodePair *found = (const UnicodePair *)bsearch(&wanted, pairs, count, sizeof *pairs, unicode_compare);
     return found ? found->value : -1;
 }
 // What is no code point is CHAR_OTHER and combines with nothing.
-static inline CharClass char_class(int c) {
+static CharClass char_class(int c) {
     return (unsigned)c < UNICODE_END ? (CharClass)(unicode.properties[c] & 3) : CHAR_OTHER;
 }
-static inline int combining_rank(int c) { return (unsigned)c < UNICODE_END ? unicode.properties[c] >> 2 : 0; }
+static int combining_rank(int c) { return (unsigned)c < UNICODE_END ? unicode.properties[c] >> 2 : 0; }
 
 // ---- NFC
 
@@ -100,7 +100,7 @@ static inline int combining_rank(int c) { return (unsigned)c < UNICODE_END ? uni
 enum { HANGUL = 0xac00, HANGUL_L = 0x1100, HANGUL_V = 0x1161, HANGUL_T = 0x11a7, HANGUL_VT = 21 * 28 };
 
 // Writes what c is made of, at most four code points, and returns how many.
-static inline int decompose(int c, int *out) {
+static int decompose(int c, int *out) {
     const unsigned s = c - HANGUL;
     if (s < 19 * HANGUL_VT) {
         out[0] = HANGUL_L + s / HANGUL_VT;
@@ -115,21 +115,21 @@ static inline int decompose(int c, int *out) {
     return (int)parts ? n + decompose((int)parts, out + n) : n;
 }
 // -1: they do not join.
-static inline int compose(int a, int b) {
+static int compose(int a, int b) {
     const unsigned l = a - HANGUL_L, v = b - HANGUL_V, s = a - HANGUL, t = b - HANGUL_T;
     if (l < 19 && v < 21) return HANGUL + (l * 21 + v) * 28;
     if (s < 19 * HANGUL_VT && s % 28 == 0 && t - 1 < 27) return a + t;
     return unicode_find(unicode.compositions, UNICODE_COMPOSED, (int64_t)a << 32 | b);
 }
 // Sorts marks by their combining class; equal ones keep their order. other: room for as many.
-static inline void order_marks(int *marks, int count, int *other) {
+static void order_marks(int *marks, int count, int *other) {
     int place[65] = {0};
     for (int i = 0; i < count; i++) place[combining_rank(marks[i]) + 1]++;
     for (int i = 1; i < 65; i++) place[i] += place[i - 1];
     for (int i = 0; i < count; i++) other[place[combining_rank(marks[i])]++] = marks[i];
     memcpy(marks, other, count * sizeof *marks);
 }
-static inline int compose_all(int *codes, int count) {
+static int compose_all(int *codes, int count) {
     int n = 0, starter = -1, before = 0;  // rank of the last one behind the starter
     for (int i = 0; i < count; i++) {
         const int c = codes[i], rank = combining_rank(c);
@@ -146,7 +146,7 @@ static inline int compose_all(int *codes, int count) {
 }
 // A text in NFC. Bytes that are not UTF-8 stay. NULL: it is in NFC already. *bytes: from its length to the new one, at
 // most three times as long. free() it.
-static inline unsigned char *nfc(const unsigned char *text, int *bytes) {
+static unsigned char *nfc(const unsigned char *text, int *bytes) {
     const unsigned char *p = text, *end = text + *bytes;
     while (p < end && *p < 0xcc) p++;  // up to U+02FF nothing changes
     if (p == end) return NULL;

@@ -78,29 +78,29 @@ enum { NUM_STATE_NUMBERS = COUNT_OF(state_numbers) };
 enum { NUM_OLD_STATE_NUMBERS = 5 };  // the first ones, which older checkpoints have, too
 
 // The place of an option, NULL if there is no option of this name.
-static inline char **state_option_place(TrainState *s, const char *name) {
+static char **state_option_place(TrainState *s, const char *name) {
     for (int i = 0; i < NUM_OPTIONS; i++)
         if (strcmp(option_table[i].name, name) == 0) return &s->options[i];
     return NULL;
 }
-static inline const char *state_option(const TrainState *s, const char *name) {
+static const char *state_option(const TrainState *s, const char *name) {
     char **place = state_option_place((TrainState *)s, name);
     return place ? *place : NULL;
 }
 // The checkpoint's place in the data, in rows of `seq_len` tokens.
-static inline int64_t state_row(const TrainState *s, int64_t seq_len) {
+static int64_t state_row(const TrainState *s, int64_t seq_len) {
     const char *before = state_option(s, "seq-len");
     int64_t T = before ? atoll(before) : 0;
     if (T < 1 || T == seq_len) return s->row;
     return s->row > INT64_MAX / T ? -1 : s->row * T / seq_len;
 }
-static inline void state_set_option(TrainState *s, const char *name, const char *value) {
+static void state_set_option(TrainState *s, const char *name, const char *value) {
     char **place = state_option_place(s, name);
     if (!place) return;  // another version of the program has it
     free(*place);
     *place = strdup(value);
 }
-static inline void state_free(TrainState *s) {
+static void state_free(TrainState *s) {
     for (int i = 0; i < NUM_OPTIONS; i++) free(s->options[i]);
     memset(s, 0, sizeof *s);
 }
@@ -111,7 +111,7 @@ static inline void state_free(TrainState *s) {
 enum { NUM_CHECKPOINT_FILES = 4, NUM_SUMMED_FILES = 3 };
 static const char *const checkpoint_files[] = {"config.json", "model.safetensors", "optimizer.safetensors",
                                                "train_state.json"};
-static inline const char *checkpoint_file(const char *folder, int i) {
+static const char *checkpoint_file(const char *folder, int i) {
     static const char *const of_adapters[] = {"adapter_config.json", "adapter_model.safetensors"};
     return i < 2 && is_adapter_folder(folder) ? of_adapters[i] : checkpoint_files[i];
 }
@@ -130,21 +130,21 @@ enum { NUM_COMPANION_FILES = COUNT_OF(companion_files), NUM_TAUGHT_FILES = 2 };
 // The files whose sizes and checksums train_state.json has: the first NUM_SUMMED_FILES, and the companions that are
 // there. Older checkpoints say nothing of these.
 enum { NUM_KNOWN_FILES = NUM_SUMMED_FILES + NUM_COMPANION_FILES };
-static inline const char *known_file(const char *folder, int i) {
+static const char *known_file(const char *folder, int i) {
     return i < NUM_SUMMED_FILES ? checkpoint_file(folder, i) : companion_files[i - NUM_SUMMED_FILES];
 }
 // Those that people edit: a change is no damage, but is said. With other tokenizer files a text has other ids.
-static inline int may_change(int known) { return known >= NUM_KNOWN_FILES - NUM_TAUGHT_FILES; }
+static int may_change(int known) { return known >= NUM_KNOWN_FILES - NUM_TAUGHT_FILES; }
 
-static inline Path checkpoint_folder(const char *output, int64_t step, const char *suffix) {
+static Path checkpoint_folder(const char *output, int64_t step, const char *suffix) {
     return path_of("%s/step_%08ld%s", output, step, suffix);
 }
-static inline int64_t file_bytes(const char *folder, const char *name) {  // -1: there is none
+static int64_t file_bytes(const char *folder, const char *name) {  // -1: there is none
     struct stat s;
     return stat(path_of("%s/%s", folder, name).text, &s) == 0 && S_ISREG(s.st_mode) ? s.st_size : -1;
 }
-static inline int window_values(const StateWindow *w) { return w->count < STATE_WINDOW ? w->count : (int)STATE_WINDOW; }
-static inline void write_window(FILE *f, const char *name, const StateWindow *w) {
+static int window_values(const StateWindow *w) { return w->count < STATE_WINDOW ? w->count : (int)STATE_WINDOW; }
+static void write_window(FILE *f, const char *name, const StateWindow *w) {
     fprintf(f, "  \"%s\": {\"count\": %ld, \"values\": [", name, w->count);
     for (int i = 0; i < window_values(w); i++) {
         if (i) fputs(", ", f);
@@ -153,25 +153,25 @@ static inline void write_window(FILE *f, const char *name, const StateWindow *w)
     fputs("]},\n", f);
 }
 // The last line of a train_state.json: the checksum of the text before it.
-static inline int state_seal(const char *text, size_t length, char *seal, size_t size) {
+static int state_seal(const char *text, size_t length, char *seal, size_t size) {
     return snprintf(seal, size, "  \"checksum\": \"%016lx\"\n}\n", checksum(text, length, 0));
 }
-static inline int state_is_sealed(const char *text, size_t length) {
+static int state_is_sealed(const char *text, size_t length) {
     char seal[64];
     size_t size = state_seal("", 0, seal, sizeof seal);
     if (length < size) return 0;
     state_seal(text, length - size, seal, sizeof seal);
     return memcmp(text + length - size, seal, size) == 0;
 }
-static inline const char *states_dtype(const Model *m) { return model_slot_is_bf16(m, SLOT_M) ? "bf16" : "fp32"; }
-static inline const char *optimizer_name(const Model *m) { return facts_of(m).table->muon ? "muon" : "adamw"; }
+static const char *states_dtype(const Model *m) { return model_slot_is_bf16(m, SLOT_M) ? "bf16" : "fp32"; }
+static const char *optimizer_name(const Model *m) { return facts_of(m).table->muon ? "muon" : "adamw"; }
 // What must be the same in a run that goes on. dtype: of the weights; states: of m and v.
-static inline void precision_text(char *text, size_t size, const char *dtype, int master, const char *states,
-                                  const char *optimizer) {
+static void precision_text(char *text, size_t size, const char *dtype, int master, const char *states,
+                           const char *optimizer) {
     snprintf(text, size, "%s with%s fp32 masters, states of %s in %s", dtype, master ? "" : "out", optimizer, states);
 }
 // Adds the checksum of bytes [begin, end) of a file to *sum. Returns 0, or errno of reading.
-static inline int checksum_span(int fd, int64_t begin, int64_t end, uint64_t *sum) {
+static int checksum_span(int fd, int64_t begin, int64_t end, uint64_t *sum) {
     char buffer[1 << 17];
     for (ssize_t n = 0; begin < end; begin += n) {
         size_t left = end - begin;
@@ -186,7 +186,7 @@ static inline int checksum_span(int fd, int64_t begin, int64_t end, uint64_t *su
     return 0;
 }
 // Returns errno of what failed, or 0.
-static inline int write_train_state(const Model *m, const char *folder, const TrainState *s, const uint64_t *sums) {
+static int write_train_state(const Model *m, const char *folder, const TrainState *s, const uint64_t *sums) {
     int64_t bytes[NUM_KNOWN_FILES];
     uint64_t all[NUM_KNOWN_FILES] = {0};
     memcpy(all, sums, NUM_SUMMED_FILES * sizeof *sums);
@@ -244,12 +244,12 @@ static inline int write_train_state(const Model *m, const char *folder, const Tr
 }
 
 // Returns errno of what failed, or 0.
-static inline int sync_directory(const char *path) {
+static int sync_directory(const char *path) {
     int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     return st_flush_and_close(fd, path, fd < 0 ? st_failed(path) : 0);
 }
 // Removes what we wrote. A folder with other files in it stays.
-static inline void remove_checkpoint(const char *folder) {
+static void remove_checkpoint(const char *folder) {
     for (int i = 0; i < NUM_COMPANION_FILES; i++) unlink(path_of("%s/%s", folder, companion_files[i]).text);
     for (int i = NUM_CHECKPOINT_FILES - 1; i > 0; i--)
         unlink(path_of("%s/%s", folder, checkpoint_file(folder, i)).text);
@@ -257,36 +257,36 @@ static inline void remove_checkpoint(const char *folder) {
     unlink(path_of("%s/" DIVERGED_MARK, folder).text);
     if (rmdir(folder) != 0) fprintf(stderr, "warning: cannot remove '%s': %s\n", folder, strerror(errno));
 }
-static inline int is_step_name(const struct dirent *e) {
+static int is_step_name(const struct dirent *e) {
     int length = 0;
     sscanf(e->d_name, "step_%*18[0-9]%n", &length);
     return length >= 13 && !e->d_name[length];
 }
 // What a run that was killed while saving left behind.
-static inline int is_leftover_name(const struct dirent *e) { return fnmatch("step_?*.tmp", e->d_name, 0) == 0; }
-static inline int by_step(const struct dirent **a, const struct dirent **b) {
+static int is_leftover_name(const struct dirent *e) { return fnmatch("step_?*.tmp", e->d_name, 0) == 0; }
+static int by_step(const struct dirent **a, const struct dirent **b) {
     int64_t x = atoll((*a)->d_name + 5), y = atoll((*b)->d_name + 5);
     return (x > y) - (x < y);
 }
-static inline void free_names(struct dirent **names, int count) {
+static void free_names(struct dirent **names, int count) {
     for (int i = 0; i < count; i++) free(names[i]);
     free(names);
 }
 // For a file that might have been edited.
-static inline const char *edit_hint(int known) {
+static const char *edit_hint(int known) {
     return known == 0 || known >= NUM_SUMMED_FILES
                ? " (edited: copy the folder without train_state.json, and start from the copy with --model)"
                : "";
 }
 // What is expected of a file whose content matters to one who uses the first `files` files: JSON_NONE if nothing.
-static inline int expected_of(const Json *j, const char *what, const char *folder, int known, int files) {
+static int expected_of(const Json *j, const char *what, const char *folder, int known, int files) {
     const int of_others = known >= files && known < NUM_SUMMED_FILES;
     return of_others ? JSON_NONE : json_get(j, json_get(j, 0, what), known_file(folder, known));
 }
 // Opens the train_state.json of a checkpoint and compares the sizes of the first `files` of its files, and those of its
 // companions. expected: the step in the folder's name, -1 for a folder of any name. Returns the format; or 0 and `why`
 // the checkpoint is not whole. Call json_free in either case.
-static inline int state_open(Json *j, const char *folder, int64_t expected, int files, char *why) {
+static int state_open(Json *j, const char *folder, int64_t expected, int files, char *why) {
     size_t length = 0;
     int64_t format = 0, step = -1;
     char *text = json_read(j, path_of("%s/train_state.json", folder).text, &length);
@@ -312,7 +312,7 @@ static inline int state_open(Json *j, const char *folder, int64_t expected, int 
 }
 // Returns 1; or 0 and `why` not. expected: as state_open says. Of the files but train_state.json it looks at the sizes
 // alone.
-static inline int checkpoint_is_whole(const char *folder, int64_t expected, char *why) {
+static int checkpoint_is_whole(const char *folder, int64_t expected, char *why) {
     Json j;
     state_open(&j, folder, expected, NUM_SUMMED_FILES, why);
     json_free(&j);
@@ -322,14 +322,14 @@ static inline int checkpoint_is_whole(const char *folder, int64_t expected, char
 // ---- checksums: all ranks call these alike
 
 // Replaces each checksum of a part by the sum over the ranks, everywhere.
-static inline void comm_add_sums(const Comm *c, uint64_t *sums, int count) {
+static void comm_add_sums(const Comm *c, uint64_t *sums, int count) {
     uint64_t *all = (uint64_t *)comm_gathered(c, sums, count * sizeof *sums);
     memset(sums, 0, count * sizeof *sums);
     for (int i = 0; i < c->world * count; i++) sums[i % count] += all[i];
     free(all);
 }
 // Whether a file has this checksum. Ranks, and the threads of each, divide the work of reading it.
-static inline int file_has_checksum(const Comm *c, const char *path, int64_t bytes, uint64_t expected) {
+static int file_has_checksum(const Comm *c, const char *path, int64_t bytes, uint64_t expected) {
     enum { PIECE = 1 << 20, PIECES = 64 };  // bytes that a thread reads; how many before the next rank's
     int64_t stretch = (int64_t)PIECES * PIECE;
     int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -357,7 +357,7 @@ static inline int file_has_checksum(const Comm *c, const char *path, int64_t byt
 // All ranks: whether the first `files` of checkpoint_files have their checksums, and the companions theirs; else `why`
 // not. 2 leaves the optimiser out, 0 all. Rank 0 reads train_state.json for all. Checkpoints of format 1 have no
 // checksums and pass.
-static inline int checkpoint_is_intact(const Comm *c, const char *folder, int files, char *why) {
+static int checkpoint_is_intact(const Comm *c, const char *folder, int files, char *why) {
     struct {
         int whole;
         int64_t bytes[NUM_KNOWN_FILES];  // -1: not to be read
@@ -400,7 +400,7 @@ static inline int checkpoint_is_intact(const Comm *c, const char *folder, int fi
     return intact;
 }
 // For a folder that --model names. A checkpoint of ours must have its checksums; other folders have none.
-static inline void checkpoint_require_intact(const Comm *c, const char *folder, int files) {
+static void checkpoint_require_intact(const Comm *c, const char *folder, int files) {
     char why[WHY_BYTES];
     int ours = file_bytes(folder, "train_state.json") >= 0;
     comm_broadcast(c, &ours, sizeof ours, 0);
@@ -410,7 +410,7 @@ static inline void checkpoint_require_intact(const Comm *c, const char *folder, 
 
 // ---- whether a run has diverged
 
-static inline int compare_doubles(const void *a, const void *b) {
+static int compare_doubles(const void *a, const void *b) {
     double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
 }
@@ -419,7 +419,7 @@ static inline int compare_doubles(const void *a, const void *b) {
 // above when it exceeds the median by 6 of these (12 of its own standard deviations) and by 5%, which spares a run
 // whose loss hardly moves any more. A change that lasts longer than half of the window is not seen: new data or another
 // learning rate must not count as divergence for ever.
-static inline int losses_have_diverged(const StateWindow *w) {
+static int losses_have_diverged(const StateWindow *w) {
     enum { LATEST = 4, FEWEST = 16 };
     double sorted[STATE_WINDOW], latest = 0;
     int n = 0;
@@ -432,18 +432,18 @@ static inline int losses_have_diverged(const StateWindow *w) {
     return !(latest <= median + 6 * scatter + 0.05 * fabs(median));
 }
 // Marks a checkpoint, also one that is still being written. If that fails, a warning says so and there is no mark.
-static inline void checkpoint_mark_diverged(const char *folder, const char *why) {
+static void checkpoint_mark_diverged(const char *folder, const char *why) {
     char *line = st_text(why, "\n", "");
     write_text_file(folder, DIVERGED_MARK, line, NULL);
     free(line);
 }
-static inline int checkpoint_is_diverged(const char *folder) { return file_bytes(folder, DIVERGED_MARK) >= 0; }
+static int checkpoint_is_diverged(const char *folder) { return file_bytes(folder, DIVERGED_MARK) >= 0; }
 
 // ---- the checkpoints of a run
 
 // The checkpoints of a run by their steps; none if there is no such folder. Stops if the folder cannot be read, which
 // must not pass for an empty one.
-static inline int list_checkpoints(const char *output, struct dirent ***names) {
+static int list_checkpoints(const char *output, struct dirent ***names) {
     int count = scandir(output, names, is_step_name, by_step);
     require(count >= 0 || errno == ENOENT, "cannot list folder '%s': %s\ncheck its permissions", output,
             strerror(errno));
@@ -455,7 +455,7 @@ typedef struct {
 } NextCheckpoint;
 // Rank 0: the next checkpoint to try. Those that have not diverged come first, newest first; then the others. at: how
 // many were looked at.
-static inline NextCheckpoint next_checkpoint(const char *output, struct dirent **names, int count, int *at) {
+static NextCheckpoint next_checkpoint(const char *output, struct dirent **names, int count, int *at) {
     NextCheckpoint c;
     memset(&c, 0, sizeof c);
     for (; *at < 2 * count && !*c.folder.text; ++*at) {
@@ -476,7 +476,7 @@ static inline NextCheckpoint next_checkpoint(const char *output, struct dirent *
 // The checkpoint that a run goes on from: 1 and its folder, or 0 if there is none at all. It is the newest whole one
 // that has not diverged; if all have, the newest whole one. All ranks call it; rank 0 alone looks, so that all see the
 // same. files: how many of checkpoint_files the caller will use.
-static inline int checkpoint_latest(const Comm *comm, const char *output, int files, Path *folder) {
+static int checkpoint_latest(const Comm *comm, const char *output, int files, Path *folder) {
     struct dirent **names = NULL;
     int count = comm->rank == 0 ? list_checkpoints(output, &names) : 0, found = 0, at = 0;
     NextCheckpoint next;
@@ -498,14 +498,14 @@ static inline int checkpoint_latest(const Comm *comm, const char *output, int fi
     return found;
 }
 // The folder of a run stands for its newest checkpoint. All ranks call it.
-static inline const char *newest_of_run(const Comm *comm, const char *model, Path *newest) {
+static const char *newest_of_run(const Comm *comm, const char *model, Path *newest) {
     if (!is_directory(model) || file_exists(path_of("%s/config.json", model).text)) return model;
     return checkpoint_latest(comm, model, 0, newest) ? newest->text : model;
 }
 // One job at a time trains into a folder: two would write into each other's log and checkpoints. Two places are locked:
 // the folder itself, which holds whatever is deleted inside of it; and a file in it, which file servers know too. The
 // kernel releases both when the process ends, however it ends.
-static inline int is_locked_elsewhere(const int *places) {
+static int is_locked_elsewhere(const int *places) {
     int without = 0;
     for (int i = 0; i < 2; i++) {
         if (flock(places[i], LOCK_EX | LOCK_NB) == 0) continue;
@@ -520,7 +520,7 @@ static inline int is_locked_elsewhere(const int *places) {
 // Both stay open until the process ends. A killed process holds its locks until its last thread is gone. A file server
 // keeps the locks of a lost host until its lease is over (90 s of NFS), and that loss may be why a job on several hosts
 // was started again. So the job waits, 2 s on one host.
-static inline void checkpoint_lock(const Comm *c, const char *output, double timeout) {
+static void checkpoint_lock(const Comm *c, const char *output, double timeout) {
     int most = c->local_world == c->world ? 2 : timeout > 0 && timeout < 60 ? (int)(2 * timeout) : 120;  // seconds
     const int folder = open(output, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     require(folder >= 0, "cannot list folder '%s': %s\ncheck its permissions", output, strerror(errno));
@@ -537,7 +537,7 @@ static inline void checkpoint_lock(const Comm *c, const char *output, double tim
     }
 }
 // For a run that does not resume: its checkpoints must not mix with those of an earlier run.
-static inline void checkpoint_require_fresh(const char *output) {
+static void checkpoint_require_fresh(const char *output) {
     struct dirent **names = NULL;
     int count = list_checkpoints(output, &names);
     require(count <= 0,
@@ -549,7 +549,7 @@ static inline void checkpoint_require_fresh(const char *output) {
 
 // The link `best` of a run (--patience). Without it the checkpoint is there all the same: a file system without links
 // gets a warning.
-static inline void link_best(const char *output, int64_t step) {
+static void link_best(const char *output, int64_t step) {
     const Path link = path_of("%s/best", output), fresh = path_of("%s.tmp", link.text);
     unlink(fresh.text);
     if (symlink(file_name(checkpoint_folder(output, step, "").text), fresh.text) || rename(fresh.text, link.text))
@@ -557,7 +557,7 @@ static inline void link_best(const char *output, int64_t step) {
 }
 // Keeps the newest `keep` whole checkpoints up to this step (0: all), those at multiples of `major_every` (0: none),
 // the one that is linked as the best, and the newest that has not diverged.
-static inline void remove_old_checkpoints(const char *output, int64_t step, int keep, int major_every) {
+static void remove_old_checkpoints(const char *output, int64_t step, int keep, int major_every) {
     char best[32] = "";
     struct dirent **names = NULL;
     int count = keep > 0 ? scandir(output, &names, is_step_name, by_step) : -1;
@@ -590,7 +590,7 @@ typedef struct {
 } Checkpoint;
 enum { OTHER_RANK_FAILED = -1 };
 
-static inline void *checkpoint_write(void *checkpoint) {
+static void *checkpoint_write(void *checkpoint) {
     Checkpoint *c = (Checkpoint *)checkpoint;
     for (int i = 0; i < 2; i++) {
         SlotFile *f = &c->files[i];
@@ -602,10 +602,10 @@ static inline void *checkpoint_write(void *checkpoint) {
     __atomic_store_n(&c->written, 1, __ATOMIC_RELEASE);
     return NULL;
 }
-static inline int checkpoint_written(const Checkpoint *c) { return __atomic_load_n(&c->written, __ATOMIC_ACQUIRE); }
+static int checkpoint_written(const Checkpoint *c) { return __atomic_load_n(&c->written, __ATOMIC_ACQUIRE); }
 
 // Rank 0 creates the two large files, the others open them.
-static inline void checkpoint_open_files(Checkpoint *c, int create) {
+static void checkpoint_open_files(Checkpoint *c, int create) {
     for (int i = 0; i < 2; i++) {
         StWriter *w = &c->files[i].file;
         w->error = c->error;
@@ -614,7 +614,7 @@ static inline void checkpoint_open_files(Checkpoint *c, int create) {
     }
 }
 // Returns errno of what failed, or 0.
-static inline int copy_companion(const char *from, const char *to) {
+static int copy_companion(const char *from, const char *to) {
     const int in = open(from, O_RDONLY | O_CLOEXEC);
     if (in < 0) return 0;  // there is none
     const int out = open(to, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
@@ -628,7 +628,7 @@ static inline int copy_companion(const char *from, const char *to) {
     return st_flush_and_close(out, to, error);
 }
 // Where generation ends, if a model's folder says so in config.json alone: ours is written anew.
-static inline int write_ends(const char *model, const char *folder) {
+static int write_ends(const char *model, const char *folder) {
     Json j;
     Text text;
     const int ends = json_load(&j, path_of("%s/config.json", model).text) ? json_get(&j, 0, "eos_token_id") : JSON_NONE;
@@ -643,7 +643,7 @@ static inline int write_ends(const char *model, const char *folder) {
     json_free(&j);
     return error;
 }
-static inline void checkpoint_make_folder(Checkpoint *c) {
+static void checkpoint_make_folder(Checkpoint *c) {
     const char *model = state_option(&c->state, "model"), *output = c->output.text;
     struct dirent **names = NULL;
     make_directory(output);
@@ -672,7 +672,7 @@ static inline void checkpoint_make_folder(Checkpoint *c) {
 }
 // All ranks call it, with the same arguments. overlap: copy what this rank writes and let a thread write it. Without,
 // all is written when this returns.
-static inline void checkpoint_begin(Checkpoint *c, Model *m, const char *output, const TrainState *s, int overlap) {
+static void checkpoint_begin(Checkpoint *c, Model *m, const char *output, const TrainState *s, int overlap) {
     assert(!c->m);
     memset(c, 0, sizeof *c);
     c->m = m;
@@ -701,7 +701,7 @@ static inline void checkpoint_begin(Checkpoint *c, Model *m, const char *output,
 }
 // Rank 0, when every rank has flushed its part: writes train_state.json and gives the folder its name. Returns errno of
 // what failed, or 0.
-static inline int checkpoint_publish(const Checkpoint *c) {
+static int checkpoint_publish(const Checkpoint *c) {
     const char *writing = c->writing.text, *folder = c->folder.text;
     int error = write_train_state(c->m, writing, &c->state, c->sums);
     if (!error) error = sync_directory(writing);
@@ -722,7 +722,7 @@ static inline int checkpoint_publish(const Checkpoint *c) {
 }
 // All ranks call it. Waits for what is not yet written; then rank 0 gives the folder its name. Returns 0; or, if a rank
 // could not write its part, an error on all ranks, and nothing of the checkpoint is left.
-static inline int checkpoint_finish(Checkpoint *c) {
+static int checkpoint_finish(Checkpoint *c) {
     enum { BUSY = 1, FAILED = 2 };
     const Comm *comm = &facts_of(c->m).mesh->job;
     int64_t before = -1, now;
@@ -751,10 +751,10 @@ static inline int checkpoint_finish(Checkpoint *c) {
 
 #define STATE_DAMAGED "\nresume from another checkpoint"
 #define STATE_REQUIRE(condition, key) require(condition, "'%s': %s is damaged" STATE_DAMAGED, path, key)
-static inline int state_number(const Json *j, int object, const char *key, int64_t most, int64_t *value) {
+static int state_number(const Json *j, int object, const char *key, int64_t most, int64_t *value) {
     return json_int(j, json_get(j, object, key), value) && *value >= 0 && *value <= most;
 }
-static inline void read_window(const Json *j, const char *path, const char *name, StateWindow *w) {
+static void read_window(const Json *j, const char *path, const char *name, StateWindow *w) {
     int window = json_get(j, 0, name), values = json_get(j, window, "values"), i = 0;
     STATE_REQUIRE(state_number(j, window, "count", 1ll << 40, &w->count) && json_is(j, values, JSON_ARRAY) &&
                       json_items(j, values) == window_values(w),
@@ -765,7 +765,7 @@ static inline void read_window(const Json *j, const char *path, const char *name
         i++;
     }
 }
-static inline void read_data_place(const Json *j, const char *path, TrainState *s) {
+static void read_data_place(const Json *j, const char *path, TrainState *s) {
     int data = json_get(j, 0, "data");
     if (data == JSON_NONE) return;  // not known
     const char *content = json_string(j, json_get(j, data, "content"));
@@ -777,7 +777,7 @@ static inline void read_data_place(const Json *j, const char *path, TrainState *
                   "data");
     if (content) s->data_hash = strtoull(content, NULL, 16);
 }
-static inline void read_options(const Json *j, const char *path, TrainState *s) {
+static void read_options(const Json *j, const char *path, TrainState *s) {
     int options = json_get(j, 0, "options");
     STATE_REQUIRE(json_is(j, options, JSON_OBJECT), "options");
     JSON_EACH(j, key, options) {
@@ -789,7 +789,7 @@ static inline void read_options(const Json *j, const char *path, TrainState *s) 
     }
 }
 // What a train_state.json says of the tokenizer. Old checkpoints say nothing.
-static inline TokenizerId read_tokenizer_id(const Json *j, const char *path) {
+static TokenizerId read_tokenizer_id(const Json *j, const char *path) {
     TokenizerId id = {TOKENIZER_UNKNOWN, 0, 0};
     int64_t kind, tokens;
     int at = json_get(j, 0, "tokenizer");
@@ -804,15 +804,15 @@ static inline TokenizerId read_tokenizer_id(const Json *j, const char *path) {
     return id;
 }
 // One of two words. older: what checkpoints without this key are; NULL: all have it.
-static inline const char *read_word(const Json *j, const char *path, const char *key, const char *one,
-                                    const char *other, const char *older) {
+static const char *read_word(const Json *j, const char *path, const char *key, const char *one, const char *other,
+                             const char *older) {
     const char *word = json_string(j, json_get(j, 0, key));
     if (older && json_get(j, 0, key) == JSON_NONE) return older;
     STATE_REQUIRE(word && (!strcmp(word, one) || !strcmp(word, other)), key);
     return word;
 }
 // train_state.json alone, e.g. to know the options before the model is opened. `s` is zeroed or was used before.
-static inline void checkpoint_load_state(const char *folder, TrainState *s) {
+static void checkpoint_load_state(const char *folder, TrainState *s) {
     state_free(s);
     char why[WHY_BYTES];
     Path file = path_of("%s/train_state.json", folder);
@@ -841,7 +841,7 @@ static inline void checkpoint_load_state(const char *folder, TrainState *s) {
 }
 // Weights, masters, m and v, bit for bit: only into the dtypes and kind of masters that were saved. `s`: the state that
 // was loaded from the same folder.
-static inline void checkpoint_load(Model *m, const char *folder, const TrainState *s) {
+static void checkpoint_load(Model *m, const char *folder, const TrainState *s) {
     char precision[sizeof s->precision];
     precision_text(precision, sizeof precision, model_dtype(m), model_has_slot(m, SLOT_MASTER), states_dtype(m),
                    optimizer_name(m));

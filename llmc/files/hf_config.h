@@ -36,9 +36,9 @@ static const ConfigKey config_modern_numbers[] = {KEY(NULL, "head_dim", head_dim
                                                   KEY(NULL, "logit_softcap", logit_softcap, 1)};
 #undef KEY
 #define CONFIG_EACH(k, keys) for (const ConfigKey *k = keys; k < keys + COUNT_OF(keys); k++)
-static inline int config_same(const Config *a, const Config *b) { return memcmp(a, b, sizeof *a) == 0; }
-static inline int config_is(const Config *c, const char *type) { return strcmp(c->model_type, type) == 0; }
-static inline const char *config_key_of(const Config *c, const ConfigKey *k) {
+static int config_same(const Config *a, const Config *b) { return memcmp(a, b, sizeof *a) == 0; }
+static int config_is(const Config *c, const char *type) { return strcmp(c->model_type, type) == 0; }
+static const char *config_key_of(const Config *c, const ConfigKey *k) {
     return config_is(c, "gpt2") ? k->gpt2 : k->llama;
 }
 
@@ -47,13 +47,13 @@ static const struct {
 } hf_families[] = {{"gpt2", "GPT2LMHeadModel"},     {"llama", "LlamaForCausalLM"}, {"mistral", "MistralForCausalLM"},
                    {"modern", "ModernForCausalLM"}, {"qwen2", "Qwen2ForCausalLM"}, {"qwen3", "Qwen3ForCausalLM"}};
 enum { HF_FAMILIES = COUNT_OF(hf_families) };
-static inline const char *hf_architecture(const Config *c) {
+static const char *hf_architecture(const Config *c) {
     int i = 0;
     while (i < HF_FAMILIES && !config_is(c, hf_families[i].type)) i++;
     require(i < HF_FAMILIES, "model type '%s' has no architecture\nadd it to hf_families", c->model_type);
     return hf_families[i].architecture;
 }
-static inline const char *hidden_act(const Config *c) {
+static const char *hidden_act(const Config *c) {
     switch (c->mlp) {
     case MLP_GELU: return "gelu_new";
     case MLP_SWIGLU: return "silu";
@@ -63,7 +63,7 @@ static inline const char *hidden_act(const Config *c) {
 }
 
 // The first and the last token of a text in the published tokenizer of this size; 0 for raw bytes; -1 if unknown.
-static inline void config_special_tokens(int vocab_size, int *bos, int *eos) {
+static void config_special_tokens(int vocab_size, int *bos, int *eos) {
     static const int table[][3] = {// vocabulary size, first, last
                                    {256, 0, 0},
                                    {VOCAB_GPT2, 50256, 50256},
@@ -80,7 +80,7 @@ static inline void config_special_tokens(int vocab_size, int *bos, int *eos) {
 }
 
 // separator: what follows a comma, a space or a newline with indentation.
-static inline void config_write_key(const Config *c, FILE *f, const char *separator, const ConfigKey *k) {
+static void config_write_key(const Config *c, FILE *f, const char *separator, const ConfigKey *k) {
     const char *key = config_key_of(c, k), *field = (const char *)c + k->offset;
     if (!key) return;
     fprintf(f, ",%s\"%s\": ", separator, key);
@@ -90,7 +90,7 @@ static inline void config_write_key(const Config *c, FILE *f, const char *separa
         fprintf(f, "%d", *(const int *)field);
 }
 // dtype: "fp32" or "bf16", of the weights beside the file.
-static inline void config_write(const Config *c, const char *dtype, FILE *f, const char *separator) {
+static void config_write(const Config *c, const char *dtype, FILE *f, const char *separator) {
     const char *s = separator;
     int bos, eos;
     fprintf(f, "{%s\"architectures\": [\"%s\"],%s\"model_type\": \"%s\"", s, hf_architecture(c), s, c->model_type);
@@ -125,7 +125,7 @@ static inline void config_write(const Config *c, const char *dtype, FILE *f, con
             strcmp(dtype, "bf16") == 0 ? "bfloat16" : "float32", *s == '\n' ? "\n" : "");
 }
 // On one line, for logs.
-static inline void config_to_json(const Config *c, const char *dtype, FILE *f) { config_write(c, dtype, f, " "); }
+static void config_to_json(const Config *c, const char *dtype, FILE *f) { config_write(c, dtype, f, " "); }
 
 // ---- reading. The fallback is the value of an absent key. NEEDED: the key must be there
 
@@ -135,34 +135,34 @@ typedef struct {
     const char *path;
 } ConfigFile;
 
-static inline int config_key(const ConfigFile *f, int object, const char *key, int needed) {
+static int config_key(const ConfigFile *f, int object, const char *key, int needed) {
     int value = json_get(&f->json, object, key);
     if (json_is(&f->json, value, JSON_NULL)) value = JSON_NONE;
     require(!needed || value != JSON_NONE, "'%s' has no %s\nuse a complete config.json", f->path, key);
     return value;
 }
 // Numbers are read into a field, whose value before is the fallback.
-static inline void config_read_int(const ConfigFile *f, int object, const char *key, int *field) {
+static void config_read_int(const ConfigFile *f, int object, const char *key, int *field) {
     int64_t n = *field;
     int value = config_key(f, object, key, n == NEEDED);
     require(value == JSON_NONE || (json_int(&f->json, value, &n) && n >= 0 && n <= 1 << 28),
             "'%s': %s is no whole number from 0 to 2^28\ncorrect it", f->path, key);
     *field = n;
 }
-static inline void config_read_float(const ConfigFile *f, int object, const char *key, float *field) {
+static void config_read_float(const ConfigFile *f, int object, const char *key, float *field) {
     double x = *field;
     int value = config_key(f, object, key, x == NEEDED);
     require(value == JSON_NONE || (json_double(&f->json, value, &x) && isfinite((float)x)),
             "'%s': %s is not a number of fp32\ncorrect it", f->path, key);
     *field = x;
 }
-static inline int config_bool(const ConfigFile *f, const char *key, int fallback) {
+static int config_bool(const ConfigFile *f, const char *key, int fallback) {
     int value = config_key(f, 0, key, 0);
     require(value == JSON_NONE || json_bool(&f->json, value, &fallback),
             "'%s': %s is neither true nor false\ncorrect it", f->path, key);
     return fallback;
 }
-static inline void config_read_key(const ConfigFile *f, int object, Config *c, const ConfigKey *k) {
+static void config_read_key(const ConfigFile *f, int object, Config *c, const ConfigKey *k) {
     const char *key = config_key_of(c, k);
     char *field = (char *)c + k->offset;
     if (!key) return;
@@ -171,10 +171,10 @@ static inline void config_read_key(const ConfigFile *f, int object, Config *c, c
     else
         config_read_int(f, object, key, (int *)field);
 }
-static inline void config_require_bool(const ConfigFile *f, const char *key, int needed) {
+static void config_require_bool(const ConfigFile *f, const char *key, int needed) {
     config_require(config_bool(f, key, needed) == needed, f->path, "", "%s is %s", key, needed ? "false" : "true");
 }
-static inline void config_require_text(const ConfigFile *f, int object, const char *key, const char *a, const char *b) {
+static void config_require_text(const ConfigFile *f, int object, const char *key, const char *a, const char *b) {
     int value = config_key(f, object, key, 0);
     const char *text = value == JSON_NONE ? a : json_string(&f->json, value);
     config_require(text && (strcmp(text, a) == 0 || strcmp(text, b) == 0), f->path, "", "%s is '%.40s', not %s%s%s",
@@ -182,7 +182,7 @@ static inline void config_require_text(const ConfigFile *f, int object, const ch
 }
 
 // Plain rope or Llama 3.1's: "rope_scaling" and "rope_theta" (transformers up to 4), or "rope_parameters" (from 5 on).
-static inline void config_read_rope(const ConfigFile *f, Config *c) {
+static void config_read_rope(const ConfigFile *f, Config *c) {
     int rope = config_key(f, 0, "rope_parameters", 0);
     if (rope == JSON_NONE) rope = config_key(f, 0, "rope_scaling", 0);
     config_require(rope == JSON_NONE || json_is(&f->json, rope, JSON_OBJECT), f->path, "",
@@ -205,14 +205,14 @@ static inline void config_read_rope(const ConfigFile *f, Config *c) {
             "'%s': the llama3 rope scaling makes no sense\ncorrect its four numbers", f->path);
 }
 // Mistral's is in use unless it is null; absent, it has 4,096 tokens. It hides nothing if it is as long as the context.
-static inline void config_read_window(const ConfigFile *f, Config *c) {
+static void config_read_window(const ConfigFile *f, Config *c) {
     int window = 4096, value = json_get(&f->json, 0, "sliding_window");
     if (!config_is(c, "mistral") || (value != JSON_NONE && json_is(&f->json, value, JSON_NULL))) return;
     config_read_int(f, 0, "sliding_window", &window);
     config_require(window > 0, f->path, "", "sliding_window is 0");
     if (window < c->max_seq_len) c->window = window;
 }
-static inline void config_read_llama(const ConfigFile *f, Config *c) {
+static void config_read_llama(const ConfigFile *f, Config *c) {
     config_read_rope(f, c);
     config_require_text(f, 0, "hidden_act", hidden_act(c), "");
     config_require_bool(f, "mlp_bias", 0);
@@ -228,7 +228,7 @@ static inline void config_read_llama(const ConfigFile *f, Config *c) {
     config_read_int(f, 0, "head_dim", &c->head_dim);
 }
 // `path`: a Hugging Face folder or its config.json.
-static inline Config config_from_json(const char *path) {
+static Config config_from_json(const char *path) {
     Path in_folder = path_of("%s/config.json", path);
     ConfigFile f;
     f.path = is_directory(path) ? in_folder.text : path;

@@ -8,18 +8,18 @@
 #include "../lora.h"
 #include "safetensors.h"
 
-static inline Path adapter_file(const char *folder) { return path_of("%s/adapter_model.safetensors", folder); }
-static inline int is_adapter_folder(const char *folder) {
+static Path adapter_file(const char *folder) { return path_of("%s/adapter_model.safetensors", folder); }
+static int is_adapter_folder(const char *folder) {
     return is_directory(folder) && file_exists(path_of("%s/adapter_config.json", folder).text);
 }
 
-static inline void adapter_config_open(Json *j, const char *folder, Path *path) {
+static void adapter_config_open(Json *j, const char *folder, Path *path) {
     *path = path_of("%s/adapter_config.json", folder);
     require(json_load(j, path->text), "cannot read '%s': %s\nname a folder of adapters as peft writes it", path->text,
             j->error);
 }
 // The folder that holds the model which the adapters are for.
-static inline Path adapter_base(const char *folder) {
+static Path adapter_base(const char *folder) {
     Json j;
     Path path;
     adapter_config_open(&j, folder, &path);
@@ -37,12 +37,12 @@ static inline Path adapter_base(const char *folder) {
 static const char adapter_keys[] =
     " auto_mapping base_model_name_or_path eva_config fan_in_fan_out inference_mode lora_alpha lora_dropout "
     "megatron_core peft_type peft_version qalora_group_size r revision target_modules task_type use_rslora ";
-static inline int adapter_has_word(const char *words, const char *word) {
+static int adapter_has_word(const char *words, const char *word) {
     return strstr(words, path_of(" %s ", word).text) != NULL;
 }
 // The other keys, of which peft invents new ones, must be null, false, "none" or empty. init_lora_weights must not have
 // changed the base, as pissa, olora, corda, loftq and lora_ga do.
-static inline void adapter_require_plain(const Json *j, const char *path, int key) {
+static void adapter_require_plain(const Json *j, const char *path, int key) {
     const char *name = json_string(j, key), *text = json_string(j, key + 1);
     const int is_init = !strcmp(name, "init_lora_weights");
     int used = json_is(j, key + 1, JSON_NUMBER) || json_items(j, key + 1);
@@ -51,7 +51,7 @@ static inline void adapter_require_plain(const Json *j, const char *path, int ke
     require(!used || adapter_has_word(adapter_keys, name),
             "'%s' uses %s, which these adapters have not\nmerge it with peft's merge_and_unload instead", path, name);
 }
-static inline Lora adapter_config_read(const char *folder, const Config *c) {
+static Lora adapter_config_read(const char *folder, const Config *c) {
     Json j;
     Path path;
     adapter_config_open(&j, folder, &path);
@@ -84,7 +84,7 @@ static inline Lora adapter_config_read(const char *folder, const Config *c) {
     json_free(&j);
     return l;
 }
-static inline void adapter_config_write(const Config *c, const Lora *l, const char *base, FILE *f) {
+static void adapter_config_write(const Config *c, const Lora *l, const char *base, FILE *f) {
     char *absolute = realpath(base, NULL);
     const char *separator = "";
     fputs("{\n  \"peft_type\": \"LORA\",\n  \"task_type\": \"CAUSAL_LM\",\n  \"base_model_name_or_path\": ", f);
@@ -113,13 +113,12 @@ typedef struct {
     ParamTable table;  // of a single rank
     float *values;
 } Adapters;
-static inline void adapters_close(Adapters *a) {
+static void adapters_close(Adapters *a) {
     params_free(&a->table);
     free(a->values);
 }
 // w: `count` elements of a rank's tensor `index` from `at` on, all of one part.
-static inline void adapters_merge(const Adapters *adapters, int index, const Param *p, size_t at, size_t count,
-                                  float *w) {
+static void adapters_merge(const Adapters *adapters, int index, const Param *p, size_t at, size_t count, float *w) {
     const ParamPart *part = param_part_at(p, at);
     const Param *t = adapters->table.params, *end = t + adapters->table.count, *a = t, *b;
     while (a < end && a->weight != index) a++;

@@ -21,7 +21,7 @@
 #endif
 
 // in (rows, cols) -> out (cols, rows), by tiles that fit the cache
-static inline void transpose(float *out, const float *in, size_t rows, size_t cols) {
+static void transpose(float *out, const float *in, size_t rows, size_t cols) {
     for (size_t c0 = 0; c0 < cols; c0 += 32)
         for (size_t r0 = 0; r0 < rows; r0 += 32)
             for (size_t c = c0; c < c0 + 32 && c < cols; c++)
@@ -34,7 +34,7 @@ typedef struct {
     StWriter *writer;
     int to;
 } ParamFile;
-static inline void param_file_span(const ParamFile *f, size_t begin, size_t count, float *values) {
+static void param_file_span(const ParamFile *f, size_t begin, size_t count, float *values) {
     if (f->reader)
         st_read_floats(f->reader, f->from, begin, count, values);
     else
@@ -42,7 +42,7 @@ static inline void param_file_span(const ParamFile *f, size_t begin, size_t coun
 }
 // How many of the `left` elements of a rank's tensor from `at` on are moved together. They fit a piece and are of one
 // part. They are whole rows, or the rest of one row.
-static inline size_t param_piece(const Param *p, size_t at, size_t left) {
+static size_t param_piece(const Param *p, size_t at, size_t left) {
     const ParamPart *q = param_part_at(p, at);
     size_t most = left < HF_PIECE ? left : HF_PIECE;
     if (q && q->begin + q->count - at < most) most = q->begin + q->count - at;
@@ -51,8 +51,7 @@ static inline size_t param_piece(const Param *p, size_t at, size_t left) {
 }
 // Moves elements [at, at + count) of a rank's tensor between `values` and the file; `count` as param_piece says.
 // `scratch` is as large as `values`.
-static inline void param_move(const ParamFile *f, const Param *p, size_t at, size_t count, float *values,
-                              float *scratch) {
+static void param_move(const ParamFile *f, const Param *p, size_t at, size_t count, float *values, float *scratch) {
     const ParamPart *q = param_part_at(p, at);
     size_t cols = param_width(p, q), row = q->row + (at - q->begin) / cols, col = q->col + (at - q->begin) % cols;
     if (!p->transposed) {
@@ -71,8 +70,8 @@ static inline void param_move(const ParamFile *f, const Param *p, size_t at, siz
         for (size_t c = 0; c < width; c++) param_file_span(f, (col + c) * all + row, rows, scratch + c * rows);
     if (f->reader) transpose(values, scratch, width, rows);
 }
-static inline void param_read(const StReader *r, const StTensor *t, const Param *p, size_t at, size_t count, float *out,
-                              float *scratch) {
+static void param_read(const StReader *r, const StTensor *t, const Param *p, size_t at, size_t count, float *out,
+                       float *scratch) {
     const ParamFile f = {r, t, NULL, 0};
     if (param_part_at(p, at))
         param_move(&f, p, at, count, out, scratch);
@@ -80,7 +79,7 @@ static inline void param_read(const StReader *r, const StTensor *t, const Param 
         memset(out, 0, count * sizeof(float));  // the padding of the vocabulary
 }
 // Sets the shape in files and returns the number of dimensions.
-static inline int param_shape(const Param *p, uint64_t *shape) {
+static int param_shape(const Param *p, uint64_t *shape) {
     int rows = p->file_rows, cols = p->file_cols;
     shape[0] = p->transposed || p->is_vector ? cols : rows;
     shape[1] = p->transposed ? rows : cols;
@@ -91,13 +90,13 @@ typedef struct {
     const char *prefix;
 } SlotName;
 static const SlotName weight_slot[] = {{SLOT_WEIGHT, ""}}, frozen_slot[] = {{SLOT_FROZEN, ""}};
-static inline const ParamTable *table_of(const Model *m, const SlotName *slots) {
+static const ParamTable *table_of(const Model *m, const SlotName *slots) {
     return slots->slot == SLOT_FROZEN ? facts_of(m).frozen : facts_of(m).table;
 }
 static const SlotName optimizer_slots[] = {{SLOT_M, "m."}, {SLOT_V, "v."}, {SLOT_MASTER, "master."}};
 static_assert(COUNT_OF(optimizer_slots) == COUNT_OF(optimiser_states), "a checkpoint has every state");
 // Not every model has the last ones.
-static inline int num_optimizer_slots(const Model *m) {
+static int num_optimizer_slots(const Model *m) {
     int n = 0;
     while (n < COUNT_OF(optimizer_slots) && model_has_slot(m, optimizer_slots[n].slot)) n++;
     return n;
@@ -112,7 +111,7 @@ typedef struct {
     int num_slots;
 } SlotFile;
 
-static inline void slots_declare(SlotFile *f, const Model *m, const SlotName *slots, int num_slots, const char *path) {
+static void slots_declare(SlotFile *f, const Model *m, const SlotName *slots, int num_slots, const char *path) {
     const ModelFacts facts = facts_of(m);
     f->slots = slots;
     f->num_slots = num_slots;
@@ -130,13 +129,13 @@ static inline void slots_declare(SlotFile *f, const Model *m, const SlotName *sl
         }
 }
 // Ranks meet here while they write. A rank that is done waits here too, so that its watchdog sees progress.
-static inline int slots_meet(const Model *m, int on) {
+static int slots_meet(const Model *m, int on) {
     watchdog_beat(PHASE_SAVE, -1);
     return comm_or(&facts_of(m).mesh->job, on);
 }
 // Writes this rank's shards. `read` is model_read: all ranks call it. Or model_read_snapshot: any thread may call it,
 // since it then neither meets other ranks nor touches the watchdog. progress counts the pieces that are written.
-static inline void slots_write(SlotFile *f, const Model *m, SlotReader *read, int64_t *progress) {
+static void slots_write(SlotFile *f, const Model *m, SlotReader *read, int64_t *progress) {
     const ParamTable *table = facts_of(m).table;
     const Comm *dp = &facts_of(m).mesh->dp;
     float *piece = new_array(float, 2 * HF_PIECE);
@@ -175,21 +174,21 @@ typedef struct {
 } Differences;
 #define differ(d, ...) ((d)->count++ < 10 ? APPEND((d)->text, __VA_ARGS__) : (void)0)
 typedef struct { char text[200]; } ShapeText;
-static inline ShapeText shape_text(int dims, const uint64_t *shape) {
+static ShapeText shape_text(int dims, const uint64_t *shape) {
     ShapeText s = {"("};
     for (int i = 0; i < dims; i++) APPEND(s.text, "%s%lu", i ? ", " : "", shape[i]);
     APPEND(s.text, ")");
     return s;
 }
 // A tensor by its full name, or by GPT-2's without "transformer.", as the base model saves it.
-static inline const StTensor *find_param(const StReader *r, const char *prefix, const Param *p) {
+static const StTensor *find_param(const StReader *r, const char *prefix, const Param *p) {
     char name[112];
     snprintf(name, sizeof name, "%s%s", prefix, p->name);
     const StTensor *t = st_find(r, name);
     return t || *prefix || strncmp(p->name, "transformer.", 12) != 0 ? t : st_find(r, p->name + 12);
 }
 // What some files hold beside the weights: masks, rope tables, the copy of a tied head.
-static inline int is_redundant(const char *name) {
+static int is_redundant(const char *name) {
     static const char *const names[] = {"*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq",
                                         "*lm_head.weight"};
     for (int i = 0; i < 4; i++)
@@ -197,7 +196,7 @@ static inline int is_redundant(const char *name) {
     return 0;
 }
 // What to do about weights that are not the model's.
-static inline const char *hint_of_differences(const Model *m, const StReader *r, const SlotName *slots) {
+static const char *hint_of_differences(const Model *m, const StReader *r, const SlotName *slots) {
     static const char *const of_others[] = {"embed_tokens.weight", "score.weight", "classifier.weight"};
     if (facts_of(m).frozen->count && slots->slot != SLOT_FROZEN)
         return "these adapters are for another base, or were trained with other --lora options";
@@ -208,8 +207,8 @@ static inline const char *hint_of_differences(const Model *m, const StReader *r,
     return "it is a base model or a classifier: use a whole language model (...ForCausalLM, GPT2LMHeadModel)";
 }
 // Stops unless the file holds exactly the tensors of these slots.
-static inline void require_same_tensors(const Model *m, const SlotName *slots, int num_slots, const StReader *r,
-                                        const char *path) {
+static void require_same_tensors(const Model *m, const SlotName *slots, int num_slots, const StReader *r,
+                                 const char *path) {
     const char *hint = hint_of_differences(m, r, slots);
     const ParamTable *table = table_of(m, slots);
     Differences d;
@@ -247,7 +246,7 @@ static inline void require_same_tensors(const Model *m, const SlotName *slots, i
 }
 // Tells models of one shape apart: a hash of the first 16 values, as fp32 and as in files, of each matrix that has
 // adapters. Adapters carry that of their base in the metadata of their file. r: of the base.
-static inline uint64_t base_mark(const StReader *r, const ParamTable *model, const ParamTable *adapters) {
+static uint64_t base_mark(const StReader *r, const ParamTable *model, const ParamTable *adapters) {
     enum { VALUES = 16 };
     float values[VALUES];
     uint64_t mark = FNV1A;
@@ -262,12 +261,12 @@ static inline uint64_t base_mark(const StReader *r, const ParamTable *model, con
     return mark;
 }
 // What a file of adapters says that they are for; 0: nothing.
-static inline uint64_t base_of_adapters(const StReader *r) {
+static uint64_t base_of_adapters(const StReader *r) {
     const Json *j = &r->files[0].header;
     const char *mark = json_string(j, json_get(j, json_get(j, 0, "__metadata__"), "base"));
     return mark ? strtoull(mark, NULL, 16) : 0;
 }
-static inline void require_base(uint64_t made_for, uint64_t mark, const char *what) {
+static void require_base(uint64_t made_for, uint64_t mark, const char *what) {
     require(!made_for || made_for == mark,
             "'%s': these adapters were trained beside other weights than their base has\n"
             "name their own base: in adapter_config.json, or to resume by --model",
@@ -275,8 +274,7 @@ static inline void require_base(uint64_t made_for, uint64_t mark, const char *wh
 }
 // Loads slots from a file, or from a folder of weights. All ranks call it. merged: adapters that weights are loaded
 // with; NULL: none.
-static inline void load_slots(Model *m, const SlotName *slots, int num_slots, const char *path,
-                              const Adapters *merged) {
+static void load_slots(Model *m, const SlotName *slots, int num_slots, const char *path, const Adapters *merged) {
     const ModelFacts facts = facts_of(m);
     const ParamTable *table = table_of(m, slots);
     float *piece = new_array(float, 2 * HF_PIECE);
@@ -308,13 +306,13 @@ static inline void load_slots(Model *m, const SlotName *slots, int num_slots, co
 }
 // Weights (F32, BF16 or F16) of a Hugging Face folder or a safetensors file, into a model of the same shape. With
 // --lora: the adapters of a folder.
-static inline void model_load_weights(Model *m, const char *folder) {
+static void model_load_weights(Model *m, const char *folder) {
     load_slots(m, weight_slot, 1, facts_of(m).frozen->count ? adapter_file(folder).text : folder, NULL);
 }
 // With --lora: what the adapters are for.
-static inline void model_load_frozen(Model *m, const char *folder) { load_slots(m, frozen_slot, 1, folder, NULL); }
+static void model_load_frozen(Model *m, const char *folder) { load_slots(m, frozen_slot, 1, folder, NULL); }
 // The weights of a base into which adapters are merged.
-static inline void model_load_merged(Model *m, const char *base, const char *folder) {
+static void model_load_merged(Model *m, const char *base, const char *folder) {
     const Config *config = facts_of(m).config;
     Adapters a;
     StReader r;
@@ -343,7 +341,7 @@ static inline void model_load_merged(Model *m, const char *base, const char *fol
 }
 
 // A small text file, flushed. sum: becomes its checksum, unless NULL. Returns errno of what failed, or 0.
-static inline int write_text_file(const char *folder, const char *name, const char *text, uint64_t *sum) {
+static int write_text_file(const char *folder, const char *name, const char *text, uint64_t *sum) {
     Path path = path_of("%s/%s", folder, name);
     int fd = open(path.text, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
     if (sum) *sum = checksum(text, strlen(text), 0);
@@ -351,7 +349,7 @@ static inline int write_text_file(const char *folder, const char *name, const ch
     return st_flush_and_close(fd, path.text, error);
 }
 // Of the model, or with --lora of the adapters to `base`.
-static inline int write_config(const Model *m, const char *folder, const char *base, uint64_t *sum) {
+static int write_config(const Model *m, const char *folder, const char *base, uint64_t *sum) {
     const ModelFacts facts = facts_of(m);
     Text text;
     FILE *f = text_open(&text);

@@ -26,7 +26,7 @@ typedef struct {
 enum { JSON_NONE = -1, JSON_MAX_DEPTH = 32, JSON_MAX_BYTES = 100 << 20 };
 
 // Bytes of the UTF-8 character at s, 0 if it is none.
-static inline int utf8_length(const char *s) {
+static int utf8_length(const char *s) {
     const unsigned char *p = (const unsigned char *)s;
     int length;
     return utf8_next(p, p + 4, &length) < 0 ? 0 : length;
@@ -34,20 +34,20 @@ static inline int utf8_length(const char *s) {
 
 // ---- reading
 
-static inline int json_fail(Json *j, const char *what) {
+static int json_fail(Json *j, const char *what) {
     snprintf(j->error, sizeof j->error, "%s at byte %d", what, j->at);
     return 0;
 }
-static inline void json_space(Json *j) {
+static void json_space(Json *j) {
     while (j->text[j->at] && strchr(" \t\r\n", j->text[j->at])) j->at++;
 }
 // The text ends with a NUL. No rule below accepts a NUL, so every loop stops there.
-static inline int json_digits(Json *j) {
+static int json_digits(Json *j) {
     int begin = j->at;
     while (j->text[j->at] >= '0' && j->text[j->at] <= '9') j->at++;
     return j->at > begin;
 }
-static inline int json_parse_number(Json *j) {
+static int json_parse_number(Json *j) {
     if (j->text[j->at] == '-') j->at++;
     if (j->text[j->at] == '0')
         j->at++;
@@ -65,7 +65,7 @@ static inline int json_parse_number(Json *j) {
     }
     return complete || json_fail(j, "a digit is missing");
 }
-static inline int json_hex4(const char *s) {
+static int json_hex4(const char *s) {
     int value = 0;
     for (int i = 0; i < 4; i++) {
         const char *digits = "0123456789abcdef", *digit = s[i] < '0' ? NULL : strchr(digits, s[i] | 32);
@@ -76,7 +76,7 @@ static inline int json_hex4(const char *s) {
 }
 // Decodes \uXXXX or a surrogate pair; *in points behind the first u. Writes UTF-8 to `out`.
 // Returns its length, 0: not valid.
-static inline int json_unicode(const char **in, char *out) {
+static int json_unicode(const char **in, char *out) {
     int c = json_hex4(*in);
     if (c <= 0 || (c >= 0xdc00 && c < 0xe000)) return 0;
     *in += 4;
@@ -88,7 +88,7 @@ static inline int json_unicode(const char **in, char *out) {
     }
     return utf8_put(out, c);
 }
-static inline int json_parse_string(Json *j) {
+static int json_parse_string(Json *j) {
     const char *in = j->text + j->at + 1;
     char *out = j->text + j->at + 1;
     while (*in != '"') {
@@ -115,7 +115,7 @@ static inline int json_parse_string(Json *j) {
     j->at = in + 1 - j->text;
     return 1;
 }
-static inline int json_push(Json *j, JsonKind kind, int begin) {
+static int json_push(Json *j, JsonKind kind, int begin) {
     if (j->count == j->capacity) {
         j->capacity = j->capacity ? 2 * j->capacity : 64;
         grow_array(j->tokens, j->capacity);
@@ -124,8 +124,8 @@ static inline int json_push(Json *j, JsonKind kind, int begin) {
     j->tokens[j->count] = t;
     return j->count++;
 }
-static inline int json_parse_value(Json *j, int depth);
-static inline int json_parse_items(Json *j, int container, int depth) {
+static int json_parse_value(Json *j, int depth);
+static int json_parse_items(Json *j, int container, int depth) {
     int object = j->tokens[container].kind == JSON_OBJECT, close = object ? '}' : ']';
     for (j->at++, json_space(j); j->text[j->at] != close; json_space(j)) {
         if (j->tokens[container].items++ > 0) {
@@ -149,7 +149,7 @@ static inline int json_parse_items(Json *j, int container, int depth) {
     j->tokens[container].next = j->count;
     return 1;
 }
-static inline int json_parse_value(Json *j, int depth) {
+static int json_parse_value(Json *j, int depth) {
     json_space(j);
     const char *s = j->text + j->at;
     if (*s == '{' || *s == '[') {
@@ -171,7 +171,7 @@ static inline int json_parse_value(Json *j, int depth) {
     json_push(j, JSON_NUMBER, j->at);
     return json_parse_number(j);
 }
-static inline void json_free(Json *j) {
+static void json_free(Json *j) {
     free(j->text);
     free(j->tokens);
     memset(j, 0, sizeof *j);
@@ -179,7 +179,7 @@ static inline void json_free(Json *j) {
 
 // Takes over `text`, from malloc: `length` <= JSON_MAX_BYTES bytes and room for one more. Returns 1, or 0 with the
 // reason in j->error. Call json_free in either case.
-static inline int json_parse_owned(Json *j, char *text, size_t length) {
+static int json_parse_owned(Json *j, char *text, size_t length) {
     memset(j, 0, sizeof *j);
     j->text = text;
     j->length = length;
@@ -189,7 +189,7 @@ static inline int json_parse_owned(Json *j, char *text, size_t length) {
     return j->at == j->length ? 1 : json_fail(j, "something follows the JSON value");
 }
 // The text of a file, for json_parse_owned. NULL: it cannot be read, with the reason in j->error.
-static inline char *json_read(Json *j, const char *path, size_t *length) {
+static char *json_read(Json *j, const char *path, size_t *length) {
     memset(j, 0, sizeof *j);
     struct stat s;
     const int other = stat(path, &s) == 0 && !S_ISREG(s.st_mode);  // opening a pipe would wait for its writer
@@ -209,14 +209,14 @@ static inline char *json_read(Json *j, const char *path, size_t *length) {
     return text;
 }
 // Reads and parses a file. Returns 1, or 0 with the reason in j->error.
-static inline int json_load(Json *j, const char *path) {
+static int json_load(Json *j, const char *path) {
     size_t length = 0;
     char *text = json_read(j, path, &length);
     return text && json_parse_owned(j, text, length);
 }
 
 // The object in a file, which may be missing: then this returns 0. A damaged one ends the program.
-static inline int json_open(Json *j, const char *path) {
+static int json_open(Json *j, const char *path) {
     memset(j, 0, sizeof *j);
     if (!file_exists(path)) return 0;
     require(json_load(j, path) && j->tokens->kind == JSON_OBJECT,
@@ -224,30 +224,26 @@ static inline int json_open(Json *j, const char *path) {
     return 1;
 }
 
-static inline int json_is(const Json *j, int value, JsonKind kind) {
+static int json_is(const Json *j, int value, JsonKind kind) {
     return value != JSON_NONE && j->tokens[value].kind == kind;
 }
 // A loop over the items of an array, or over the KEYS of an object: the value of key k is k + 1.
 // Other values have no items.
 #define JSON_EACH(j, v, container) \
     for (int v = (container) + 1, v##_end = json_end((j), (container)); v < v##_end; v = (j)->tokens[v].next)
-static inline int json_end(const Json *j, int container) {
-    return container == JSON_NONE ? 0 : j->tokens[container].next;
-}
-static inline int json_items(const Json *j, int container) {
-    return container == JSON_NONE ? 0 : j->tokens[container].items;
-}
-static inline const char *json_value_text(const Json *j, int value, JsonKind kind) {
+static int json_end(const Json *j, int container) { return container == JSON_NONE ? 0 : j->tokens[container].next; }
+static int json_items(const Json *j, int container) { return container == JSON_NONE ? 0 : j->tokens[container].items; }
+static const char *json_value_text(const Json *j, int value, JsonKind kind) {
     return json_is(j, value, kind) ? j->text + j->tokens[value].begin : NULL;
 }
-static inline const char *json_string(const Json *j, int value) { return json_value_text(j, value, JSON_STRING); }
+static const char *json_string(const Json *j, int value) { return json_value_text(j, value, JSON_STRING); }
 // The value of a key. If the key comes twice, the first counts.
-static inline int json_get(const Json *j, int object, const char *key) {
+static int json_get(const Json *j, int object, const char *key) {
     if (json_is(j, object, JSON_OBJECT)) JSON_EACH(j, k, object) if (strcmp(json_string(j, k), key) == 0) return k + 1;
     return JSON_NONE;
 }
 // These return 1 and set *out. They return 0 if the value is of another kind or does not fit.
-static inline int json_int(const Json *j, int value, int64_t *out) {
+static int json_int(const Json *j, int value, int64_t *out) {
     const char *text = json_value_text(j, value, JSON_NUMBER);
     char *end = NULL;
     errno = 0;
@@ -256,13 +252,13 @@ static inline int json_int(const Json *j, int value, int64_t *out) {
     *out = n;
     return 1;
 }
-static inline int json_double(const Json *j, int value, double *out) {
+static int json_double(const Json *j, int value, double *out) {
     const char *text = json_value_text(j, value, JSON_NUMBER);
     double x = text ? strtod(text, NULL) : NAN;
     if (isfinite(x)) *out = x;
     return isfinite(x);
 }
-static inline int json_bool(const Json *j, int value, int *out) {
+static int json_bool(const Json *j, int value, int *out) {
     const char *text = json_value_text(j, value, JSON_BOOL);
     if (text) *out = *text == 't';
     return text != NULL;
@@ -271,7 +267,7 @@ static inline int json_bool(const Json *j, int value, int *out) {
 // ---- writing
 
 // Quoted and escaped; null for NULL. Bytes that are not UTF-8 become U+FFFD.
-static inline void json_write_string(FILE *f, const char *s) {
+static void json_write_string(FILE *f, const char *s) {
     fputs(s ? "\"" : "null", f);
     while (s && *s) {
         int n = utf8_length(s);
@@ -289,7 +285,7 @@ static inline void json_write_string(FILE *f, const char *s) {
     if (s) fputc('"', f);
 }
 // The shortest text that reads back as the same double or float. NaN and infinity become null: JSON has neither.
-static inline void json_write_number(FILE *f, double x, int as_float) {
+static void json_write_number(FILE *f, double x, int as_float) {
     char text[40] = "null";
     for (int digits = 6; isfinite(x) && digits <= 17; digits++) {
         snprintf(text, sizeof text, "%.*g", digits, x);
@@ -299,11 +295,11 @@ static inline void json_write_number(FILE *f, double x, int as_float) {
     if (isfinite(x) && !strpbrk(text, ".e")) strcat(text, ".0");
     fputs(text, f);
 }
-static inline void json_write_double(FILE *f, double x) { json_write_number(f, x, 0); }
-static inline void json_write_float(FILE *f, float x) { json_write_number(f, x, 1); }
+static void json_write_double(FILE *f, double x) { json_write_number(f, x, 0); }
+static void json_write_float(FILE *f, float x) { json_write_number(f, x, 1); }
 // Adds fields to an object that has one: "name %d other %s ...". %d, %ld and %lld: whole numbers, %g, %e: a number, a
 // float. %f: a number, left out if it is NaN. %s: a text, left out if it is NULL.
-__attribute__((format(printf, 2, 3))) static inline void json_write_fields(FILE *f, const char *format, ...) {
+__attribute__((format(printf, 2, 3))) static void json_write_fields(FILE *f, const char *format, ...) {
     char name[32], kind[8];
     va_list args;
     va_start(args, format);

@@ -50,14 +50,14 @@ typedef struct {
     uint64_t sum;       // checksum of what this process wrote. The sums of all ranks add up to the file's checksum
 } StWriter;
 
-static inline char *st_text(const char *a, const char *b, const char *c) {
+static char *st_text(const char *a, const char *b, const char *c) {
     char *text = new_array(char, strlen(a) + strlen(b) + strlen(c) + 1);
     return strcat(strcat(strcpy(text, a), b), c);
 }
 
 // ---- conversions
 
-static inline float st_float_of_half(uint16_t h) {
+static float st_float_of_half(uint16_t h) {
     uint32_t sign = (h & 0x8000u) << 16, exponent = h >> 10 & 31, fraction = h & 0x3ff;
     if (exponent == 0) return (sign ? -1.0f : 1.0f) * (float)fraction * 0x1p-24f;  // zero and subnormals
     return bits_float(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13);
@@ -68,17 +68,17 @@ static inline float st_float_of_half(uint16_t h) {
 #define ST_BROKEN \
     "\nthe file is damaged or no safetensors file: use another copy of it or, of a run, another checkpoint"
 
-static inline int st_by_name(const void *a, const void *b) {
+static int st_by_name(const void *a, const void *b) {
     return strcmp(((const StTensor *)a)->name, ((const StTensor *)b)->name);
 }
-static inline int st_by_begin(const void *a, const void *b) {
+static int st_by_begin(const void *a, const void *b) {
     const StTensor *x = (const StTensor *)a, *y = (const StTensor *)b;
     if (x->begin != y->begin) return x->begin < y->begin ? -1 : 1;
     return (x->count > y->count) - (x->count < y->count);  // empty tensors first
 }
 
 // One entry of a header. Data begin at byte `data` of a file of `size` bytes.
-static inline StTensor st_parse_tensor(const Json *j, int key, const char *path, uint64_t data, uint64_t size) {
+static StTensor st_parse_tensor(const Json *j, int key, const char *path, uint64_t data, uint64_t size) {
     #define ST_REQUIRE(condition, what, ...) \
         require(condition, "'%s': tensor '%.100s' " what, path, t.name, ##__VA_ARGS__)
     StTensor t;
@@ -113,7 +113,7 @@ static inline StTensor st_parse_tensor(const Json *j, int key, const char *path,
     #undef ST_REQUIRE
 }
 
-static inline void st_open_file(StReader *r, const char *path) {
+static void st_open_file(StReader *r, const char *path) {
     int64_t size;
     uint64_t length = 0;
     int number = r->num_files++, first = r->count;
@@ -149,14 +149,14 @@ static inline void st_open_file(StReader *r, const char *path) {
     require(end == (uint64_t)size, "'%s' has %lu bytes behind its last tensor" ST_BROKEN, path, size - end);
 }
 
-static inline const StTensor *st_find(const StReader *r, const char *name) {
+static const StTensor *st_find(const StReader *r, const char *name) {
     StTensor key;
     key.name = name;
     return r->count ? (const StTensor *)bsearch(&key, r->tensors, r->count, sizeof key, st_by_name) : NULL;
 }
 
 // The files that an index names, each once. File names only: an index must not reach outside its folder.
-static inline void st_open_indexed(StReader *r, const char *folder, const char *index_path, Json *index) {
+static void st_open_indexed(StReader *r, const char *folder, const char *index_path, Json *index) {
     require(json_load(index, index_path), "'%s' is not JSON: %s\nmake or download it again", index_path, index->error);
     const int map = json_get(index, 0, "weight_map");
     require(json_is(index, map, JSON_OBJECT) && json_items(index, map) > 0,
@@ -174,7 +174,7 @@ static inline void st_open_indexed(StReader *r, const char *folder, const char *
 }
 
 // Opens one file, or the folder that holds model.safetensors or else model.safetensors.index.json and its files.
-static inline void st_open(StReader *r, const char *path) {
+static void st_open(StReader *r, const char *path) {
     memset(r, 0, sizeof *r);
     Json index;
     memset(&index, 0, sizeof index);
@@ -207,7 +207,7 @@ static inline void st_open(StReader *r, const char *path) {
             json_items(&index, map), r->count);
     json_free(&index);
 }
-static inline void st_close(StReader *r) {
+static void st_close(StReader *r) {
     for (int i = 0; i < r->num_files; i++) {
         close(r->files[i].fd);
         json_free(&r->files[i].header);
@@ -217,13 +217,13 @@ static inline void st_close(StReader *r) {
     memset(r, 0, sizeof *r);
 }
 
-static inline void st_check_span(const StTensor *t, uint64_t begin, uint64_t count) {
+static void st_check_span(const StTensor *t, uint64_t begin, uint64_t count) {
     assert(begin <= t->count && count <= t->count - begin);
 }
-static inline int st_is_float(const StTensor *t) { return t->type <= ST_F16; }
+static int st_is_float(const StTensor *t) { return t->type <= ST_F16; }
 
 // Elements [begin, begin + count) of a tensor of floats.
-static inline void st_read_floats(const StReader *r, const StTensor *t, uint64_t begin, uint64_t count, float *out) {
+static void st_read_floats(const StReader *r, const StTensor *t, uint64_t begin, uint64_t count, float *out) {
     const StFile *f = &r->files[t->file];
     require(st_is_float(t), "'%s': tensor '%.100s' is %s\nF32, BF16 or F16 is needed", f->path.text, t->name,
             st_types[t->type].name);
@@ -242,13 +242,13 @@ static inline void st_read_floats(const StReader *r, const StTensor *t, uint64_t
             for (uint64_t k = 0; k < n; k++) out[i + k] = st_float_of_half(raw[k]);
     }
 }
-static inline int floats_are_finite(const float *values, uint64_t count) {
+static int floats_are_finite(const float *values, uint64_t count) {
     uint32_t not_finite = 0;
     for (uint64_t i = 0; i < count; i++) not_finite |= (float_bits(values[i]) & 0x7f800000) == 0x7f800000;
     return !not_finite;
 }
 // Whether two tensors hold the same bits.
-static inline int st_same(const StReader *r, const StTensor *a, const StTensor *b) {
+static int st_same(const StReader *r, const StTensor *a, const StTensor *b) {
     const StFile *p = &r->files[a->file], *q = &r->files[b->file];
     char x[ST_PIECE_BYTES], y[ST_PIECE_BYTES];
     int same = a->type == b->type && a->count == b->count;
@@ -263,13 +263,13 @@ static inline int st_same(const StReader *r, const StTensor *a, const StTensor *
 
 // ---- writer
 
-static inline void st_create(StWriter *w, const char *path) {
+static void st_create(StWriter *w, const char *path) {
     memset(w, 0, sizeof *w);
     w->path = path_of("%s", path);
     w->fd = -1;
 }
 // Returns the tensor's number.
-static inline int st_declare(StWriter *w, const char *name, StType type, int dims, const uint64_t *shape) {
+static int st_declare(StWriter *w, const char *name, StType type, int dims, const uint64_t *shape) {
     assert(w->fd < 0 && dims <= ST_MAX_DIMS);
     StTensor t;
     memset(&t, 0, sizeof t);
@@ -284,12 +284,12 @@ static inline int st_declare(StWriter *w, const char *name, StType type, int dim
     return w->count++;
 }
 // Warns that writing failed and returns errno. The caller decides whether the program ends.
-static inline int st_failed(const char *path) {
+static int st_failed(const char *path) {
     int error = errno;
     fprintf(stderr, "%swarning: cannot write '%s': %s\n", rank_prefix(), path, strerror(error));
     return error;
 }
-static inline int st_pwrite(int fd, const char *path, const void *source, uint64_t bytes, uint64_t offset) {
+static int st_pwrite(int fd, const char *path, const void *source, uint64_t bytes, uint64_t offset) {
     const char *from = (const char *)source;
     while (bytes > 0) {
         ssize_t n = pwrite(fd, from, bytes, offset);
@@ -303,20 +303,20 @@ static inline int st_pwrite(int fd, const char *path, const void *source, uint64
     return 0;
 }
 // Flushes to the disk and closes. `error`: errno of a write before, or 0. Returns it, or errno of what fails here.
-static inline int st_flush_and_close(int fd, const char *path, int error) {
+static int st_flush_and_close(int fd, const char *path, int error) {
     if (fd < 0) return error;
     if (!error && fsync(fd) != 0) error = st_failed(path);
     if (close(fd) != 0 && !error) error = st_failed(path);
     return error;
 }
-static inline void st_write(StWriter *w, const void *source, uint64_t bytes, uint64_t offset) {
+static void st_write(StWriter *w, const void *source, uint64_t bytes, uint64_t offset) {
     if (!w->error) w->error = st_pwrite(w->fd, w->path.text, source, bytes, offset);
     if (w->error) return;
     w->sum += checksum(source, bytes, offset);
 }
 // After the last declaration: makes the file and writes its header. create = 0: another rank has done that with the
 // same declarations, only open the file.
-static inline void st_begin(StWriter *w, int create) {
+static void st_begin(StWriter *w, int create) {
     Text text;
     FILE *f = text_open(&text);
     uint64_t offset = 0;
@@ -348,7 +348,7 @@ static inline void st_begin(StWriter *w, int create) {
     }
     free(text.bytes);
 }
-static inline void st_write_floats(StWriter *w, int tensor, uint64_t begin, uint64_t count, const float *source) {
+static void st_write_floats(StWriter *w, int tensor, uint64_t begin, uint64_t count, const float *source) {
     const StTensor *t = &w->tensors[tensor];
     st_check_span(t, begin, count);
     if (t->type == ST_F32) {
@@ -364,7 +364,7 @@ static inline void st_write_floats(StWriter *w, int tensor, uint64_t begin, uint
     }
 }
 // Returns 0 when all is on the disk, else errno of what failed.
-static inline int st_finish(StWriter *w) {
+static int st_finish(StWriter *w) {
     int error = st_flush_and_close(w->fd, w->path.text, w->error);
     for (int i = 0; i < w->count; i++) free((void *)w->tensors[i].name);
     free(w->tensors);

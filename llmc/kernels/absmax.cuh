@@ -60,7 +60,7 @@ static __global__ void __launch_bounds__(ABSMAX_THREADS) absmax_kernel(float *ab
     absmax_of_block<T>(absmax, most, shared);
 }
 // *absmax is raised to that of x (count)
-template <typename T> static inline void absmax_tensor(float *absmax, const T *x, size_t count, cudaStream_t stream) {
+template <typename T> static void absmax_tensor(float *absmax, const T *x, size_t count, cudaStream_t stream) {
     require_aligned("absmax", {x});
     assert(count % Vec<T>::size == 0);
     const size_t vecs = count / Vec<T>::size;

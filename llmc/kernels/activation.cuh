@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(ACTIVATION_THREADS)
 // ---- launchers: all outputs "="
 
 template <int INPUTS>
-static inline ActivationRows<INPUTS> activation_rows(int N, int F, const void *a, const void *b, const void *c) {
+static ActivationRows<INPUTS> activation_rows(int N, int F, const void *a, const void *b, const void *c) {
     require(((uintptr_t)a | (uintptr_t)b | (uintptr_t)c) % 16 == 0,
             "an activation's buffer does not begin on 16 bytes\nallocate it with memory_request");
     require(F % VecX::size == 0, "MLP width %d is not a multiple of %d\nchange ffn=", F, VecX::size);
@@ -99,12 +99,12 @@ static inline ActivationRows<INPUTS> activation_rows(int N, int F, const void *a
             N, F);
     return {(unsigned)vectors, (unsigned)(F / VecX::size)};
 }
-template <int INPUTS> static inline unsigned activation_blocks(ActivationRows<INPUTS> rows) {
+template <int INPUTS> static unsigned activation_blocks(ActivationRows<INPUTS> rows) {
     return (unsigned)ceil_div(rows.vectors, (size_t)ACTIVATION_THREADS * rows.UNROLL);
 }
 // out (N,F) = f(inp (N,INPUTS F)); slopes (N,INPUTS F; NULL: not kept; may be inp) = f's slopes by each input
-static inline void activation_forward(MlpKind kind, floatX *out, floatX *slopes, const floatX *inp, int N, int F,
-                                      cudaStream_t stream) {
+static void activation_forward(MlpKind kind, floatX *out, floatX *slopes, const floatX *inp, int N, int F,
+                               cudaStream_t stream) {
     with_activation(kind, [&](auto policy) {
         typedef decltype(policy) Act;
         const auto rows = activation_rows<Act::INPUTS>(N, F, out, slopes, inp);
@@ -115,8 +115,8 @@ static inline void activation_forward(MlpKind kind, floatX *out, floatX *slopes,
     });
 }
 // dinp (N,INPUTS F) = dout (N,F) times each part of slopes; dinp may be slopes or, with one input, dout
-static inline void activation_backward(MlpKind kind, floatX *dinp, const floatX *dout, const floatX *slopes, int N,
-                                       int F, cudaStream_t stream) {
+static void activation_backward(MlpKind kind, floatX *dinp, const floatX *dout, const floatX *slopes, int N, int F,
+                                cudaStream_t stream) {
     with_activation(kind, [&](auto policy) {
         constexpr int INPUTS = decltype(policy)::INPUTS;
         const auto rows = activation_rows<INPUTS>(N, F, dinp, dout, slopes);

@@ -54,7 +54,7 @@ struct Relu2 {
 };
 
 // The one place where a kind becomes a policy: body(policy).
-template <typename Body> static inline auto with_activation(MlpKind kind, Body body) {
+template <typename Body> static auto with_activation(MlpKind kind, Body body) {
     switch (kind) {
     case MLP_GELU: return body(Gelu());
     case MLP_SWIGLU: return body(Swiglu());
@@ -74,7 +74,7 @@ __device__ inline float activation_value(MlpKind kind, float a, float b) {
     __trap();
     return a;
 }
-static inline int activation_inputs(MlpKind kind) {
+static int activation_inputs(MlpKind kind) {
     return with_activation(kind, [](auto policy) { return decltype(policy)::INPUTS; });
 }
 

@@ -113,9 +113,9 @@ __global__ void __launch_bounds__(ADAM_THREADS)
 // cover `count` weights, which only the timing reads. scalars (device memory): the scale of the gradients, and whether
 // the step is applied.
 template <typename S>
-static inline void adamw_update(floatX *weights, float *master, S *m, S *v, const floatX *grads,
-                                const AdamChunk *chunks, int num_chunks, size_t count, const UpdateParams *p,
-                                const StepScalars *scalars, uint64_t seed, cudaStream_t stream) {
+static void adamw_update(floatX *weights, float *master, S *m, S *v, const floatX *grads, const AdamChunk *chunks,
+                         int num_chunks, size_t count, const UpdateParams *p, const StepScalars *scalars, uint64_t seed,
+                         cudaStream_t stream) {
     require_aligned("AdamW", {weights, master, m, v, grads});
     assert(p->step >= 1);
     if (num_chunks == 0) return;  // a rank may own nothing

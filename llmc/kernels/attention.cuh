@@ -28,7 +28,7 @@
 // ---- the plan
 
 // Before anything is allocated: whether there are kernels for heads of HD.
-static inline void attention_require_head(int HD) {
+static void attention_require_head(int HD) {
     require(
         HD >= 8 && HD <= 256 && HD % 8 == 0,
         "attention has no kernel for heads of %d\nchoose heads so that channels / heads is a multiple of 8 up to 256",
@@ -37,11 +37,11 @@ static inline void attention_require_head(int HD) {
 // Whether this GPU runs Hopper's kernels for heads of HD.
 bool attention_has_hopper(int HD);  // in attention.cu
 // How many heads' keys and values stay in `mib` of L2 until the last piece of work has passed.
-static inline int attention_group(int T, int HD, int mib) {
+static int attention_group(int T, int HD, int mib) {
     const size_t pair = (size_t)T * HD * 2 * sizeof(floatX), budget = (size_t)mib << 20;
     return pair > budget ? 1 : (int)(budget / pair);
 }
-static inline AttentionProblem attention_plan(int B, int T, int NH, int NKV, int HD) {
+static AttentionProblem attention_plan(int B, int T, int NH, int NKV, int HD) {
     attention_require_head(HD);
     require(B >= 1 && T >= 1 && NH >= 1 && NKV >= 1 && NH % NKV == 0,
             "attention: B %d, T %d, %d heads, %d KV heads\nall must be positive and the KV heads must divide the heads",
@@ -55,16 +55,12 @@ static inline AttentionProblem attention_plan(int B, int T, int NH, int NKV, int
     a.group = attention_group(T, HD, 16 /*leave room in the L2 of any data-centre GPU*/);
     return a;
 }
-static inline size_t attention_scratch_bytes(const AttentionProblem *a) {
-    return (size_t)a->B * a->NH * a->T * sizeof(float);
-}
-static inline int attention_width(const AttentionProblem *a) { return (a->NH + 2 * a->NKV) * a->HD; }
+static size_t attention_scratch_bytes(const AttentionProblem *a) { return (size_t)a->B * a->NH * a->T * sizeof(float); }
+static int attention_width(const AttentionProblem *a) { return (a->NH + 2 * a->NKV) * a->HD; }
 // Hopper's kernels for heads of 64 leave column sums of 64 rows each; else bias_partial reads dqkv again.
-static inline bool attention_sums_columns(const AttentionProblem *a) {
-    return a->path == ATTENTION_HOPPER && a->HD == 64;
-}
+static bool attention_sums_columns(const AttentionProblem *a) { return a->path == ATTENTION_HOPPER && a->HD == 64; }
 // Rows of the column sums that backward leaves for bias_finish.
-static inline int attention_column_slices(const AttentionProblem *a) {
+static int attention_column_slices(const AttentionProblem *a) {
     return attention_sums_columns(a) ? a->B * ((a->T + 63) / 64) : bias_slices(attention_width(a));
 }
 
@@ -74,13 +70,13 @@ static inline int attention_column_slices(const AttentionProblem *a) {
 void attention_run_forward(const AttentionLaunch<floatX> &a, cudaStream_t stream);
 void attention_run_backward(const AttentionLaunch<floatX> &a, cudaStream_t stream);
 
-static inline void attention_require_aligned(const AttentionLaunch<floatX> &a) {
+static void attention_require_aligned(const AttentionLaunch<floatX> &a) {
     require(((uintptr_t)a.out | (uintptr_t)a.dqkv | (uintptr_t)a.qkv | (uintptr_t)a.dout) % 16 == 0,
             "attention: a buffer is not aligned to 16 bytes\nallocate it through memory.cuh");
 }
 // out, lse = attention(qkv)
-static inline void attention_forward(const AttentionProblem *p, floatX *out, float *lse, const floatX *qkv,
-                                     cudaStream_t stream) {
+static void attention_forward(const AttentionProblem *p, floatX *out, float *lse, const floatX *qkv,
+                              cudaStream_t stream) {
     const AttentionLaunch<floatX> a = {*p, out, NULL, qkv, NULL, lse};
     attention_require_aligned(a);
     attention_run_forward(a, stream);
@@ -89,8 +85,8 @@ static inline void attention_forward(const AttentionProblem *p, floatX *out, flo
 }
 // dqkv = gradient of everything in the packed rows; with p->cos_sin that of q and k before they were rotated.
 // column_sums: NULL, or (attention_column_slices, (NH + 2 NKV) HD), whose sum over slices is that of dqkv's rows.
-static inline void attention_backward(const AttentionProblem *p, floatX *dqkv, float *column_sums, const floatX *dout,
-                                      const floatX *qkv, const floatX *out, const float *lse, cudaStream_t stream) {
+static void attention_backward(const AttentionProblem *p, floatX *dqkv, float *column_sums, const floatX *dout,
+                               const floatX *qkv, const floatX *out, const float *lse, cudaStream_t stream) {
     const bool inside = attention_sums_columns(p);
     const AttentionLaunch<floatX> a = {*p, (floatX *)out, dqkv, qkv, dout, (float *)lse, inside ? column_sums : NULL};
     attention_require_aligned(a);

@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(DECODE_THREADS)
 }
 
 template <typename T>
-static inline void attention_cached(floatX *out, const KvRows &cache, const floatX *qkv, int S, int n, int at, int room,
-                                    int NH, int NKV, int HD, cudaStream_t stream) {
+static void attention_cached(floatX *out, const KvRows &cache, const floatX *qkv, int S, int n, int at, int room,
+                             int NH, int NKV, int HD, cudaStream_t stream) {
     const float scale = 1.4426950408889634f / sqrtf((float)HD);
     const auto kernel = HD <= 64    ? attention_decode_kernel<2, T>
                         : HD <= 128 ? attention_decode_kernel<4, T>
@@ -113,8 +113,8 @@ static inline void attention_cached(floatX *out, const KvRows &cache, const floa
     launchCheck();
 }
 // out (S,n,NH*HD) =, cache (S,NKV,room): places at .. at+n-1 =; e4m3: keys and values of qkv are rounded in place
-static inline void attention_decode(floatX *out, const KvRows &cache, floatX *qkv, int S, int n, int at, int room,
-                                    int NH, int NKV, int HD, cudaStream_t stream) {
+static void attention_decode(floatX *out, const KvRows &cache, floatX *qkv, int S, int n, int at, int room, int NH,
+                             int NKV, int HD, cudaStream_t stream) {
     require(HD % VecX::size == 0 && HD <= KV_MOST_HD,
             "generation with a head dimension of %d\nuse a multiple of %d up to %d", HD, VecX::size, (int)KV_MOST_HD);
     assert(NH % NKV == 0 && at >= 0 && n >= 1 && at + n <= room);

@@ -58,7 +58,7 @@ struct Softcap {
         return {x > -INFINITY ? x * r : x, r * r * r};  // padding stays -inf; a NaN stays one: the sum
     }
 };
-template <typename Body> static inline void with_softcap(float at, Body body) {
+template <typename Body> static void with_softcap(float at, Body body) {
     if (at > 0)
         body(Softcap(at));
     else
@@ -270,8 +270,8 @@ __global__ void softcap_kernel(float *logits, size_t n, const Softcap cap) {
 // ---- launchers
 
 template <int THREADS, typename Cap>
-static inline void classifier_launch(floatX *logits, float *losses, const int *targets, float dloss, int N, int V,
-                                     int Vp, int cached, Cap cap, cudaStream_t stream) {
+static void classifier_launch(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp,
+                              int cached, Cap cap, cudaStream_t stream) {
     const size_t bytes = (size_t)cached * sizeof(floatX);
     const auto kernel = classifier_kernel<THREADS, true, Cap>;
     cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
@@ -280,8 +280,8 @@ static inline void classifier_launch(floatX *logits, float *losses, const int *t
     kernel<<<(unsigned)N, THREADS, bytes, stream>>>(logits, losses, targets, dloss, V, Vp, cached, cap);
 }
 template <typename Cap>
-static inline void classifier_run(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp,
-                                  int write_dlogits, Cap cap, cudaStream_t stream) {
+static void classifier_run(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp,
+                           int write_dlogits, Cap cap, cudaStream_t stream) {
     const int reserved = 2048;  // the kernel's own shared memory and the driver's, per block
     const int per_sm = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
     const int per_block = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
@@ -297,8 +297,8 @@ static inline void classifier_run(floatX *logits, float *losses, const int *targ
     }
 }
 // logits (N,Vp) become their own gradient if write_dlogits, else they are only read; losses (N) "="
-static inline void classifier(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp,
-                              int write_dlogits, cudaStream_t stream, float softcap = 0) {
+static void classifier(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp,
+                       int write_dlogits, cudaStream_t stream, float softcap = 0) {
     require(V > 0 && V <= Vp && Vp % VecX::size == 0,
             "%d logits in rows of %d\nrows must be padded to a multiple of %d", V, Vp, VecX::size);
     require((uintptr_t)logits % 16 == 0, "logits do not begin on 16 bytes\nallocate them with memory_request");
@@ -309,8 +309,8 @@ static inline void classifier(floatX *logits, float *losses, const int *targets,
     timing_lap("classifier", 0, (write_dlogits ? 2.0 : 1.0) * N * Vp * sizeof(floatX), stream);
 }
 // parts (N) of this rank = ; logits (N,Vp), of which V columns are words
-static inline void classifier_parts(ClassifierPart *parts, const floatX *logits, const int *targets, int rank, int N,
-                                    int V, int Vp, cudaStream_t stream, float softcap = 0) {
+static void classifier_parts(ClassifierPart *parts, const floatX *logits, const int *targets, int rank, int N, int V,
+                             int Vp, cudaStream_t stream, float softcap = 0) {
     require(V >= 0 && V <= Vp && Vp % VecX::size == 0 && (uintptr_t)logits % 16 == 0,
             "%d logits in rows of %d\nrows must be padded to a multiple of %d and begin on 16 bytes", V, Vp,
             VecX::size);
@@ -321,9 +321,9 @@ static inline void classifier_parts(ClassifierPart *parts, const floatX *logits,
     timing_lap("classifier", 0, (double)N * V * sizeof(floatX), stream);
 }
 // losses (N) "=", and logits become their own gradient if write_dlogits. parts (ranks,N): of all ranks
-static inline void classifier_ranks(floatX *logits, float *losses, const ClassifierPart *parts, const int *targets,
-                                    float dloss, int ranks, int rank, int N, int V, int Vp, int write_dlogits,
-                                    cudaStream_t stream, float softcap = 0) {
+static void classifier_ranks(floatX *logits, float *losses, const ClassifierPart *parts, const int *targets,
+                             float dloss, int ranks, int rank, int N, int V, int Vp, int write_dlogits,
+                             cudaStream_t stream, float softcap = 0) {
     with_softcap(softcap, [&](auto cap) {
         classifier_ranks_kernel<512><<<(unsigned)N, 512, 0, stream>>>(logits, losses, parts, targets, dloss, ranks,
                                                                       rank, N, V, Vp, write_dlogits, cap);
@@ -332,13 +332,13 @@ static inline void classifier_ranks(floatX *logits, float *losses, const Classif
     timing_lap("classifier", 0, write_dlogits ? 2.0 * N * Vp * sizeof(floatX) : 0, stream);
 }
 // logits (n) of generation, in place; softcap 0: they stay
-static inline void softcap_logits(float *logits, float softcap, size_t n, cudaStream_t stream) {
+static void softcap_logits(float *logits, float softcap, size_t n, cudaStream_t stream) {
     if (softcap <= 0) return;
     softcap_kernel<<<blocks_for((int)n, 256), 256, 0, stream>>>(logits, n, Softcap(softcap));
     launchCheck();
 }
 // total (1) += scale * sum of losses (N)
-static inline void loss_sum(float *total, const float *losses, int N, float scale, cudaStream_t stream) {
+static void loss_sum(float *total, const float *losses, int N, float scale, cudaStream_t stream) {
     loss_sum_kernel<<<1, 1024, 0, stream>>>(total, losses, N, scale);
     launchCheck();
 }

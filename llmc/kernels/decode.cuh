@@ -82,12 +82,12 @@ struct DecodeShared {
 };
 constexpr int DECODE_SHARED_BYTES = (int)((sizeof(DecodeShared) + 127) / 128 * 128);
 
-static inline __host__ __device__ bool decode_is_normed(DecodeKind kind) {
+static __host__ __device__ bool decode_is_normed(DecodeKind kind) {
     return kind != DECODE_PROJ && kind != DECODE_FCPROJ;
 }
 
 // What is a partial sum of the stream, or a part of the logits.
-static inline __host__ __device__ bool decode_is_exchanged(DecodeKind kind) {
+static __host__ __device__ bool decode_is_exchanged(DecodeKind kind) {
     return kind == DECODE_HEAD || !decode_is_normed(kind);
 }
 
@@ -521,7 +521,7 @@ __global__ void __launch_bounds__(DECODE_ALL_THREADS, 1)
 
 // ---- host
 
-static inline DecodeShape decode_shape(const Decode *d, DecodeKind kind) {
+static DecodeShape decode_shape(const Decode *d, DecodeKind kind) {
     const int gated = mlp_is_gated(d->mlp), attended = d->NH * d->HD;
     switch (kind) {
     case DECODE_QKV: return {(d->NH + 2 * d->NKV) * d->HD, d->C, d->HD / 2, d->dtype[kind]};
@@ -533,11 +533,11 @@ static inline DecodeShape decode_shape(const Decode *d, DecodeKind kind) {
     }
 }
 // Shared memory beside the ring.
-static inline int decode_fixed_bytes(const Decode *d) {
+static int decode_fixed_bytes(const Decode *d) {
     return DECODE_SHARED_BYTES + DECODE_OWN_ROWS * (int)decode_shared_row(d->C);
 }
 // Whether the kernel has these sizes, and this GPU enough shared memory for them.
-static inline int decode_fits(const Decode *d) {
+static int decode_fits(const Decode *d) {
     int fits = d->HD % 16 == 0 && d->HD <= DECODE_MOST_HD && d->C <= DECODE_NORM_TURNS * DECODE_BLOCK_THREADS * 4;
     for (int k = 0; k < DECODE_KINDS; k++) {
         const DecodeShape s = decode_shape(d, (DecodeKind)k);
@@ -549,7 +549,7 @@ static inline int decode_fits(const Decode *d) {
     return fits;
 }
 // Decides how this GPU runs it.
-static inline void decode_prepare(Decode *d) {
+static void decode_prepare(Decode *d) {
     DecodePlan *p = &d->plan;
     d->blocks = device_attribute(cudaDevAttrMultiProcessorCount);
     d->gated = mlp_is_gated(d->mlp);
@@ -570,7 +570,7 @@ static inline void decode_prepare(Decode *d) {
     d->shared_bytes = decode_fixed_bytes(d) + p->stages * p->stage_bytes;
 }
 // Places the buffers of a step in `memory`, which holds zeros; returns the bytes that they take. NULL: only these.
-static inline size_t decode_workspace(Decode *d, void *memory) {
+static size_t decode_workspace(Decode *d, void *memory) {
     size_t at = 0;
     const auto place = [&](auto **pointer, size_t count) {
         if (memory) *(void **)pointer = (char *)memory + at;
@@ -588,7 +588,7 @@ static inline size_t decode_workspace(Decode *d, void *memory) {
     place(&d->parts, rows * d->NH * DECODE_SPANS * (d->HD + 2));
     return at;
 }
-template <typename Ranks> static inline auto decode_kernel_of(const Decode *d, int rows) {
+template <typename Ranks> static auto decode_kernel_of(const Decode *d, int rows) {
     if (rows <= DECODE_OWN_ROWS) return decode_kernel<1, true, true, Ranks>;
     #ifdef PRECISION_FP32  // two variants more are enough: it need not be fast
     (void)d;

@@ -160,9 +160,7 @@ struct DecodeRows {
     unsigned shared;     // 0: global
     int rows, K;
 };
-static inline __host__ __device__ unsigned decode_shared_row(int K) {
-    return (unsigned)K * sizeof(floatX) + DECODE_PAD;
-}
+static __host__ __device__ unsigned decode_shared_row(int K) { return (unsigned)K * sizeof(floatX) + DECODE_PAD; }
 
 // What a lane needs of GROUPS groups of 8 rows for a warp's pieces of a segment: of its row 4 t.. vectors that go with
 // its 16 bytes of weights.

@@ -46,23 +46,23 @@ typedef struct {
     const floatX *head_gains;        // (2,HD) of QK-norm, of q and of k; NULL: all are 1
 } DecodeMatrix;
 
-static inline __host__ __device__ int decode_row_bytes(const DecodeShape &s) {
+static __host__ __device__ int decode_row_bytes(const DecodeShape &s) {
     return s.dtype == DECODE_NATIVE ? s.K * (int)sizeof(floatX) : s.dtype == DECODE_INT4 ? s.K / 2 : s.K;
 }
-static inline __host__ __device__ int decode_scale_bytes(int K) { return (K / DECODE_INT4_GROUP + 15) / 16 * 32; }
+static __host__ __device__ int decode_scale_bytes(int K) { return (K / DECODE_INT4_GROUP + 15) / 16 * 32; }
 // Bytes of a row in a stage, for so many groups of 8 rows: a warp has one or two pieces of it. Rows that are multiplied
 // have as many elements in registers, of int4 four times as many as of bf16.
-static inline __host__ __device__ constexpr int decode_segment(int dtype, int groups) {
+static __host__ __device__ constexpr int decode_segment(int dtype, int groups) {
     return (dtype == DECODE_INT4 && groups > 1) || (dtype != DECODE_NATIVE && groups > 2) ? 512 : 1024;
 }
 // Of its scales, a bf16 for each piece.
-static inline __host__ __device__ constexpr int decode_scale_segment(int segment) { return segment / DECODE_PIECE * 2; }
-static inline __host__ __device__ int decode_stage_bytes(int dtype) {
+static __host__ __device__ constexpr int decode_scale_segment(int segment) { return segment / DECODE_PIECE * 2; }
+static __host__ __device__ int decode_stage_bytes(int dtype) {
     const int segment = decode_segment(dtype, 1);
     return DECODE_COLUMNS * (segment + DECODE_PAD + (dtype == DECODE_INT4 ? decode_scale_segment(segment) : 0));
 }
 // How many tiles a pass has at most, with registers for so many groups of 8 rows.
-static inline __host__ __device__ constexpr int decode_tiles_at_once(int dtype, int groups) {
+static __host__ __device__ constexpr int decode_tiles_at_once(int dtype, int groups) {
     return groups < 8 ? 4 : dtype == DECODE_NATIVE ? 2 : 1;
 }
 

@@ -47,7 +47,7 @@ typedef struct {
     int *tokens;       // NULL, or what was drawn for each slot
     const int *slots;  // (rows)
 } DrawLaunch;
-static inline HOST_DEVICE size_t draw_row_bytes(int num_parts) {
+static HOST_DEVICE size_t draw_row_bytes(int num_parts) {
     return sizeof(DrawState) + DRAW_HISTOGRAMS * sizeof(DrawHistogram) + (size_t)num_parts * sizeof(DrawPart);
 }
 
@@ -316,13 +316,13 @@ __global__ void __launch_bounds__(DRAW_THREADS) draw_kernel(DrawLaunch l) {
     if (row.last()) row.finish();
 }
 
-static inline int draw_parts(int known) { return (int)ceil_div((size_t)known, DRAW_PART); }
+static int draw_parts(int known) { return (int)ceil_div((size_t)known, DRAW_PART); }
 // Zero before the first launch; of launches of up to `rows` rows.
-static inline size_t draw_scratch_bytes(int rows, int known) { return rows * draw_row_bytes(draw_parts(known)); }
+static size_t draw_scratch_bytes(int rows, int known) { return rows * draw_row_bytes(draw_parts(known)); }
 // out (rows) =. stride: from row to row of the logits.
-static inline void draw_rows(Drawn *out, const float *logits, size_t stride, int known, const Draw *draws,
-                             const int *positions, int rows, void *scratch, cudaStream_t stream, int *tokens = NULL,
-                             const int *slots = NULL) {
+static void draw_rows(Drawn *out, const float *logits, size_t stride, int known, const Draw *draws,
+                      const int *positions, int rows, void *scratch, cudaStream_t stream, int *tokens = NULL,
+                      const int *slots = NULL) {
     require(known >= 1 && known <= 1 << DRAW_MOST_IDS, "a draw from %d tokens\nat most %d are supported", known,
             1 << DRAW_MOST_IDS);
     static int fit;  // blocks that are resident at once

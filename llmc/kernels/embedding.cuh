@@ -214,14 +214,14 @@ __global__ void __launch_bounds__(EMBEDDING_THREADS)
 
 // ---- launchers
 
-static inline void embedding_require(const void *rows, const void *wte, const void *wpe, int B, int T, int C) {
+static void embedding_require(const void *rows, const void *wte, const void *wpe, int B, int T, int C) {
     require(C % 8 == 0 && (int64_t)B * T <= 1 << 30,
             "embedding: B %d, T %d, C %d\nC must be a multiple of 8, B*T at most 2^30", B, T, C);
     require_aligned("embedding", {rows, wte, wpe});
 }
 // out (B,T,C) =
-static inline void embedding_forward(floatX *out, TokenRows t, const floatX *wte, const floatX *wpe, int B, int T,
-                                     int C, cudaStream_t stream) {
+static void embedding_forward(floatX *out, TokenRows t, const floatX *wte, const floatX *wpe, int B, int T, int C,
+                              cudaStream_t stream) {
     embedding_require(out, wte, wpe, B, T, C);
     const int N = B * T;
     embedding_forward_kernel<<<blocks_for(N, EMBEDDING_WARPS), EMBEDDING_THREADS, 0, stream>>>(out, t, wte, wpe, N, T,
@@ -231,8 +231,8 @@ static inline void embedding_forward(floatX *out, TokenRows t, const floatX *wte
 }
 
 // out[i,:] = in[index[i],:], or zeros where index[i] >= limit. out (count,C); in (limit,C), apart from out
-static inline void rows_pick(floatX *out, const floatX *in, const int *index, int count, int limit, int C,
-                             cudaStream_t stream) {
+static void rows_pick(floatX *out, const floatX *in, const int *index, int count, int limit, int C,
+                      cudaStream_t stream) {
     embedding_require(out, in, NULL, 1, count, C);
     embedding_forward_kernel<<<blocks_for(count, EMBEDDING_WARPS), EMBEDDING_THREADS, 0, stream>>>(
         out, {index, 0, limit, limit, NULL}, in, NULL, count, count, C);
@@ -241,17 +241,17 @@ static inline void rows_pick(floatX *out, const floatX *in, const int *index, in
 }
 
 // The length of the list that is sorted: a power of two.
-static inline size_t embedding_list_length(size_t N) {
+static size_t embedding_list_length(size_t N) {
     size_t n = SORT_TILE;
     while (n < N) n *= 2;
     return n;
 }
 // The list, and behind it the long runs.
-static inline size_t embedding_backward_scratch_bytes(int B, int T) {
+static size_t embedding_backward_scratch_bytes(int B, int T) {
     const size_t N = (size_t)B * T;
     return (embedding_list_length(N) + 1 + N / LONG_RUN) * sizeof(uint64_t);
 }
-static inline void embedding_sort(uint64_t *list, TokenRows rows, int N, cudaStream_t stream) {
+static void embedding_sort(uint64_t *list, TokenRows rows, int N, cudaStream_t stream) {
     const unsigned n = (unsigned)embedding_list_length(N), tiles = n / SORT_TILE;
     sort_tile_kernel<<<tiles, SORT_THREADS, 0, stream>>>(list, rows, N, 2, SORT_TILE);
     for (unsigned k = 2 * SORT_TILE; k <= n; k *= 2) {
@@ -262,8 +262,8 @@ static inline void embedding_sort(uint64_t *list, TokenRows rows, int N, cudaStr
     launchCheck();
 }
 // dweight (Vp,C) +=
-static inline void embedding_sum_runs(floatX *dweight, const floatX *dout, TokenRows t, int N, int C, void *scratch,
-                                      cudaStream_t stream) {
+static void embedding_sum_runs(floatX *dweight, const floatX *dout, TokenRows t, int N, int C, void *scratch,
+                               cudaStream_t stream) {
     uint64_t *sorted = (uint64_t *)scratch;
     LongRuns *long_runs = (LongRuns *)(sorted + embedding_list_length(N));
     embedding_sort(sorted, t, N, stream);
@@ -276,8 +276,8 @@ static inline void embedding_sum_runs(floatX *dweight, const floatX *dout, Token
     timing_lap("embedding backward", 0, 2.0 * N * C * sizeof(floatX), stream);
 }
 // dwte (Vp,C) +=, dwpe (T,C) += or NULL
-static inline void embedding_backward(floatX *dwte, floatX *dwpe, const floatX *dout, TokenRows t, int B, int T, int C,
-                                      void *scratch, cudaStream_t stream) {
+static void embedding_backward(floatX *dwte, floatX *dwpe, const floatX *dout, TokenRows t, int B, int T, int C,
+                               void *scratch, cudaStream_t stream) {
     embedding_require(dout, dwte, dwpe, B, T, C);
     const int N = B * T;
     embedding_sum_runs(dwte, dout, t, N, C, scratch, stream);

@@ -70,13 +70,13 @@ __global__ void __launch_bounds__(GLOBAL_NORM_THREADS)
     if (threadIdx.x == 0) partials[blockIdx.y * gridDim.x + blockIdx.x] = sum;
 }
 
-static inline size_t global_norm_scratch_bytes(int num_spans) {
+static size_t global_norm_scratch_bytes(int num_spans) {
     const size_t spans = (size_t)num_spans * GLOBAL_NORM_SPAN_BLOCKS;
     return (spans > GLOBAL_NORM_MAX_BLOCKS ? spans : (size_t)GLOBAL_NORM_MAX_BLOCKS) * sizeof(float);
 }
 // out (1) = sum of squares of grads: of all n (spans NULL) or of spans (device memory). Both are whole 16-byte vectors.
-static inline void global_norm_squared(float *out, const floatX *grads, size_t n, const Span *spans, int num_spans,
-                                       void *scratch, cudaStream_t stream) {
+static void global_norm_squared(float *out, const floatX *grads, size_t n, const Span *spans, int num_spans,
+                                void *scratch, cudaStream_t stream) {
     require_aligned("gradient norm", {grads});
     assert(n % VecX::size == 0);
     float *partials = (float *)scratch;
@@ -124,15 +124,15 @@ static __global__ void step_decide_kernel(StepScalars *s, double tokens, double 
     s->verdict = step_verdict(s->loss, s->norm, most_loss, most_norm);
 }
 // tokens: of the step, of all ranks.
-static inline void step_decide(StepScalars *s, double tokens, const UpdateParams *p, cudaStream_t stream) {
+static void step_decide(StepScalars *s, double tokens, const UpdateParams *p, cudaStream_t stream) {
     step_decide_kernel<<<1, 1, 0, stream>>>(s, tokens, p->clip, p->most_loss, p->most_norm);
     launchCheck();
 }
-static inline void step_masked(StepScalars *s, double masked, cudaStream_t stream) {
+static void step_masked(StepScalars *s, double masked, cudaStream_t stream) {
     step_masked_kernel<<<1, 1, 0, stream>>>(s, (float)masked);
     launchCheck();
 }
-static inline void step_sum(StepScalars *s, const float *of_ranks, int ranks, cudaStream_t stream) {
+static void step_sum(StepScalars *s, const float *of_ranks, int ranks, cudaStream_t stream) {
     step_sum_kernel<<<1, 1, 0, stream>>>(s, of_ranks, ranks);
     launchCheck();
 }

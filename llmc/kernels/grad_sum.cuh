@@ -32,7 +32,7 @@ static __global__ void __launch_bounds__(256)
         #pragma unroll
         for (int k = 0; k < N; k += 4) *(float4 *)(sums + i * N + k) = *(const float4 *)(sum + k);
 }
-static inline double grad_sum_bytes(GradSum step, size_t count) {
+static double grad_sum_bytes(GradSum step, size_t count) {
     const size_t sums = step == GRAD_SUM_ADD      ? 0
                         : step == GRAD_SUM_MIDDLE ? 2
                                                   : 1,
@@ -42,8 +42,7 @@ static inline double grad_sum_bytes(GradSum step, size_t count) {
     return (double)(count * (sums * sizeof(float) + grads * sizeof(floatX)));
 }
 // On any stream, so without a lap of --debug timing.
-static inline void grad_sum(GradSum step, float *sums, floatX *to, const floatX *grads, size_t count,
-                            cudaStream_t stream) {
+static void grad_sum(GradSum step, float *sums, floatX *to, const floatX *grads, size_t count, cudaStream_t stream) {
     require(((uintptr_t)sums | (uintptr_t)to | (uintptr_t)grads) % 16 == 0 && count % VecX::size == 0,
             "a sum of %zu gradients\nuse whole units, in buffers from memory_request", count);
     const size_t vectors = count / VecX::size;

@@ -97,7 +97,7 @@ __device__ inline VecX kv_load(const KvRows &cache, size_t row, int value, int d
 }
 
 // Rows of a sequence of `tokens`, with those behind them that a pass may write.
-static inline size_t prompt_rows(int tokens) { return round_up((size_t)tokens, PROMPT_ROWS) + PROMPT_ROWS; }
+static size_t prompt_rows(int tokens) { return round_up((size_t)tokens, PROMPT_ROWS) + PROMPT_ROWS; }
 
 // The keys and values of a token's row of qkv go to row kv * room + t of each head; e4m3: and are rounded in qkv.
 template <int THREADS>
@@ -135,8 +135,8 @@ static __global__ void __launch_bounds__(PROMPT_THREADS)
 }
 #ifdef __CUDACC__  // not where a CPU runs the kernel (dev/test/attention_mma.cpp)
 // cache (NKV,room): the slot's, of one layer. `rows` of qkv are complete afterwards.
-static inline void kv_prompt(floatX *qkv, const KvRows &cache, int at, int n, int rows, int room, int NH, int NKV,
-                             int HD, cudaStream_t stream) {
+static void kv_prompt(floatX *qkv, const KvRows &cache, int at, int n, int rows, int room, int NH, int NKV, int HD,
+                      cudaStream_t stream) {
     assert(at + n <= room && at + n <= rows);
     kv_prompt_kernel<<<rows, PROMPT_THREADS, 0, stream>>>(qkv, cache, at, n, room, NH, NKV, HD);
     launchCheck();

@@ -44,7 +44,7 @@ typedef struct {
 // ---- merging
 
 // A row of codes begins on 16 bytes.
-HOST_DEVICE static inline size_t quantised_row_bytes(const QuantMatrix *q) {
+HOST_DEVICE static size_t quantised_row_bytes(const QuantMatrix *q) {
     return (quant_row_bytes(q->format, q->cols) + 15) / 16 * 16;
 }
 template <int N> struct alignas(N) LoraCodes { uint8_t byte[N]; };  // one load
@@ -110,7 +110,7 @@ static __global__ void __launch_bounds__(LORA_THREADS)
 // ---- packing
 
 // Columns of a layer's packed adapters, each of a padded rank.
-HOST_DEVICE static inline int lora_columns(const LayerAdapters *l) {
+HOST_DEVICE static int lora_columns(const LayerAdapters *l) {
     return l->count * ((l->rank + LORA_PADDED - 1) / LORA_PADDED * LORA_PADDED);
 }
 typedef enum { LORA_PACK, LORA_UNPACK, LORA_ADD } LoraMove;
@@ -140,7 +140,7 @@ static __global__ void __launch_bounds__(PACK_THREADS)
 // ---- launchers
 
 // out (rows,cols) = the matrix and what its adapters add
-static inline void lora_merge(floatX *out, const QuantMatrix *q, const LayerAdapters *l, cudaStream_t stream) {
+static void lora_merge(floatX *out, const QuantMatrix *q, const LayerAdapters *l, cudaStream_t stream) {
     const int across = (int)ceil_div((size_t)q->cols, LORA_THREADS * VecX::size);
     int sizes = q->rows | q->cols;
     for (int i = 0; i < l->count; i++) sizes |= l->of[i].row | l->of[i].rows;
@@ -153,10 +153,9 @@ static inline void lora_merge(floatX *out, const QuantMatrix *q, const LayerAdap
     timing_lap("weights merged", 0, (read + sizeof(floatX)) * q->rows * q->cols, stream);
 }
 // Elements of the packed A and B of a layer.
-static inline size_t lora_packed(int in, int out, int columns) { return (size_t)columns * (size_t)(in + out); }
+static size_t lora_packed(int in, int out, int columns) { return (size_t)columns * (size_t)(in + out); }
 // LORA_PACK: packed = the adapters. LORA_UNPACK, LORA_ADD: their gradients = or += the scale times packed ones.
-static inline void lora_move(LoraMove move, floatX *packed, const LayerAdapters *l, int in, int out,
-                             cudaStream_t stream) {
+static void lora_move(LoraMove move, floatX *packed, const LayerAdapters *l, int in, int out, cudaStream_t stream) {
     const int columns = lora_columns(l);
     const size_t size = lora_packed(in, out, columns);
     lora_move_kernel<<<blocks_for(size, PACK_THREADS), PACK_THREADS, 0, stream>>>(packed, *l, in, columns, size, move);

@@ -76,7 +76,7 @@ typedef struct Matmul {
 } Matmul;
 
 // `workspace`: device memory, used by one stream only; several Matmuls may share it there.
-static inline void matmul_open(Matmul *mm, void *workspace, size_t workspace_bytes, int allow_tf32, int autotune = 1) {
+static void matmul_open(Matmul *mm, void *workspace, size_t workspace_bytes, int allow_tf32, int autotune = 1) {
     memset(mm, 0, sizeof *mm);
     const size_t reserved = 512;
     assert(workspace_bytes > reserved && (uintptr_t)workspace % 256 == 0 &&
@@ -89,7 +89,7 @@ static inline void matmul_open(Matmul *mm, void *workspace, size_t workspace_byt
     mm->autotune = autotune;
     cublasCheck(cublasLtCreate(&mm->handle));
 }
-static inline void matmul_close(Matmul *mm) {
+static void matmul_close(Matmul *mm) {
     for (int i = 0; i < mm->count; i++) {
         cublasCheck(cublasLtMatmulDescDestroy(mm->plans[i].desc));
         cublasCheck(cublasLtMatrixLayoutDestroy(mm->plans[i].a));
@@ -101,19 +101,19 @@ static inline void matmul_close(Matmul *mm) {
     memset(mm, 0, sizeof *mm);
 }
 
-static inline size_t matmul_element(const MatmulProblem *q) { return q->dtype == MATMUL_E4M3 ? 1 : sizeof(floatX); }
+static size_t matmul_element(const MatmulProblem *q) { return q->dtype == MATMUL_E4M3 ? 1 : sizeof(floatX); }
 
 // ---- what can be fused, asked before anything is planned
 
 // The next variant of ours for this problem from `*at` on; NULL: no more.
-static inline const HopperVariant *matmul_variant(const MatmulProblem *q, int *at) {
+static const HopperVariant *matmul_variant(const MatmulProblem *q, int *at) {
     while (const HopperVariant *v = hopper_variant((*at)++)) {
         const int same_activation = q->epilogue < EPILOGUE_ACTIVATION || v->activation == q->activation;
         if (v->dtype == q->dtype && v->form == q->form && v->epilogue == q->epilogue && same_activation) return v;
     }
     return NULL;
 }
-static inline int matmul_has_epilogue(MatmulForm form, MatmulEpilogue epilogue, MlpKind activation) {
+static int matmul_has_epilogue(MatmulForm form, MatmulEpilogue epilogue, MlpKind activation) {
     MatmulProblem q = {};
     int at = 0;
     q.form = form;
@@ -122,47 +122,47 @@ static inline int matmul_has_epilogue(MatmulForm form, MatmulEpilogue epilogue, 
     return matmul_variant(&q, &at) != NULL;
 }
 // Of ours; without it cuBLASLt has all fp8 products.
-static inline int matmul_has_own_fp8(void) {
+static int matmul_has_own_fp8(void) {
     MatmulProblem q = {};
     int at = 0;
     q.dtype = MATMUL_E4M3;
     return matmul_variant(&q, &at) != NULL;
 }
-static inline int matmul_has_fp8(void) {
+static int matmul_has_fp8(void) {
     const int sm =
         10 * device_attribute(cudaDevAttrComputeCapabilityMajor) + device_attribute(cudaDevAttrComputeCapabilityMinor);
     return sizeof(floatX) == 2 && sm >= 89;
 }
 // Whether the activation of an MLP of width F can be part of its matmuls, forward and backward. If not: matmul first,
 // then activation.cuh.
-static inline int matmul_can_fuse(MlpKind activation, int F) {
+static int matmul_can_fuse(MlpKind activation, int F) {
     return matmul_has_epilogue(MATMUL_FORWARD, EPILOGUE_ACTIVATION, activation) &&
            matmul_has_epilogue(MATMUL_BACKWARD_INPUT, EPILOGUE_GRADIENT, activation) &&
            F % (activation_inputs(activation) > 1 ? 64 /*a tile's box*/ : VecX::size) == 0;
 }
 // Whether the product that gives q, k, v can rotate heads of HD. Those of 128 it could, but that was slower (8B: 619 us
 // for 579).
-static inline int matmul_can_rotate(int HD) {
+static int matmul_can_rotate(int HD) {
     return HD == 64 && matmul_has_epilogue(MATMUL_FORWARD, EPILOGUE_ROPE, MLP_GELU);
 }
 // Whether the epilogue can leave partial sums of out's (or aux's, from input) columns: fp32 (matmul_sum_slices, in),
 // for bias_finish.
-static inline int matmul_sums_columns(const MatmulProblem *q) {
+static int matmul_sums_columns(const MatmulProblem *q) {
     return q->epilogue >= EPILOGUE_GRADIENT && activation_inputs(q->activation) == 1;
 }
-static inline int matmul_sum_slices(int rows) { return (int)ceil_div((size_t)rows, 64); }
+static int matmul_sum_slices(int rows) { return (int)ceil_div((size_t)rows, 64); }
 
 // ---- plans
 
 #define matmulSet(desc, name, value) \
     cublasCheck(cublasLtMatmulDescSetAttribute((desc), (name), &(value), sizeof(value)))
-static inline void matmul_set_rows(const MatmulPlan *p, int rows) {  // of a product whose rows are those of inp or dout
+static void matmul_set_rows(const MatmulPlan *p, int rows) {  // of a product whose rows are those of inp or dout
     const uint64_t columns = (uint64_t)rows;
     cublasCheck(cublasLtMatrixLayoutSetAttribute(p->b, CUBLASLT_MATRIX_LAYOUT_COLS, &columns, sizeof columns));
     cublasCheck(cublasLtMatrixLayoutSetAttribute(p->d, CUBLASLT_MATRIX_LAYOUT_COLS, &columns, sizeof columns));
 }
 // cuBLASLt's candidates in the order of its own estimate.
-static inline int matmul_vendor_candidates(const Matmul *mm, const MatmulPlan *p, MatmulCandidate *candidates) {
+static int matmul_vendor_candidates(const Matmul *mm, const MatmulPlan *p, MatmulCandidate *candidates) {
     const MatmulProblem *q = &p->problem;
     const uint32_t alignment = MATMUL_ALIGNMENT;
     const int is_weight_gradient = q->form == MATMUL_BACKWARD_WEIGHT;
@@ -201,7 +201,7 @@ static inline int matmul_vendor_candidates(const Matmul *mm, const MatmulPlan *p
     return count;
 }
 // All candidates, the one that fixes the numbers first.
-static inline int matmul_candidates(const Matmul *mm, const MatmulPlan *p, MatmulCandidate *candidates) {
+static int matmul_candidates(const Matmul *mm, const MatmulPlan *p, MatmulCandidate *candidates) {
     const MatmulProblem *q = &p->problem;
     const HopperVariant *v;
     memset(candidates, 0, MATMUL_CANDIDATES * sizeof *candidates);
@@ -215,7 +215,7 @@ static inline int matmul_candidates(const Matmul *mm, const MatmulPlan *p, Matmu
     return count;
 }
 // cuBLASLt's description, complete before it is asked for candidates.
-static inline void matmul_describe(const Matmul *mm, MatmulPlan *p, const void *bias) {
+static void matmul_describe(const Matmul *mm, MatmulPlan *p, const void *bias) {
     const MatmulProblem *q = &p->problem;
     const MatmulSizes z = matmul_sizes(q);
     const int fp8 = q->dtype == MATMUL_E4M3;
@@ -250,7 +250,7 @@ static inline void matmul_describe(const Matmul *mm, MatmulPlan *p, const void *
                                                      &strides[i], sizeof *strides));
     }
 }
-static inline MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const void *bias) {
+static MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const void *bias) {
     MatmulPlan *p = mm->plans, *end = p + mm->count;
     while (p < end && (p->with_bias != (bias != NULL) || memcmp(&p->problem, q, sizeof *q))) p++;
     if (p < end) {
@@ -292,7 +292,7 @@ static __global__ void __launch_bounds__(256)
     for (int k = 0; k < VecX::size; k++) x[k] = (floatX)((float)x[k] * inverse + (float)b[k]);
     vec_store(out + i * VecX::size, x);
 }
-static inline void matmul_finish(const MatmulProblem *q, const MatmulOperands *x, cudaStream_t stream) {
+static void matmul_finish(const MatmulProblem *q, const MatmulOperands *x, cudaStream_t stream) {
     const MatmulSizes z = matmul_sizes(q);
     const unsigned of_row = (unsigned)(z.N / VecX::size);
     const size_t vecs = (size_t)z.M * of_row;
@@ -300,8 +300,8 @@ static inline void matmul_finish(const MatmulProblem *q, const MatmulOperands *x
                                                                     of_row, vecs);
     launchCheck();
 }
-static inline cublasStatus_t matmul_launch(const Matmul *mm, const MatmulPlan *p, const MatmulCandidate *c,
-                                           const MatmulProblem *q, const MatmulOperands *x, cudaStream_t stream) {
+static cublasStatus_t matmul_launch(const Matmul *mm, const MatmulPlan *p, const MatmulCandidate *c,
+                                    const MatmulProblem *q, const MatmulOperands *x, cudaStream_t stream) {
     const float alpha = 1, beta = x->accumulate ? 1 : 0;
     const int fp8 = q->dtype == MATMUL_E4M3;
     if (!c->own) {
@@ -334,12 +334,12 @@ __global__ void __launch_bounds__(256) matmul_hash_kernel(uint64_t *hash /*+=*/,
     for (int offset = WARP / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
     if (threadIdx.x % WARP == 0) atomicAdd((unsigned long long *)hash, sum);
 }
-static inline void matmul_hash_add(uint64_t *hash, const floatX *data, size_t count, cudaStream_t stream) {
+static void matmul_hash_add(uint64_t *hash, const floatX *data, size_t count, cudaStream_t stream) {
     matmul_hash_kernel<<<1024, 256, 0, stream>>>(hash, (const uint4 *)data, count * sizeof(floatX) / sizeof(uint4));
     launchCheck();
 }
 // Of a buffer that another one may equal in every bit; waits for it.
-static inline uint64_t matmul_hash(const Matmul *mm, const floatX *data, size_t count, cudaStream_t stream) {
+static uint64_t matmul_hash(const Matmul *mm, const floatX *data, size_t count, cudaStream_t stream) {
     uint64_t hash;
     cudaCheck(cudaMemsetAsync(mm->hashes, 0, sizeof hash, stream));
     matmul_hash_add(mm->hashes, data, count, stream);
@@ -348,7 +348,7 @@ static inline uint64_t matmul_hash(const Matmul *mm, const floatX *data, size_t 
     return hash;
 }
 // Elements of out.
-static inline size_t matmul_out_count(const MatmulProblem *q) {
+static size_t matmul_out_count(const MatmulProblem *q) {
     const MatmulSizes z = matmul_sizes(q);
     const int inputs = activation_inputs(q->activation);
     const size_t product = (size_t)z.M * (size_t)z.N * (size_t)matmul_batch(q);
@@ -356,8 +356,8 @@ static inline size_t matmul_out_count(const MatmulProblem *q) {
     return q->form == MATMUL_FORWARD && q->epilogue >= EPILOGUE_ACTIVATION ? product / (size_t)inputs : product;
 }
 // Runs every candidate once and marks those that work and equal the first in every bit. Returns their number.
-static inline int matmul_identical(const Matmul *mm, const MatmulPlan *p, const MatmulCandidate *candidates, int *alive,
-                                   const MatmulOperands *x, cudaStream_t stream) {
+static int matmul_identical(const Matmul *mm, const MatmulPlan *p, const MatmulCandidate *candidates, int *alive,
+                            const MatmulOperands *x, cudaStream_t stream) {
     uint64_t hashes[MATMUL_CANDIDATES];
     int count = 0;
     cudaCheck(cudaMemsetAsync(mm->hashes, 0, sizeof hashes, stream));
@@ -374,8 +374,8 @@ static inline int matmul_identical(const Matmul *mm, const MatmulPlan *p, const 
 }
 // The best time of each candidate that is alive. In every round each is run once, so that clocks and temperature treat
 // all alike.
-static inline void matmul_time(const Matmul *mm, const MatmulPlan *p, const MatmulCandidate *candidates, int *alive,
-                               float *best, const MatmulOperands *x, cudaStream_t stream) {
+static void matmul_time(const Matmul *mm, const MatmulPlan *p, const MatmulCandidate *candidates, int *alive,
+                        float *best, const MatmulOperands *x, cudaStream_t stream) {
     // Long products need no repeating, and would hold up the first step.
     enum { ROUNDS = 6, LEAST_ROUNDS = 2, ENOUGH_MS = 20 };
     cudaEvent_t events[MATMUL_CANDIDATES + 1];
@@ -401,7 +401,7 @@ static inline void matmul_time(const Matmul *mm, const MatmulPlan *p, const Matm
     for (int i = 0; i <= p->found; i++) cudaCheck(cudaEventDestroy(events[i]));
 }
 // Leaves the fastest candidate in the plan; the first is kept unless another is more than 1% faster.
-static inline void matmul_tune(Matmul *mm, MatmulPlan *p, const MatmulOperands *x, cudaStream_t stream) {
+static void matmul_tune(Matmul *mm, MatmulPlan *p, const MatmulOperands *x, cudaStream_t stream) {
     const double begin = now_seconds();
     MatmulCandidate candidates[MATMUL_CANDIDATES];
     int alive[MATMUL_CANDIDATES];
@@ -429,7 +429,7 @@ static inline void matmul_tune(Matmul *mm, MatmulPlan *p, const MatmulOperands *
 }
 
 // Every plan with what was chosen and, where it was timed, how fast it is.
-static inline void matmul_report(const Matmul *mm, FILE *f) {
+static void matmul_report(const Matmul *mm, FILE *f) {
     static const char *forms[] = {"forward", "input gradient", "weight gradient"};
     static const char *epilogues[] = {
         "", ", symmetric", ", rope", ", activation", ", activation keeps input", ", activation's gradient"};
@@ -466,7 +466,7 @@ static inline void matmul_report(const Matmul *mm, FILE *f) {
 
 // ---- the entry
 
-static inline void matmul(Matmul *mm, const MatmulProblem *q, const MatmulOperands *x, cudaStream_t stream) {
+static void matmul(Matmul *mm, const MatmulProblem *q, const MatmulOperands *x, cudaStream_t stream) {
     static const char *laps[] = {"matmul", "matmul, input grad", "matmul, weight grad"};
     require(q->rows > 0 && q->in > 0 && q->out > 0 && q->in % VecX::size == 0 && q->out % VecX::size == 0,
             "matmul of %d rows of %d to %d channels\nall must be positive, and channels multiples of %d", q->rows,

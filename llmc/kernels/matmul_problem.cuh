@@ -46,8 +46,8 @@ typedef struct {  // ints only: compared as bytes
     MatmulDtype dtype;
     int batch;  // PLAIN, SYMMETRIC: so many products at once, whose a, b and out lie one after the other; 0: one
 } MatmulProblem;
-static inline int matmul_batch(const MatmulProblem *q) { return q->batch > 1 ? q->batch : 1; }
-static inline double matmul_flops(const MatmulProblem *q) {
+static int matmul_batch(const MatmulProblem *q) { return q->batch > 1 ? q->batch : 1; }
+static double matmul_flops(const MatmulProblem *q) {
     const double each = q->epilogue == EPILOGUE_SYMMETRIC ? 1 : 2;  // half of a product
     return each * matmul_batch(q) * q->rows * q->in * q->out;
 }
@@ -75,7 +75,7 @@ typedef struct {
 
 // The product in row-major terms: out (M,N) = a (M,K) b (K,N).
 typedef struct { int M, N, K; } MatmulSizes;
-static inline MatmulSizes matmul_sizes(const MatmulProblem *q) {
+static MatmulSizes matmul_sizes(const MatmulProblem *q) {
     switch (q->form) {
     case MATMUL_FORWARD: return {q->rows, q->out, q->in};
     case MATMUL_BACKWARD_INPUT: return {q->rows, q->in, q->out};
@@ -100,7 +100,7 @@ typedef const HopperVariant *HopperTable(int *count);
 HopperTable hopper_forward, hopper_backward, hopper_fp8;
 inline bool hopper_matmuls = true;  // false: as on GPUs without them, for tests
 // Variant i of all; NULL: no more.
-static inline const HopperVariant *hopper_variant(int i) {
+static const HopperVariant *hopper_variant(int i) {
     if (!hopper_matmuls) return NULL;
     for (HopperTable *table : {hopper_forward, hopper_backward, hopper_fp8}) {
         int count;

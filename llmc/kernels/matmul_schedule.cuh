@@ -35,8 +35,7 @@ struct MatmulSchedule {
     }
 };
 inline int matmul_group_rows = 2048;  // dev/cuda/matmul.cu times others
-static inline MatmulSchedule matmul_schedule(int M, int N, int tile_rows, int tile_columns, int batch = 1,
-                                             int symmetric = 0) {
+static MatmulSchedule matmul_schedule(int M, int N, int tile_rows, int tile_columns, int batch = 1, int symmetric = 0) {
     const size_t rows = (size_t)tile_rows;
     MatmulSchedule s = {(int)ceil_div((size_t)M, rows), (int)ceil_div((size_t)N, (size_t)tile_columns),
                         (int)ceil_div((size_t)matmul_group_rows, rows), batch};

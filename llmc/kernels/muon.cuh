@@ -57,9 +57,9 @@ __global__ void __launch_bounds__(MUON_THREADS)
     }
 }
 template <typename S>
-static inline void muon_momentum(floatX *directions, S *m, const floatX *grads, const MuonChunk *chunks, int num_chunks,
-                                 float momentum, const StepScalars *step, uint64_t seed, int step_number,
-                                 cudaStream_t stream) {
+static void muon_momentum(floatX *directions, S *m, const floatX *grads, const MuonChunk *chunks, int num_chunks,
+                          float momentum, const StepScalars *step, uint64_t seed, int step_number,
+                          cudaStream_t stream) {
     require_aligned("Muon", {directions, m, grads});
     if (num_chunks == 0) return;
     const MuonMomentum a = {momentum, seed, rand_stream(RAND_ROUND, (uint64_t)step_number)};
@@ -89,8 +89,8 @@ __global__ void __launch_bounds__(MUON_THREADS)
             vec_store(here, VecX{});
     }
 }
-static inline void muon_copy(MuonCopy kind, floatX *directions, floatX *x, const MuonPlace *places, int num_places,
-                             int rows, int cols, cudaStream_t stream) {
+static void muon_copy(MuonCopy kind, floatX *directions, floatX *x, const MuonPlace *places, int num_places, int rows,
+                      int cols, cudaStream_t stream) {
     const dim3 grid(MUON_BLOCKS, (unsigned)num_places);
     const auto kernel = kind == MUON_TAKE     ? muon_copy_kernel<MUON_TAKE>
                         : kind == MUON_RETURN ? muon_copy_kernel<MUON_RETURN>
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(MUON_THREADS)
     }
 }
 // partials (n, MUON_SLICES)
-static inline void muon_normalise(floatX *x, float *partials, int n, size_t size, float safety, cudaStream_t stream) {
+static void muon_normalise(floatX *x, float *partials, int n, size_t size, float safety, cudaStream_t stream) {
     muon_squares_kernel<<<dim3(MUON_SLICES, (unsigned)n), MUON_THREADS, 0, stream>>>(partials, x, size);
     launchCheck();
     muon_divide_kernel<<<dim3(MUON_BLOCKS, (unsigned)n), MUON_THREADS, 0, stream>>>(x, partials, size, safety);
@@ -154,8 +154,7 @@ __global__ void __launch_bounds__(MUON_THREADS)
         vec_store(p + at, v);
     }
 }
-static inline void muon_polynomial(floatX *p, const floatX *gram, int n, int side, MuonPolynomial q,
-                                   cudaStream_t stream) {
+static void muon_polynomial(floatX *p, const floatX *gram, int n, int side, MuonPolynomial q, cudaStream_t stream) {
     muon_polynomial_kernel<<<dim3(MUON_BLOCKS, (unsigned)n), MUON_THREADS, 0, stream>>>(p, gram, side, q);
     launchCheck();
     timing_lap("Muon", 0, 3.0 * n * (double)side * side * sizeof(floatX), stream);
@@ -194,9 +193,9 @@ __global__ void __launch_bounds__(MUON_THREADS)
     }
 }
 // master: NULL, or fp32 weights, laid out as the states.
-static inline void muon_update(floatX *weights, float *master, const floatX *directions, const MuonChunk *chunks,
-                               int num_chunks, const UpdateParams *p, const StepScalars *step, uint64_t seed,
-                               cudaStream_t stream) {
+static void muon_update(floatX *weights, float *master, const floatX *directions, const MuonChunk *chunks,
+                        int num_chunks, const UpdateParams *p, const StepScalars *step, uint64_t seed,
+                        cudaStream_t stream) {
     require_aligned("Muon", {weights, master, directions});
     if (num_chunks == 0) return;
     const auto kernel = master ? muon_update_kernel<true> : muon_update_kernel<false>;

@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(1024)
 
 // ---- launchers
 
-static inline void norm_require(const Norm *n, std::initializer_list<const void *> pointers) {
+static void norm_require(const Norm *n, std::initializer_list<const void *> pointers) {
     require(n->C > 0 && n->C % 8 == 0 && n->C <= 65536, "norm of %d channels\nuse a multiple of 8 up to 65536", n->C);
     require_aligned("norm", {n->weight, n->bias, n->dweight, n->dbias});
     require_aligned("norm", pointers);

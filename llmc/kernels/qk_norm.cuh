@@ -31,7 +31,7 @@ typedef struct {
 } QkRows;
 
 // The threads of a head, each of which has so many elements of either half.
-static inline __host__ __device__ int head_lanes(int HD, int each) {
+static __host__ __device__ int head_lanes(int HD, int each) {
     int lanes = 1;
     while (lanes * each < HD / 2) lanes *= 2;
     return lanes;
@@ -219,10 +219,10 @@ __global__ void __launch_bounds__(QK_NORM_THREADS)
 
 #include "bias.cuh"
 
-static inline size_t qk_norm_scratch_bytes(int HD) { return (size_t)QK_NORM_BLOCKS * 2 * (size_t)HD * sizeof(float); }
+static size_t qk_norm_scratch_bytes(int HD) { return (size_t)QK_NORM_BLOCKS * 2 * (size_t)HD * sizeof(float); }
 // launch(N, lanes): a thread's elements of either half, as a type, and the threads of a head.
 template <typename Launch>
-static inline void qk_norm_launch(const QkRows *r, const void *a, const void *b, const floatX *gains, Launch launch) {
+static void qk_norm_launch(const QkRows *r, const void *a, const void *b, const floatX *gains, Launch launch) {
     const int half = r->HD / 2, vector = half % VecX::size == 0 ? VecX::size : 4;
     const int lanes = head_lanes(r->HD, vector);
     require(r->HD % 8 == 0 && lanes <= WARP,
@@ -236,8 +236,7 @@ static inline void qk_norm_launch(const QkRows *r, const void *a, const void *b,
     launchCheck();
 }
 // out = qkv with normalised and rotated q and k
-static inline void qk_norm_forward(const QkNorm *norm, const QkRows *r, floatX *out, const floatX *qkv,
-                                   cudaStream_t stream) {
+static void qk_norm_forward(const QkNorm *norm, const QkRows *r, floatX *out, const floatX *qkv, cudaStream_t stream) {
     qk_norm_launch(r, out, qkv, norm->gains, [&](auto vector, int lanes) {
         const unsigned blocks = (unsigned)ceil_div((size_t)r->rows * (r->NH + 2 * r->NKV), QK_NORM_THREADS / lanes);
         qk_norm_forward_kernel<vector><<<blocks, QK_NORM_THREADS, 0, stream>>>(out, qkv, *norm, *r, lanes);
@@ -246,8 +245,8 @@ static inline void qk_norm_forward(const QkNorm *norm, const QkRows *r, floatX *
 }
 // dqkv: in place of the gradient of out that of qkv. dgains = or (accumulate) += that of the gains.
 // scratch: qk_norm_scratch_bytes.
-static inline void qk_norm_backward(const QkNorm *norm, const QkRows *r, floatX *dqkv, const floatX *qkv,
-                                    int accumulate, void *scratch, cudaStream_t stream) {
+static void qk_norm_backward(const QkNorm *norm, const QkRows *r, floatX *dqkv, const floatX *qkv, int accumulate,
+                             void *scratch, cudaStream_t stream) {
     const int blocks = r->rows < QK_NORM_BLOCKS ? r->rows : QK_NORM_BLOCKS;
     float *partial = norm->dgains ? (float *)scratch : NULL;
     qk_norm_launch(r, dqkv, qkv, norm->gains, [&](auto vector, int lanes) {

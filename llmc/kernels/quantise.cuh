@@ -215,12 +215,12 @@ __global__ void __launch_bounds__(QUANTISE_ROW_THREADS, VECS == 4 ? 3 : 2)
 
 // ---- launchers
 
-static inline void quantise_require(int rows, int columns, std::initializer_list<const void *> pointers) {
+static void quantise_require(int rows, int columns, std::initializer_list<const void *> pointers) {
     require(rows > 0 && columns > 0 && rows % 16 == 0 && columns % 16 == 0,
             "fp8: a matrix of %d x %d\nuse sizes that are multiples of 16", rows, columns);
     require_aligned("fp8", pointers);
 }
-static inline dim3 quantise_grid(int rows, int columns, unsigned band) {
+static dim3 quantise_grid(int rows, int columns, unsigned band) {
     const unsigned tiles = blocks_for(rows, QUANTISE_TILE);
     if (band > tiles) band = tiles;
     return dim3(band, blocks_for(columns, QUANTISE_TILE), blocks_for(tiles, band));
@@ -234,8 +234,8 @@ static void quantise_launch(uint8_t *q, uint8_t *qt, const bf16 *x, int rows, in
 }
 // q (rows,columns), qt (columns,rows), either NULL = x (rows,columns) quantised by *absmax (device memory); count
 // (device memory or NULL) +=
-static inline void quantise(uint8_t *q, uint8_t *qt, const bf16 *x, int rows, int columns, const float *absmax,
-                            Fp8Count *count, cudaStream_t stream) {
+static void quantise(uint8_t *q, uint8_t *qt, const bf16 *x, int rows, int columns, const float *absmax,
+                     Fp8Count *count, cudaStream_t stream) {
     quantise_require(rows, columns, {q, qt, x});
     // whole lines of 128 bytes where there is one layout, half ones of each where there are two
     const auto launch = !qt ? quantise_launch<16> : !q ? quantise_launch<4> : quantise_launch<8>;
@@ -243,7 +243,7 @@ static inline void quantise(uint8_t *q, uint8_t *qt, const bf16 *x, int rows, in
     timing_lap("quantise", 0, (2.0 + (q != NULL) + (qt != NULL)) * rows * columns, stream);
 }
 // qt (columns,rows) = q (rows,columns)
-static inline void transpose_fp8(uint8_t *qt, const uint8_t *q, int rows, int columns, cudaStream_t stream) {
+static void transpose_fp8(uint8_t *qt, const uint8_t *q, int rows, int columns, cudaStream_t stream) {
     enum { LANES = 8 };  // pieces of 64 bytes are read and written
     quantise_require(rows, columns, {q, qt});
     const dim3 blocks = quantise_grid(rows, columns, QUANTISE_BAND);
@@ -252,8 +252,8 @@ static inline void transpose_fp8(uint8_t *qt, const uint8_t *q, int rows, int co
     timing_lap("quantise", 0, 2.0 * rows * columns, stream);
 }
 // q (size) = elements x (size) of a tensor, quantised by its *absmax; count += . size: a multiple of 8.
-static inline void quantise_part(uint8_t *q, const bf16 *x, size_t size, const float *absmax, Fp8Count *count,
-                                 cudaStream_t stream) {
+static void quantise_part(uint8_t *q, const bf16 *x, size_t size, const float *absmax, Fp8Count *count,
+                          cudaStream_t stream) {
     const size_t vecs = size / VecB::size;
     require((uintptr_t)q % sizeof(uint2) == 0 && (uintptr_t)x % 16 == 0 && size % VecB::size == 0,
             "fp8: %zu elements of a tensor\nuse whole vectors of %d", size, VecB::size);
@@ -264,8 +264,8 @@ static inline void quantise_part(uint8_t *q, const bf16 *x, size_t size, const f
     timing_lap("quantise", 0, 3.0 * (double)size, stream);
 }
 // q (rows,columns) = x, each row by its own absmax, which goes to row_absmax (rows); *absmax rises to the largest
-static inline void quantise_rows(uint8_t *q, float *row_absmax, float *absmax, const bf16 *x, int rows, int columns,
-                                 Fp8Count *count, cudaStream_t stream) {
+static void quantise_rows(uint8_t *q, float *row_absmax, float *absmax, const bf16 *x, int rows, int columns,
+                          Fp8Count *count, cudaStream_t stream) {
     enum { NARROW = 4, WIDE = 8, VEC_THREADS = QUANTISE_ROW_THREADS * VecB::size, VEC_WARP = WARP * VecB::size };
     quantise_require(16, columns, {q, x});  // any number of rows
     require(columns <= WIDE * VEC_THREADS, "fp8: rows of %d columns\na scale for each row needs at most %d", columns,

@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(ROPE_THREADS)
     }
 }
 
-static inline void rope_launch(floatX *qkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD, float sign,
-                               cudaStream_t stream) {
+static void rope_launch(floatX *qkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD, float sign,
+                        cudaStream_t stream) {
     const bool whole = HD / 2 % VecX::size == 0;
     const int lanes = HD / 2 / (whole ? VecX::size : 4), heads = NH + NKV;  // q heads and k heads are neighbours
     require(HD % 8 == 0 && lanes <= ROPE_THREADS,
@@ -67,12 +67,12 @@ static inline void rope_launch(floatX *qkv, const float *cos_sin, int B, int T, 
 }
 
 // qkv (B,T,(NH+2*NKV)*HD), in place
-static inline void rope_forward(floatX *qkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD,
-                                cudaStream_t stream) {
+static void rope_forward(floatX *qkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD,
+                         cudaStream_t stream) {
     rope_launch(qkv, cos_sin, B, T, NH, NKV, HD, 1, stream);
 }
-static inline void rope_backward(floatX *dqkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD,
-                                 cudaStream_t stream) {
+static void rope_backward(floatX *dqkv, const float *cos_sin, int B, int T, int NH, int NKV, int HD,
+                          cudaStream_t stream) {
     rope_launch(dqkv, cos_sin, B, T, NH, NKV, HD, -1, stream);
 }
 

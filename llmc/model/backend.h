@@ -50,7 +50,7 @@ static const Slot optimiser_states[] = {SLOT_M, SLOT_V, SLOT_MASTER};
 static_assert(COUNT_OF(optimiser_states) == NUM_SLOTS - 3, "all slots but weights, gradients and frozen weights");
 
 // What a rank keeps of a slot in memory. stage: of ZeRO, see zero_stage_of.
-static inline Keep slot_keeps(int stage, Slot s) {
+static Keep slot_keeps(int stage, Slot s) {
     switch (s) {
     case SLOT_WEIGHT: return stage >= 3 ? KEEP_BLOCK_SHARDS : KEEP_WHOLE;
     case SLOT_GRAD: return stage >= 2 ? KEEP_BLOCK_SHARDS : KEEP_WHOLE;
@@ -62,54 +62,50 @@ static inline Keep slot_keeps(int stage, Slot s) {
     }
 }
 // What counts of it: of gradients that are kept whole the shard alone is a sum over ranks.
-static inline Keep slot_owns(int stage, Slot s) {
-    return s == SLOT_GRAD && stage >= 1 ? KEEP_SHARDS : slot_keeps(stage, s);
-}
+static Keep slot_owns(int stage, Slot s) { return s == SLOT_GRAD && stage >= 1 ? KEEP_SHARDS : slot_keeps(stage, s); }
 // Muon's matrices have no second moment.
-static inline int slot_holds(Slot s, const Param *p) { return s != SLOT_V || p->optimiser == OPTIMISER_ADAMW; }
+static int slot_holds(Slot s, const Param *p) { return s != SLOT_V || p->optimiser == OPTIMISER_ADAMW; }
 // What a rank keeps of a unit's elements that the slot holds.
-static inline Span slot_span(const Comm *dp, const ParamTable *t, Keep keep, Slot s, int unit) {
+static Span slot_span(const Comm *dp, const ParamTable *t, Keep keep, Slot s, int unit) {
     const Span kept = kept_span(dp, t, keep, unit), all = param_unit(t, unit);
     const size_t muon = s == SLOT_V && unit_is_block(t, unit) ? t->muon : 0;
     return span_overlap(kept, all.begin + muon, all.count - muon);
 }
 // Elements of a slot that a rank keeps of the units before `unit`; of all, if it is num_units.
-static inline size_t slot_before(const Comm *dp, const ParamTable *t, Keep keep, Slot s, int unit) {
+static size_t slot_before(const Comm *dp, const ParamTable *t, Keep keep, Slot s, int unit) {
     size_t count = 0;
     if (s != SLOT_V || !t->muon) return kept_before(dp, t, keep, unit);
     for (int u = 0; u < unit; u++) count += slot_span(dp, t, keep, s, u).count;
     return count;
 }
 // The index in that memory of an element of a unit, at `offset` of the table.
-static inline size_t slot_index(const Comm *dp, const ParamTable *t, Keep keep, Slot s, int unit, size_t offset) {
+static size_t slot_index(const Comm *dp, const ParamTable *t, Keep keep, Slot s, int unit, size_t offset) {
     return slot_before(dp, t, keep, s, unit) + offset - slot_span(dp, t, keep, s, unit).begin;
 }
 // One data-parallel rank has nothing to share.
-static inline int zero_stage_of(const Options *o, const Comm *dp) { return dp->world > 1 ? (int)o->zero_stage : 0; }
+static int zero_stage_of(const Options *o, const Comm *dp) { return dp->world > 1 ? (int)o->zero_stage : 0; }
 // ZeRO 3: a pass needs the shards of all data-parallel ranks, so one that has nothing to compute goes along.
-static inline int computes_together(const Options *o, const Comm *dp) { return zero_stage_of(o, dp) >= 3; }
+static int computes_together(const Options *o, const Comm *dp) { return zero_stage_of(o, dp) >= 3; }
 
 // Rows of B*T that the head processes at a time: one of --head-chunks parts, but at least the B of sampling.
-static inline size_t head_rows(const Options *o, int B, int T) {
+static size_t head_rows(const Options *o, int B, int T) {
     size_t rows = ceil_div((size_t)B * T, o->head_chunks ? o->head_chunks : 1);
     return rows > (size_t)B ? rows : (size_t)B;
 }
-static inline Lora lora_of(const Config *c, const Options *o) {
+static Lora lora_of(const Config *c, const Options *o) {
     Lora l = {(int)o->lora, 0, (float)(o->lora_alpha < 0 ? 2.0 * o->lora : o->lora_alpha), 0, 0};
     if (l.rank) l.targets = lora_targets(c, o->lora_targets, "--lora-targets");
     return l;
 }
-static inline int weights_are_quantised(const Options *o) { return strcmp(o->weights, "native") != 0; }
-static inline int writes_text(const Options *o) { return o->generate || (o->sample_every && !o->evaluate); }
-static inline int cache_is_fp8(const Options *o) { return strcmp(o->cache_dtype, "native") != 0; }
+static int weights_are_quantised(const Options *o) { return strcmp(o->weights, "native") != 0; }
+static int writes_text(const Options *o) { return o->generate || (o->sample_every && !o->evaluate); }
+static int cache_is_fp8(const Options *o) { return strcmp(o->cache_dtype, "native") != 0; }
 // Whether checkpoints are written during training, from a copy in host memory. One at the end of a run needs no copy.
-static inline int saves_beside_training(const Options *o) {
-    return o->save_every > 0 && o->save_async && !forward_only(o);
-}
+static int saves_beside_training(const Options *o) { return o->save_every > 0 && o->save_async && !forward_only(o); }
 
 // What --offload names, as bits.
 enum { OFFLOAD_STATES = 1, OFFLOAD_MASTER = 2, OFFLOAD_ACTIVATIONS = 4 };
-static inline int offloads(const Options *o) {
+static int offloads(const Options *o) {
     static const char *const names[] = {"states", "master", "activations"};
     int bits = 0;
     for (const char *at = o->offload; *at; at += *at == ',') {
@@ -126,13 +122,11 @@ static inline int offloads(const Options *o) {
 // The blocks' products, forward and of the inputs' gradients, round their operands to fp8 / the head's forward does /
 // those of the weights' gradients do (with --lora weights have none). --matmul-dtype has more values: what is neither
 // is native or bf16.
-static inline int matmul_is_fp8(const Options *o) { return !strncmp(o->matmul_dtype, "fp8", 3); }
-static inline int head_is_fp8(const Options *o) { return !strcmp(o->head_dtype, "fp8"); }
-static inline int matmul_weight_gradient_is_fp8(const Options *o) {
-    return !o->lora && !strcmp(o->matmul_dtype, "fp8");
-}
+static int matmul_is_fp8(const Options *o) { return !strncmp(o->matmul_dtype, "fp8", 3); }
+static int head_is_fp8(const Options *o) { return !strcmp(o->head_dtype, "fp8"); }
+static int matmul_weight_gradient_is_fp8(const Options *o) { return !o->lora && !strcmp(o->matmul_dtype, "fp8"); }
 // Instructions take 16 fp8 of a row at a time. local: the sizes of one rank (tp_config).
-static inline void matmul_check(const Comm *job, const Config *local, const Options *o) {
+static void matmul_check(const Comm *job, const Config *local, const Options *o) {
     const int blocks = matmul_is_fp8(o), head = head_is_fp8(o);
     const struct {
         const char *name;
@@ -235,7 +229,7 @@ void model_drawn(Model *m, Drawn *drawn);  // waits for the oldest queued step: 
 // logits (V) of a row of the last step that was waited for. Call it before the next step is queued.
 void model_logits(Model *m, int row, float *logits);
 // What rank 0 drew becomes that of its group; together: of all groups (computes_together).
-static inline void share_drawn(const Mesh *mesh, int together, Drawn *drawn, int count) {
+static void share_drawn(const Mesh *mesh, int together, Drawn *drawn, int count) {
     comm_broadcast(&mesh->tp, drawn, (size_t)count * sizeof *drawn, 0);
     if (together) comm_broadcast(&mesh->dp, drawn, (size_t)count * sizeof *drawn, 0);
 }

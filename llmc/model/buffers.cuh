@@ -122,7 +122,7 @@ typedef struct {
     MuonRoom muon;
 } Region;
 #define LARGEST(sizes) (*std::max_element(sizes, sizes + COUNT_OF(sizes)))
-static inline Region region_of(const Plan *p) {
+static Region region_of(const Plan *p) {
     enum { ALIGN = 1024 };
     const Config *c = &p->local;
     // GELU's da is df; SwiGLU's is in a product, or has a kernel of its own
@@ -147,12 +147,12 @@ static inline Region region_of(const Plan *p) {
 // ---- sizes
 
 // Elements of h1, h2 and, with QK-norm, q_k_v.
-static inline size_t norms_size(const Plan *p) {
+static size_t norms_size(const Plan *p) {
     const size_t of_qk = plan_normalises_qk(p) ? p->N * (size_t)qkv_width(&p->local) : 0;
     return 2 * p->rows * (size_t)p->local.channels + of_qk;
 }
 // Elements that a block keeps.
-static inline size_t saved_block_size(const Plan *p) {
+static size_t saved_block_size(const Plan *p) {
     const Config *c = &p->local;
     size_t size = p->N * (size_t)(qkv_width(c) + c->num_heads * c->head_dim + fc_width(c));
     if (!p->recomputes_activation) size += p->N * (size_t)c->ffn_dim;
@@ -160,9 +160,9 @@ static inline size_t saved_block_size(const Plan *p) {
     return size;
 }
 // Floats of statistics: lse, and mean and 1/std of two norms.
-static inline size_t saved_stats_size(const Plan *p) { return p->N * (size_t)p->local.num_heads + 4 * p->rows; }
+static size_t saved_stats_size(const Plan *p) { return p->N * (size_t)p->local.num_heads + 4 * p->rows; }
 // Of the adapters' products of one layer.
-static inline size_t adapters_scratch_bytes(const Plan *p) {
+static size_t adapters_scratch_bytes(const Plan *p) {
     const Linear *layers[] = {&p->qkv, &p->proj, &p->fc, &p->fcproj};
     LoraPair pairs[LORA_MOST_PAIRS];
     LayerAdapters adapters = {0, p->lora.rank};
@@ -174,7 +174,7 @@ static inline size_t adapters_scratch_bytes(const Plan *p) {
     }
     return most;
 }
-static inline size_t reduce_bytes(const Plan *p, int spans) {
+static size_t reduce_bytes(const Plan *p, int spans) {
     const Config *c = &p->local;
     const size_t needs[] = {
         global_norm_scratch_bytes(spans),
@@ -190,7 +190,7 @@ static inline size_t reduce_bytes(const Plan *p, int spans) {
     return LARGEST(needs);
 }
 // Floats of partial column sums: GELU's of every 64 rows of df, attention's of dqkv.
-static inline size_t column_sums_size(const Plan *p) {
+static size_t column_sums_size(const Plan *p) {
     const Config *c = &p->local;
     const AttentionProblem attention = attention_plan(p->B, p->T, c->num_heads, c->num_kv_heads, c->head_dim);
     const size_t needs[] = {
@@ -202,27 +202,27 @@ static inline size_t column_sums_size(const Plan *p) {
 
 // ---- who has what of the parameters
 
-static inline Span plan_shard(const Plan *p, Slot s, int unit) {
+static Span plan_shard(const Plan *p, Slot s, int unit) {
     return slot_span(&p->mesh->dp, p->table, KEEP_SHARDS, s, unit);
 }
-static inline Span plan_owned(const Plan *p, Slot s, int unit) {
+static Span plan_owned(const Plan *p, Slot s, int unit) {
     return slot_span(&p->mesh->dp, plan_table(p, s), slot_owns(p->zero_stage, s), s, unit);
 }
 // Elements of a slot in this rank's memory, and the index of that at `offset`, which is of `unit`. --weights: what is
 // in few bits is elsewhere.
-static inline size_t plan_kept(const Plan *p, Slot s) {
+static size_t plan_kept(const Plan *p, Slot s) {
     const ParamTable *t = plan_table(p, s);
     size_t kept = slot_before(&p->mesh->dp, t, slot_keeps(p->zero_stage, s), s, t->num_units);
     for (int u = 0; u < t->num_units && s == plan_base_slot(p); u++) kept -= quantised_elements(p, u);
     return kept;
 }
-static inline size_t plan_index(const Plan *p, Slot s, int unit, size_t offset) {
+static size_t plan_index(const Plan *p, Slot s, int unit, size_t offset) {
     const ParamTable *t = plan_table(p, s);
     size_t index = slot_index(&p->mesh->dp, t, slot_keeps(p->zero_stage, s), s, unit, offset);
     for (int u = 0; u <= unit && s == plan_base_slot(p); u++) index -= quantised_elements(p, u);
     return index;
 }
-static inline int plan_slot_is_bf16(const Plan *p, Slot s) {
+static int plan_slot_is_bf16(const Plan *p, Slot s) {
     switch (s) {
     case SLOT_WEIGHT:
     case SLOT_GRAD:
@@ -233,10 +233,10 @@ static inline int plan_slot_is_bf16(const Plan *p, Slot s) {
     default: unhandled(s);
     }
 }
-static inline size_t plan_slot_bytes(const Plan *p, Slot s) {
+static size_t plan_slot_bytes(const Plan *p, Slot s) {
     return plan_slot_is_bf16(p, s) ? sizeof(__nv_bfloat16) : sizeof(float);
 }
-static inline void *slot_pointer(const Buffers *b, Slot s) {
+static void *slot_pointer(const Buffers *b, Slot s) {
     switch (s) {
     case SLOT_WEIGHT: return b->weights;
     case SLOT_GRAD: return b->grads;
@@ -249,7 +249,7 @@ static inline void *slot_pointer(const Buffers *b, Slot s) {
 }
 // The parts of the kept gradients that this rank adds to the norm: its shards, without copies that another rank of its
 // tensor-parallel group counts. Each is whole 16-byte vectors. out NULL: how many.
-static inline int norm_spans(const Plan *p, Span *out) {
+static int norm_spans(const Plan *p, Span *out) {
     Span spans[TP_MAX_SPANS];
     int count = 0;
     for (int u = 0; u < p->table->num_units; u++) {
@@ -264,7 +264,7 @@ static inline int norm_spans(const Plan *p, Span *out) {
     return count;
 }
 // Kept gradients that ranks of the tensor-parallel group have copies of. *total: their elements.
-static inline int gradient_copies(const Plan *p, Copy *out, size_t *total) {
+static int gradient_copies(const Plan *p, Copy *out, size_t *total) {
     Span *owned = new_array(Span, p->table->num_units);
     for (int u = 0; u < p->table->num_units; u++) owned[u] = plan_owned(p, SLOT_GRAD, u);
     const int count = copies_find(p->mesh, p->table, owned, COPY_BATCH, out, total);
@@ -274,7 +274,7 @@ static inline int gradient_copies(const Plan *p, Copy *out, size_t *total) {
     return count;
 }
 // Whether a slot is in host memory. The update takes it to the GPU in pieces, see offload.cuh.
-static inline int plan_offloads(const Plan *p, Slot s) {
+static int plan_offloads(const Plan *p, Slot s) {
     switch (s) {
     case SLOT_WEIGHT:
     case SLOT_GRAD:
@@ -288,7 +288,7 @@ static inline int plan_offloads(const Plan *p, Slot s) {
 // Elements of such a piece: 32 MiB in fp32 keep PCIe busy, and so many pieces that small models have several, too.
 // Where all is on the GPU there is one.
 enum { OFFLOAD_PIECE = 8 << 20, OFFLOAD_PIECES = 16 };
-static inline size_t plan_piece(const Plan *p) {
+static size_t plan_piece(const Plan *p) {
     const size_t kept = plan_kept(p, SLOT_M), share = round_up(ceil_div(kept, OFFLOAD_PIECES), 8);
     if (!(p->offload & (OFFLOAD_STATES | OFFLOAD_MASTER))) return kept;
     return share < OFFLOAD_PIECE ? share : OFFLOAD_PIECE;
@@ -296,15 +296,15 @@ static inline size_t plan_piece(const Plan *p) {
 // What this rank updates, in chunks of at most ADAM_CHUNK elements of one tensor, of which no piece has a part; the
 // padding between units is never touched. Where something is rounded stochastically, a chunk's elements are neighbours
 // in the whole tensor too. Returns how many. out, per_piece: NULL, or the chunks and each piece's number of them.
-static inline int rounds_by_runs(const Plan *p) {
+static int rounds_by_runs(const Plan *p) {
     return plan_is_split(p) && (p->bf16_states || (sizeof(floatX) == 2 && !p->has_master));
 }
 // The key of an element of a tensor.
-static inline size_t whole_element(const Param *q, size_t element) {
+static size_t whole_element(const Param *q, size_t element) {
     const ParamPart *part = param_part_at(q, element);
     return q->whole_offset + (part ? param_whole(q, part, element) : element);
 }
-static inline int adam_chunks(const Plan *p, AdamChunk *out, int *per_piece) {
+static int adam_chunks(const Plan *p, AdamChunk *out, int *per_piece) {
     const size_t piece = plan_piece(p);
     const int by_runs = rounds_by_runs(p);
     int count = 0;
@@ -332,7 +332,7 @@ static inline int adam_chunks(const Plan *p, AdamChunk *out, int *per_piece) {
 }
 
 // Muon's, of a wave after the other: each is of one matrix. out, waves: NULL, or filled.
-static inline int muon_chunks(const Plan *p, const MuonTables *t, MuonChunk *out) {
+static int muon_chunks(const Plan *p, const MuonTables *t, MuonChunk *out) {
     const int tp = p->mesh->tp.world;
     MuonMatrix matrices[MUON_MOST_MATRICES];
     int count = 0;
@@ -371,7 +371,7 @@ static inline int muon_chunks(const Plan *p, const MuonTables *t, MuonChunk *out
 // ---- the table
 
 // m, v and masters.
-static inline void request_states(const Plan *p, Buffers *b, Memory *m) {
+static void request_states(const Plan *p, Buffers *b, Memory *m) {
     const struct {
         Slot slot;
         void *where;
@@ -394,7 +394,7 @@ static inline void request_states(const Plan *p, Buffers *b, Memory *m) {
         memory_request(m, &b->staging[s.slot], s.pieces, 2 * plan_piece(p) * size);
     }
 }
-static inline void request_muon(const Plan *p, Buffers *b, Memory *m) {
+static void request_muon(const Plan *p, Buffers *b, Memory *m) {
     const MuonRoom room = region_of(p).muon;
     if (!room.blocks) return;
     MuonTables t = muon_tables(p, &room);
@@ -405,7 +405,7 @@ static inline void request_muon(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, &b->muon_partials, "Muon's partial norms", (size_t)t.most * MUON_SLICES);
     muon_tables_free(&t);
 }
-static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
+static void request_parameters(const Plan *p, Buffers *b, Memory *m) {
     const size_t world = (size_t)p->mesh->dp.world, grads = plan_kept(p, SLOT_GRAD),
                  two_blocks = 2 * param_unit(p->table, 1).count;
     b->num_chunks = adam_chunks(p, NULL, NULL);
@@ -455,10 +455,10 @@ static inline void request_parameters(const Plan *p, Buffers *b, Memory *m) {
                                       plan_slot_bytes(p, copy.slot));
 }
 // Whether a block's input is gone when the next but one has run: it waits in host memory, or nobody asks for it again.
-static inline int inputs_leave(const Plan *p) {
+static int inputs_leave(const Plan *p) {
     return p->recomputes_blocks && (p->offload & OFFLOAD_ACTIVATIONS || !p->trains) && p->config.num_layers > 2;
 }
-static inline void request_activations(const Plan *p, Buffers *b, Memory *m) {
+static void request_activations(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
     const int leave = inputs_leave(p);
     const size_t C = (size_t)c->channels, rows = p->rows, L = (size_t)c->num_layers,
@@ -486,7 +486,7 @@ static inline void request_activations(const Plan *p, Buffers *b, Memory *m) {
     if (c->position == POSITION_ROPE)
         memory_request(m, &b->cos_sin, "rope table (T,HD/2,2)", (size_t)p->T * (size_t)c->head_dim);
 }
-static inline void request_scratch(const Plan *p, Buffers *b, Memory *m) {
+static void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
     const Region region = region_of(p);
     const int heads = c->num_heads * c->head_dim;
@@ -507,12 +507,12 @@ static inline void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, (char **)&b->matmul_workspace, "matmul workspace", MATMUL_WORKSPACE_BYTES);
 }
 // The blocks' weights in fp8, as they lie or transposed. With ZeRO 3 they are gathered so, block by block.
-static inline size_t plan_fp8_block_weights(const Plan *p, int transposed) {
+static size_t plan_fp8_block_weights(const Plan *p, int transposed) {
     const size_t blocks = p->zero_stage < 3 ? (size_t)p->config.num_layers : transposed ? 1 : 2;
     return p->fp8_blocks ? blocks * param_unit(p->base, 1).count : 0;
 }
-static inline int plan_fp8_layers(const Plan *p) { return FP8_LAYERS * p->config.num_layers + 1; }
-static inline void request_fp8(const Plan *p, Buffers *b, Memory *m) {
+static int plan_fp8_layers(const Plan *p) { return FP8_LAYERS * p->config.num_layers + 1; }
+static void request_fp8(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
     const size_t C = (size_t)c->channels, head = p->fp8_head ? (size_t)c->padded_vocab_size * C : 0;
     // of operands, in elements; the head's are of some rows
@@ -542,10 +542,10 @@ static inline void request_fp8(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, &b->fp8.in_transposed, "an input, transposed", inputs);
 }
 // Integers of a pinned buffer in which a micro-step's tokens wait for the device.
-static inline size_t plan_token_buffer(const Plan *p) { return (2 + 3 * !!p->ranged + 2 * !!p->compacts_rows) * p->N; }
+static size_t plan_token_buffer(const Plan *p) { return (2 + 3 * !!p->ranged + 2 * !!p->compacts_rows) * p->N; }
 // ordered (N): the targets that are learned, then the others. order (2,N): the place in `targets` of each of them; then
 // for each of `targets` its place among them.
-static inline void learned_first(int *ordered, int *order, const int *targets, size_t N) {
+static void learned_first(int *ordered, int *order, const int *targets, size_t N) {
     size_t n = 0;
     for (int learned : {1, 0})
         for (size_t i = 0; i < N; i++) {
@@ -555,7 +555,7 @@ static inline void learned_first(int *ordered, int *order, const int *targets, s
             order[N + i] = (int)n++;
         }
 }
-static inline void request_tokens(const Plan *p, Buffers *b, Memory *m) {
+static void request_tokens(const Plan *p, Buffers *b, Memory *m) {
     const size_t ranks = (size_t)p->mesh->tp.world, world = (size_t)p->mesh->dp.world;
     memory_group(m, "tokens");
     memory_request(m, &b->tokens, "inputs (B,T)", p->N);
@@ -573,7 +573,7 @@ static inline void request_tokens(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, &b->parts, "classifier's sums (ranks,rows,3)", ranks * (size_t)p->head_rows);
 }
 // Names every buffer; the pointers are filled when memory_allocate is called, so b must not move.
-static inline void buffers_request(const Plan *p, Buffers *b, Memory *m) {
+static void buffers_request(const Plan *p, Buffers *b, Memory *m) {
     request_parameters(p, b, m);
     request_activations(p, b, m);
     request_scratch(p, b, m);
@@ -584,7 +584,7 @@ static inline void buffers_request(const Plan *p, Buffers *b, Memory *m) {
 // ---- after the allocation
 
 // Cuts the saved buffers into blocks and the region into its parts.
-static inline void buffers_place(const Plan *p, Buffers *b) {
+static void buffers_place(const Plan *p, Buffers *b) {
     const Config *c = &p->local;
     const Region region = region_of(p);
     const size_t N = p->N, rows = p->rows, C = (size_t)c->channels;
@@ -628,18 +628,18 @@ static inline void buffers_place(const Plan *p, Buffers *b) {
 }
 // From host memory in the order of a stream, and complete on return. (A plain cudaMemcpy of less than 64 KiB may return
 // before the device has it, and does not order itself before a kernel of a non-blocking stream.)
-static inline void upload(void *to, const void *from, size_t bytes, cudaStream_t stream) {
+static void upload(void *to, const void *from, size_t bytes, cudaStream_t stream) {
     cudaCheck(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream));
     cudaCheck(cudaStreamSynchronize(stream));
 }
-static inline void upload_rope_table(const Config *c, float *to, int T, cudaStream_t stream) {
+static void upload_rope_table(const Config *c, float *to, int T, cudaStream_t stream) {
     const size_t count = (size_t)T * (size_t)c->head_dim;
     float *cos_sin = new_array(float, count);
     rope_table(c, T, cos_sin);
     upload(to, cos_sin, count * sizeof(float), stream);
     free(cos_sin);
 }
-static inline void upload_muon(const Plan *p, Buffers *b, cudaStream_t stream) {
+static void upload_muon(const Plan *p, Buffers *b, cudaStream_t stream) {
     const MuonRoom room = region_of(p).muon;
     if (!room.blocks) return;
     MuonChunk *chunks = new_array(MuonChunk, b->num_muon_chunks);
@@ -650,7 +650,7 @@ static inline void upload_muon(const Plan *p, Buffers *b, cudaStream_t stream) {
     free(chunks);
 }
 // The tables that kernels read.
-static inline void buffers_upload_tables(const Plan *p, Buffers *b, cudaStream_t stream) {
+static void buffers_upload_tables(const Plan *p, Buffers *b, cudaStream_t stream) {
     AdamChunk *chunks = new_array(AdamChunk, b->num_chunks);
     Span *shards = new_array(Span, b->num_shards);
     b->piece_chunks = new_zeros(int, b->num_pieces);

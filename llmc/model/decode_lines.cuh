@@ -83,12 +83,12 @@ struct DecodeLines {
 // ---- host
 
 // What p2p_request must share behind its workspace.
-static inline size_t decode_lines_bytes(const Decode *d, int world) {
+static size_t decode_lines_bytes(const Decode *d, int world) {
     const size_t stream = DecodeLines::of_a_rank(d->C), logits = DecodeLines::of_a_rank(d->head_columns);
     return (2 * stream + logits) * (size_t)world * DECODE_LINE_BYTES;
 }
 // p: open, or zeros for one rank. What is behind its workspace held zeros when it was opened.
-static inline DecodeLines decode_lines(const P2p *p) {
+static DecodeLines decode_lines(const P2p *p) {
     DecodeLines l = {p->view, {}};
     for (int r = 0; r < p->view.world; r++) l.lines[r] = (char *)p->view.signals[r] + p->behind_at;
     return l;

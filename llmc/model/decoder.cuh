@@ -46,7 +46,7 @@ typedef struct {
 
 // ---- before the first step
 
-static inline void decoder_request(const Plan *p, Decoder *d) {
+static void decoder_request(const Plan *p, Decoder *d) {
     const Config *c = &p->local;
     KvCache *k = &d->cache;
     Memory *m = &d->memory;
@@ -75,11 +75,11 @@ static inline void decoder_request(const Plan *p, Decoder *d) {
     const int ranks = p->mesh->tp.world;
     if (ranks > 1) p2p_request(&d->p2p, m, ranks, 0, decode_lines_bytes(&d->kernel, ranks), "exchanges of a step");
 }
-static inline const floatX *weights_of_role(const Plan *p, const Buffers *b, int unit, Role role) {
+static const floatX *weights_of_role(const Plan *p, const Buffers *b, int unit, Role role) {
     const size_t at = param_at(p->table, unit, role);
     return at == NO_PARAM ? NULL : b->weights + plan_index(p, SLOT_WEIGHT, unit, at);
 }
-static inline void decoder_upload_matrices(const Plan *p, const Buffers *b, DecodeMatrix *to, cudaStream_t stream) {
+static void decoder_upload_matrices(const Plan *p, const Buffers *b, DecodeMatrix *to, cudaStream_t stream) {
     static const struct {
         Role weight, bias, gain, norm_bias, head_gains;
     } roles[] = {{ROLE_QKVW, ROLE_QKVB, ROLE_LN1W, ROLE_LN1B, ROLE_QKNORMW},
@@ -111,15 +111,15 @@ static void decode_memory_hint(char *text, size_t size, MemoryBytes, const Memor
              o->generate ? "a shorter --seq-len" : "a smaller --batch-size");
 }
 // A wait is given up before the watchdog's time-out, because its message names the rank that did not come.
-static inline void decoder_open_exchange(Decoder *d, const Plan *p, cudaStream_t stream) {
+static void decoder_open_exchange(Decoder *d, const Plan *p, cudaStream_t stream) {
     char why[256];
     require(p2p_open(&d->p2p, &p->mesh->tp, stream, 30 /*s*/, why, sizeof why),
             "ranks of --tp cannot exchange what a step of generation needs: %s\nuse --debug p2p=0", why);
     p2p_patience(&d->p2p, 0.8 * watchdog.timeout);
 }
 // reaches: ranks of --tp write to each other's memory from inside the kernel.
-static inline void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int reaches, int slots, int room,
-                                int known, cudaStream_t stream) {
+static void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int reaches, int slots, int room, int known,
+                         cudaStream_t stream) {
     const Config *c = &p->local;
     KvCache *k = &d->cache;
     Decode *kernel = &d->kernel;
@@ -153,7 +153,7 @@ static inline void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int
     decode_workspace(kernel, d->workspace);
     if (plan_is_split(p)) decoder_open_exchange(d, p, stream);
 }
-static inline void decoder_close(Decoder *d) {
+static void decoder_close(Decoder *d) {
     if (!d->cache.keys) return;
     p2p_close(&d->p2p);
     for (auto &step : d->graphs)
@@ -165,7 +165,7 @@ static inline void decoder_close(Decoder *d) {
 // ---- a step
 
 // Appends the rows' tokens to their slots and writes down what the step is told. Returns its place.
-static inline int decoder_begin(Decoder *d, const DecodeRow *rows, int count) {
+static int decoder_begin(Decoder *d, const DecodeRow *rows, int count) {
     assert(count > 0 && count <= DECODE_ROWS && d->queued < DECODE_STEPS);
     const int step = (d->first + d->queued++) % DECODE_STEPS;
     DecodeTold *told = &d->host_told[step];  // no longer read: the step that was here has been waited for
@@ -183,13 +183,13 @@ static inline int decoder_begin(Decoder *d, const DecodeRow *rows, int count) {
     return step;
 }
 // model() queues what makes the logits of the step's rows.
-template <typename Work> static inline void decoder_queue(Decoder *d, int step, cudaStream_t stream, Work model) {
+template <typename Work> static void decoder_queue(Decoder *d, int step, cudaStream_t stream, Work model) {
     cudaCheck(cudaMemcpyAsync(d->told, &d->host_told[step], sizeof *d->told, cudaMemcpyHostToDevice, stream));
     model();
     draw_rows(d->host_drawn + step * DECODE_ROWS, d->logits, (size_t)d->width, d->known, d->told->draws,
               d->told->positions, d->count[step], d->draw_scratch, stream, d->drawn, d->told->keeps);
 }
-static inline void decoder_run(Decoder *d, int step, float softcap, int graphs, cudaStream_t stream) {
+static void decoder_run(Decoder *d, int step, float softcap, int graphs, cudaStream_t stream) {
     const int count = d->count[step];
     const auto model = [&] {
         decode_launch(&d->kernel, decode_lines(&d->p2p), count, stream);

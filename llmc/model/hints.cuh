@@ -7,7 +7,7 @@
 #include "buffers.cuh"
 
 // All buffers of a run; b and k must not move.
-static inline void run_request(const Plan *p, Buffers *b, Links *k, Memory *m) {
+static void run_request(const Plan *p, Buffers *b, Links *k, Memory *m) {
     size_t copied = 0;
     const int copies = plan_is_split(p) ? gradient_copies(p, NULL, &copied) : 0;
     buffers_request(p, b, m);
@@ -15,7 +15,7 @@ static inline void run_request(const Plan *p, Buffers *b, Links *k, Memory *m) {
                   m);
 }
 // Bytes of the same model, ranks and T with other options and another batch.
-static inline MemoryBytes run_bytes(const Plan *p, const Options *o, int B) {
+static MemoryBytes run_bytes(const Plan *p, const Options *o, int B) {
     Options other = *o;
     Buffers b = {};
     Links k = {};
@@ -26,11 +26,11 @@ static inline MemoryBytes run_bytes(const Plan *p, const Options *o, int B) {
     free(memory.buffers);
     return memory.bytes;
 }
-static inline int run_fits(const Plan *p, const Options *o, int B, MemoryBytes room) {
+static int run_fits(const Plan *p, const Options *o, int B, MemoryBytes room) {
     return bytes_fit(run_bytes(p, o, B), room);
 }
 // Activations, states, both: what the host has room for, unless a list was given.
-static inline void offload_if_host_has_room(const Plan *p, Options *o, int which, int B, MemoryBytes room) {
+static void offload_if_host_has_room(const Plan *p, Options *o, int which, int B, MemoryBytes room) {
     static const char *const lists[][2] = {{"activations", "activations"},
                                            {"states", "states,master"},
                                            {"states,activations", "states,master,activations"}};
@@ -41,7 +41,7 @@ static inline void offload_if_host_has_room(const Plan *p, Options *o, int which
 }
 // Adds options that save memory, one after the other until batch B fits: the cheap ones first, last what changes the
 // numbers.
-static inline int options_that_fit(const Plan *p, Options *o, MemoryBytes room, int B) {
+static int options_that_fit(const Plan *p, Options *o, MemoryBytes room, int B) {
     const int most = p->mesh->dp.world == 1 ? 0 : !o->dp_overlap ? 1 : o->lora ? 2 : 3;  // stage of ZeRO
     for (int i = 0; i < 13 && !run_fits(p, o, B, room); i++) {
         const int stage = i == 0 ? 1 : i == 4 ? 2 : i == 5 ? 3 : 0;
@@ -58,7 +58,7 @@ static inline int options_that_fit(const Plan *p, Options *o, MemoryBytes room, 
     return run_fits(p, o, B, room);
 }
 // Whether one sequence of this run fits with more data-parallel ranks, all of which share all that can be shared.
-static inline int more_ranks_fit(const Plan *p, const Options *o, MemoryBytes room) {
+static int more_ranks_fit(const Plan *p, const Options *o, MemoryBytes room) {
     Plan shared = *p;
     Options options = *o;
     Mesh mesh = *p->mesh;
@@ -70,7 +70,7 @@ static inline int more_ranks_fit(const Plan *p, const Options *o, MemoryBytes ro
 }
 // Weights and gradients that a rank has whole with ZeRO 3: those of embedding and head, and two blocks', whose weights
 // are perhaps in fp8.
-static inline size_t whole_bytes(const Plan *p) {
+static size_t whole_bytes(const Plan *p) {
     const ParamTable *t = p->table;
     const int last = t->num_units - 1;
     const size_t weight = p->fp8_blocks ? sizeof(uint8_t) : sizeof(floatX);
@@ -78,7 +78,7 @@ static inline size_t whole_bytes(const Plan *p) {
            2 * (weight + sizeof(floatX)) * param_unit(t, 1).count;
 }
 // The largest batch that fits, below this run's; one sequence does. Searched for, because each buffer is rounded up.
-static inline int batch_that_fits(const Plan *p, MemoryBytes room) {
+static int batch_that_fits(const Plan *p, MemoryBytes room) {
     int fits = 1, too_large = p->B;
     while (too_large - fits > 1) {
         const int B = fits + (too_large - fits) / 2;
@@ -89,7 +89,7 @@ static inline int batch_that_fits(const Plan *p, MemoryBytes room) {
 // Left to what is allocated after the table, and nobody knows how much: cuBLASLt's kernels and graphs, and what NCCL
 // takes for a group (544 MB of two A100s, 688 of more: NVIDIA/nccl issue 964). A run that has been asked for may try
 // with less.
-static inline size_t run_reserve(const Plan *p) {
+static size_t run_reserve(const Plan *p) {
     const size_t groups = (size_t)((p->mesh->dp.world > 1) + plan_is_split(p));
     return ((size_t)512 << 20) + groups * ((size_t)768 << 20);
 }

@@ -90,7 +90,7 @@ typedef struct {
 // ---- operands
 
 // Makes the fp8 copies of a weight.
-static inline void linear_quantise(const Pass *p, const Linear *l) {
+static void linear_quantise(const Pass *p, const Linear *l) {
     const bf16 *w = (const bf16 *)l->weight;
     cudaCheck(cudaMemsetAsync(l->weight_absmax, 0, sizeof(float), p->stream));
     absmax_tensor(l->weight_absmax, w, (size_t)l->out * (size_t)l->in, p->stream);
@@ -99,21 +99,20 @@ static inline void linear_quantise(const Pass *p, const Linear *l) {
 
 // What a product reads of x (rows,width), an input or the gradient of an output; in fp8 with a scale for each row.
 // *absmax is raised to the absmax of x.
-static inline Rows linear_rows(const Pass *p, MatmulDtype dtype, const floatX *x, int rows, int width, float *absmax,
-                               Fp8Count *count) {
+static Rows linear_rows(const Pass *p, MatmulDtype dtype, const floatX *x, int rows, int width, float *absmax,
+                        Fp8Count *count) {
     if (dtype == MATMUL_FLOATX) return {x, NULL};
     quantise_rows(p->fp8.rows, p->fp8.row_absmax, absmax, (const bf16 *)x, rows, width, count, p->stream);
     return {p->fp8.rows, p->fp8.row_absmax};
 }
 // As operand a.
-static inline void linear_operand(MatmulOperands *o, Rows rows) {
+static void linear_operand(MatmulOperands *o, Rows rows) {
     o->a = rows.x;
     o->a_absmax = rows.absmax;
     o->a_by_row = rows.absmax != NULL;
 }
 // The gradient of the output, as operand a. Returns OutputGradient.fp8_transposed.
-static inline const uint8_t *linear_gradient(const Pass *p, const Linear *l, MatmulOperands *o, const floatX *dout,
-                                             int rows) {
+static const uint8_t *linear_gradient(const Pass *p, const Linear *l, MatmulOperands *o, const floatX *dout, int rows) {
     if (!l->tensor_gradient) {
         linear_operand(o, linear_rows(p, l->input_dtype, dout, rows, l->out, l->dout_absmax, p->fp8.gradients));
         return NULL;
@@ -125,18 +124,18 @@ static inline const uint8_t *linear_gradient(const Pass *p, const Linear *l, Mat
     o->a_absmax = l->dout_absmax;
     return p->fp8.dout_transposed;
 }
-static inline void linear_weight(const Linear *l, MatmulDtype dtype, MatmulOperands *o, const uint8_t *quantised) {
+static void linear_weight(const Linear *l, MatmulDtype dtype, MatmulOperands *o, const uint8_t *quantised) {
     o->b = dtype == MATMUL_FLOATX ? (const void *)l->weight : quantised;
     o->b_absmax = l->weight_absmax;
 }
 
 // ---- forward
 
-static inline QkRows linear_heads(const Pass *p, const Linear *l) {
+static QkRows linear_heads(const Pass *p, const Linear *l) {
     return {p->B * p->T, p->T, l->heads, l->kv_heads, l->head_dim, p->cos_sin};
 }
 // Rows first, ..., first + count - 1 of the product, from rows `in` of the input as linear_rows gives them.
-static inline void linear_product_of(const Pass *p, const Linear *l, floatX *out, Rows in, int first, int count) {
+static void linear_product_of(const Pass *p, const Linear *l, floatX *out, Rows in, int first, int count) {
     const int activates = l->epilogue >= EPILOGUE_ACTIVATION;
     const MatmulProblem q = {MATMUL_FORWARD, count, l->in, l->out, l->epilogue, activates ? l->mlp : MLP_GELU,
                              l->dtype};
@@ -152,11 +151,11 @@ static inline void linear_product_of(const Pass *p, const Linear *l, floatX *out
     if (l->epilogue == EPILOGUE_ROPE) x.rope = {p->cos_sin, first % p->T, p->T, (l->heads + l->kv_heads) * l->head_dim};
     matmul(p->matmul, &q, &x, p->stream);
 }
-static inline void linear_product(const Pass *p, const Linear *l, floatX *out, const floatX *in, int first, int count) {
+static void linear_product(const Pass *p, const Linear *l, floatX *out, const floatX *in, int first, int count) {
     linear_product_of(p, l, out, linear_rows(p, l->dtype, in, count, l->in, l->in_absmax, p->fp8.inputs), first, count);
 }
 // What becomes of the product, if that is not in its epilogue.
-static inline void linear_output(const Pass *p, const Linear *l, floatX *out) {
+static void linear_output(const Pass *p, const Linear *l, floatX *out) {
     switch (l->output) {
     case LINEAR_PLAIN: break;
     case LINEAR_ROPE: rope_forward(out, p->cos_sin, p->B, p->T, l->heads, l->kv_heads, l->head_dim, p->stream); break;
@@ -173,7 +172,7 @@ static inline void linear_output(const Pass *p, const Linear *l, floatX *out) {
 }
 // LINEAR_COLUMNS: out (N,out) from this rank's rows of the input. With an activation: out is the activation, and aux
 // what backward needs of it.
-static inline void linear_forward(const Pass *p, const Linear *l, floatX *out, const floatX *in) {
+static void linear_forward(const Pass *p, const Linear *l, floatX *out, const floatX *in) {
     const int reads_absmax = p->shards > 1 && l->weight_dtype == MATMUL_E4M3;  // backward, of all rows
     const Rows mine = linear_rows(p, l->dtype, in, p->rows, l->in, l->in_absmax, p->fp8.inputs);
     const Rows all = rows_gather_under(p, l->forward, mine, reads_absmax, [&](Rows rows, int first, int count) {
@@ -183,7 +182,7 @@ static inline void linear_forward(const Pass *p, const Linear *l, floatX *out, c
     if (l->epilogue == EPILOGUE_PLAIN) linear_output(p, l, out);
 }
 // LINEAR_ROWS: this rank's rows (rows,C) of the result, in p->branch.
-static inline const floatX *linear_project(const Pass *p, const Linear *l, const floatX *in) {
+static const floatX *linear_project(const Pass *p, const Linear *l, const floatX *in) {
     rows_scatter_under(p, l->forward, [&](int first, int count) {
         linear_product(p, l, p->branch, in + (size_t)first * l->in, first, count);
     });
@@ -193,8 +192,8 @@ static inline const floatX *linear_project(const Pass *p, const Linear *l, const
 // ---- backward
 
 // Returns OutputGradient.fp8_transposed.
-static inline const uint8_t *linear_product_backward(const Pass *p, const Linear *l, floatX *din, const floatX *dout,
-                                                     int count) {
+static const uint8_t *linear_product_backward(const Pass *p, const Linear *l, floatX *din, const floatX *dout,
+                                              int count) {
     const MatmulProblem q = {MATMUL_BACKWARD_INPUT, count, l->in, l->out, EPILOGUE_PLAIN, MLP_GELU, l->input_dtype};
     MatmulOperands x = {};
     x.out = din;
@@ -205,7 +204,7 @@ static inline const uint8_t *linear_product_backward(const Pass *p, const Linear
 }
 // LINEAR_QK_NORM: in place of the gradient of the output that of the product. (RoPE's is in attention's backward, an
 // activation's in linear_backward_activation.)
-static inline void linear_backward_output(const Pass *p, const Linear *l, floatX *dout) {
+static void linear_backward_output(const Pass *p, const Linear *l, floatX *dout) {
     if (l->output != LINEAR_QK_NORM) return;
     const QkRows rows = linear_heads(p, l);
     qk_norm_backward(&l->qk_norm, &rows, dout, l->aux, p->accumulate, p->scratch, p->stream);
@@ -213,7 +212,7 @@ static inline void linear_backward_output(const Pass *p, const Linear *l, floatX
 }
 // LINEAR_COLUMNS: the gradient of its input in p->branch, from dout (N,out); of several ranks a part of a sum.
 // linear_input_gradient must follow.
-static inline OutputGradient linear_backward_input(const Pass *p, const Linear *l, const floatX *dout) {
+static OutputGradient linear_backward_input(const Pass *p, const Linear *l, const floatX *dout) {
     const uint8_t *transposed = NULL;
     rows_scatter_under(p, l->backward, [&](int first, int count) {
         floatX *din = p->branch + (size_t)first * p->C;
@@ -221,11 +220,11 @@ static inline OutputGradient linear_backward_input(const Pass *p, const Linear *
     });
     return {dout, transposed};
 }
-static inline const floatX *linear_input_gradient(const Pass *p, const Linear *l) {
+static const floatX *linear_input_gradient(const Pass *p, const Linear *l) {
     return rows_scatter_end(p, l->backward, NULL);
 }
 // LINEAR_ROWS: din (N,in) from this rank's rows of the gradient of its output.
-static inline OutputGradient linear_backward_project(const Pass *p, const Linear *l, floatX *din, const floatX *dout) {
+static OutputGradient linear_backward_project(const Pass *p, const Linear *l, floatX *din, const floatX *dout) {
     const uint8_t *transposed = NULL;
     const auto product = [&](Rows d, int first, int count) {
         transposed = linear_product_backward(p, l, din + (size_t)first * l->in, (const floatX *)d.x, count);
@@ -234,8 +233,8 @@ static inline OutputGradient linear_backward_project(const Pass *p, const Linear
     return {(const floatX *)all.x, transposed};
 }
 // The same through the activation before it: g->out is the gradient of what the activation read.
-static inline OutputGradient linear_backward_activation(const Pass *p, const Linear *l, const ActivationGradient *g,
-                                                        const floatX *dout) {
+static OutputGradient linear_backward_activation(const Pass *p, const Linear *l, const ActivationGradient *g,
+                                                 const floatX *dout) {
     const size_t F = (size_t)l->in, width = F * (size_t)activation_inputs(l->mlp);
     if (l->gradient == EPILOGUE_PLAIN) {
         const OutputGradient gradient = linear_backward_project(p, l, g->dactivated, dout);
@@ -263,11 +262,11 @@ static inline OutputGradient linear_backward_activation(const Pass *p, const Lin
 
 // For linear_backward_weight of LINEAR_COLUMNS: rows of `in` that other ranks have set out while something else is
 // computed.
-static inline void linear_fetch_input(const Pass *p, const Linear *l, const floatX *in) {
+static void linear_fetch_input(const Pass *p, const Linear *l, const floatX *in) {
     rows_fetch_begin(p, l->backward, in);
 }
-static inline void linear_product_weight(const Pass *p, const Linear *l, OutputGradient dout, const floatX *in,
-                                         int count, int accumulate) {
+static void linear_product_weight(const Pass *p, const Linear *l, OutputGradient dout, const floatX *in, int count,
+                                  int accumulate) {
     if (!l->dweight) return;
     const MatmulProblem q = {MATMUL_BACKWARD_WEIGHT, count, l->in, l->out, EPILOGUE_PLAIN, MLP_GELU, l->weight_dtype};
     MatmulOperands x = {};
@@ -288,11 +287,11 @@ static inline void linear_product_weight(const Pass *p, const Linear *l, OutputG
     matmul(p->matmul, &q, &x, p->stream);
 }
 // What linear_adapters needs, in elements: both packed matrices, their gradients, and two of (N,columns).
-static inline size_t linear_adapters_scratch(size_t N, int in, int out, int columns) {
+static size_t linear_adapters_scratch(size_t N, int in, int out, int columns) {
     return 2 * (lora_packed(in, out, columns) + N * (size_t)columns);
 }
 // The gradients of the adapters, from all rows of dout (N,out) and in (N,in).
-static inline void linear_adapters(const Pass *p, const Linear *l, const floatX *dout, const floatX *in) {
+static void linear_adapters(const Pass *p, const Linear *l, const floatX *dout, const floatX *in) {
     const LayerAdapters *x = &l->adapters;
     const int N = p->N, columns = lora_columns(x);
     if (!columns) return;
@@ -319,7 +318,7 @@ static inline void linear_adapters(const Pass *p, const Linear *l, const floatX 
 }
 // dweight, dbias and those of adapters from dout and the input: this rank's rows of it (LINEAR_COLUMNS) or its columns
 // of all rows (LINEAR_ROWS).
-static inline void linear_backward_weight(const Pass *p, const Linear *l, OutputGradient dout, const floatX *in) {
+static void linear_backward_weight(const Pass *p, const Linear *l, OutputGradient dout, const floatX *in) {
     const floatX *all_in = l->split == LINEAR_COLUMNS ? rows_fetch_end(p, l->backward, in) : in;
     linear_product_weight(p, l, dout, all_in, p->N, p->accumulate);
     linear_adapters(p, l, dout.rows, all_in);

@@ -23,9 +23,9 @@ typedef struct {
     size_t batch, bytes;
 } MuonRoom;
 
-static inline size_t muon_block(const Plan *p) { return (size_t)p->mesh->tp.world * param_unit(p->table, 1).count; }
+static size_t muon_block(const Plan *p) { return (size_t)p->mesh->tp.world * param_unit(p->table, 1).count; }
 // room: bytes that are there anyway.
-static inline MuonRoom muon_room(const Plan *p, size_t room) {
+static MuonRoom muon_room(const Plan *p, size_t room) {
     MuonMatrix matrices[MUON_MOST_MATRICES];
     MuonRoom r = {};
     if (!p->table->muon || !p->trains) return r;
@@ -44,8 +44,8 @@ static inline MuonRoom muon_room(const Plan *p, size_t room) {
 }
 
 // Appends the parts of a matrix, which is number `number` of a batch. first: unit of the wave.
-static inline void muon_add_places(const Plan *p, const ParamTable *group, int first, MuonTables *t,
-                                   const MuonMatrix *m, int number) {
+static void muon_add_places(const Plan *p, const ParamTable *group, int first, MuonTables *t, const MuonMatrix *m,
+                            int number) {
     const int tp = p->mesh->tp.world, block = p->table->params[m->param].unit - first;
     for (int r = 0; r < tp; r++, t->num_places++) {
         MuonPlace place = {muon_part(group, r, m), number};
@@ -53,15 +53,15 @@ static inline void muon_add_places(const Plan *p, const ParamTable *group, int f
         t->places[t->num_places] = place;
     }
 }
-static inline void muon_add_batch(MuonTables *t, MuonBatch b) {
+static void muon_add_batch(MuonTables *t, MuonBatch b) {
     b.places = t->num_places - b.first_place;
     t->most = std::max(t->most, b.count);
     t->batches[t->num_batches++] = b;
 }
 // Of a wave's matrices, those of this rank that have the shape of number i and fit with it into a batch. They then have
 // no owner.
-static inline void muon_add_own(const Plan *p, const MuonRoom *room, const ParamTable *group, int first, MuonTables *t,
-                                MuonMatrix *matrices, int count, int i) {
+static void muon_add_own(const Plan *p, const MuonRoom *room, const ParamTable *group, int first, MuonTables *t,
+                         MuonMatrix *matrices, int count, int i) {
     MuonBatch b = {matrices[i].rows, matrices[i].cols, 0, t->num_places, 0};
     for (; i < count && muon_batch_bytes(b.rows, b.cols, b.count + 1) <= room->batch; i++) {
         MuonMatrix *m = &matrices[i];
@@ -71,7 +71,7 @@ static inline void muon_add_own(const Plan *p, const MuonRoom *room, const Param
     }
     muon_add_batch(t, b);
 }
-static inline void muon_fill(const Plan *p, const MuonRoom *room, const ParamTable *group, MuonTables *t) {
+static void muon_fill(const Plan *p, const MuonRoom *room, const ParamTable *group, MuonTables *t) {
     const int L = p->config.num_layers, tp = p->mesh->tp.world, rank = p->mesh->job.rank;
     MuonMatrix *matrices = new_array(MuonMatrix, (size_t)L * MUON_MOST_MATRICES);
     for (int first = 1; first <= L; first += room->blocks) {
@@ -88,7 +88,7 @@ static inline void muon_fill(const Plan *p, const MuonRoom *room, const ParamTab
     }
     free(matrices);
 }
-static inline MuonTables muon_tables(const Plan *p, const MuonRoom *room) {
+static MuonTables muon_tables(const Plan *p, const MuonRoom *room) {
     const int tp = p->mesh->tp.world;
     const size_t L = (size_t)p->config.num_layers, matrices = L * MUON_MOST_MATRICES;
     MuonTables t = {};
@@ -102,7 +102,7 @@ static inline MuonTables muon_tables(const Plan *p, const MuonRoom *room) {
     free(group);
     return t;
 }
-static inline void muon_tables_free(MuonTables *t) {
+static void muon_tables_free(MuonTables *t) {
     free(t->waves);
     free(t->batches);
     free(t->places);

@@ -43,34 +43,34 @@ typedef struct {
 } Offload;
 #define OFFLOAD_WAIT "waiting for host memory"
 
-template <typename Do> static inline void offload_events(Offload *o, Do each) {
+template <typename Do> static void offload_events(Offload *o, Do each) {
     for (Place *p : {&o->states[0], &o->states[1], &o->activations[0], &o->activations[1]})
         for (cudaEvent_t *e : {&p->arrived, &p->used, &p->left}) each(e);
 }
 // All must outlive it, and not move.
-static inline void offload_open(Offload *o, const Plan *plan, const Buffers *b, const Gpu *gpu) {
+static void offload_open(Offload *o, const Plan *plan, const Buffers *b, const Gpu *gpu) {
     o->plan = plan;
     o->b = b;
     o->gpu = gpu;
     offload_events(o, [](cudaEvent_t *e) { cudaCheck(cudaEventCreateWithFlags(e, cudaEventDisableTiming)); });
 }
-static inline void offload_close(Offload *o) {
+static void offload_close(Offload *o) {
     offload_events(o, [](cudaEvent_t *e) { cudaCheck(cudaEventDestroy(*e)); });
 }
 // Out: to host memory; else from there. On the stream of that direction.
-static inline void offload_copy(const Offload *o, int out, void *host, void *here, size_t bytes) {
+static void offload_copy(const Offload *o, int out, void *host, void *here, size_t bytes) {
     cudaCheck(cudaMemcpyAsync(out ? host : here, out ? here : host, bytes, cudaMemcpyDefault,
                               out ? o->gpu->out : o->gpu->in));
 }
 // What is in a place leaves as soon as the compute stream has done what it was given so far.
-template <typename Copy> static inline void place_leave(const Offload *o, Place *p, Copy copy) {
+template <typename Copy> static void place_leave(const Offload *o, Place *p, Copy copy) {
     cudaCheck(cudaEventRecord(p->used, o->gpu->compute));
     cudaCheck(cudaStreamWaitEvent(o->gpu->out, p->used, 0));
     copy(1);
     cudaCheck(cudaEventRecord(p->left, o->gpu->out));
 }
 // What comes into a place that is free when all has left that was to leave.
-template <typename Copy> static inline void place_enter(const Offload *o, Place *p, Copy copy) {
+template <typename Copy> static void place_enter(const Offload *o, Place *p, Copy copy) {
     cudaCheck(cudaStreamWaitEvent(o->gpu->in, p->left, 0));
     copy(0);
     cudaCheck(cudaEventRecord(p->arrived, o->gpu->in));
@@ -79,17 +79,17 @@ template <typename Copy> static inline void place_enter(const Offload *o, Place 
 // ---- states
 
 // Elements of a piece of the states; the last one may have fewer.
-static inline Span piece_span(const Plan *p, int piece) {
+static Span piece_span(const Plan *p, int piece) {
     return span_overlap({0, plan_kept(p, SLOT_M)}, plan_piece(p) * (size_t)piece, plan_piece(p));
 }
 // Where a piece of a slot is on the GPU between piece_get and piece_release; NULL: there is no such slot.
-static inline void *piece_place(const Offload *o, Slot s, int piece) {
+static void *piece_place(const Offload *o, Slot s, int piece) {
     const size_t bytes = plan_piece(o->plan) * plan_slot_bytes(o->plan, s);
     if (o->b->staging[s]) return o->b->staging[s] + bytes * (size_t)(piece % 2);
     char *all = (char *)slot_pointer(o->b, s);
     return all ? all + bytes * (size_t)piece : NULL;
 }
-static inline void piece_copy(const Offload *o, int piece, int out) {
+static void piece_copy(const Offload *o, int piece, int out) {
     const Span span = piece_span(o->plan, piece);
     for (Slot s : optimiser_states) {
         const size_t size = plan_slot_bytes(o->plan, s);
@@ -99,28 +99,28 @@ static inline void piece_copy(const Offload *o, int piece, int out) {
     }
 }
 // Between these two the compute stream may read and write a piece of the states.
-static inline void piece_get(Offload *o, int piece) {
+static void piece_get(Offload *o, int piece) {
     Place *place = &o->states[piece % 2];
     if (!o->plan->offload) return;
     place_enter(o, place, [&](int out) { piece_copy(o, piece, out); });
     timing_wait(OFFLOAD_WAIT, place->arrived, o->gpu->compute);
 }
-static inline void piece_release(Offload *o, int piece) {
+static void piece_release(Offload *o, int piece) {
     if (o->plan->offload) place_leave(o, &o->states[piece % 2], [&](int out) { piece_copy(o, piece, out); });
 }
 
 // ---- activations
 
 // Whether x(l) leaves the GPU. Generation keeps none.
-static inline int input_leaves(const Offload *o, const Pass *p, int l) {
+static int input_leaves(const Offload *o, const Pass *p, int l) {
     return o->b->host_x && !p->cache && l >= 1 && l < o->plan->config.num_layers - 1;
 }
-static inline void input_copy(const Offload *o, int l, int out) {
+static void input_copy(const Offload *o, int l, int out) {
     const size_t count = o->plan->rows * (size_t)o->plan->config.channels;
     offload_copy(o, out, o->b->host_x + count * (size_t)(l - 1), o->b->blocks[l - 1].x_out, count * sizeof(floatX));
 }
 // Between these two the compute stream may write x(l), in backward read it. L: that of the final norm.
-static inline void input_get(Offload *o, const Pass *p, int l, UnitUse use) {
+static void input_get(Offload *o, const Pass *p, int l, UnitUse use) {
     Place *mine = &o->activations[l % 2], *next = &o->activations[(l + 1) % 2];
     if (!o->b->host_x || p->cache) return;
     if (use == UNIT_BACKWARD && input_leaves(o, p, l - 1)) {
@@ -130,7 +130,7 @@ static inline void input_get(Offload *o, const Pass *p, int l, UnitUse use) {
     }
     timing_wait(OFFLOAD_WAIT, use == UNIT_BACKWARD ? mine->arrived : mine->left, o->gpu->compute);
 }
-static inline void input_release(Offload *o, const Pass *p, int l) {
+static void input_release(Offload *o, const Pass *p, int l) {
     if (input_leaves(o, p, l)) place_leave(o, &o->activations[l % 2], [&](int out) { input_copy(o, l, out); });
 }
 

@@ -6,7 +6,7 @@
 #include "../muon.h"
 #include "../options.h"
 
-static inline Muon muon_of(const Options *o) {
+static Muon muon_of(const Options *o) {
     // The paper's.
     static const double polar_express[][3] = {{8.28721201814563, -23.595886519098837, 17.300387312530933},
                                               {4.107059111542203, -2.9478499167379106, 0.5448431082926601},
@@ -32,25 +32,25 @@ static inline Muon muon_of(const Options *o) {
 // ---- the optimiser's columns of the table of weights
 
 // -1: the common one.
-static inline int is_given(double value) { return value >= 0; }
-static inline double lr_of_matrices(const Options *o) {
+static int is_given(double value) { return value >= 0; }
+static double lr_of_matrices(const Options *o) {
     return is_given(o->lr_matrix) ? o->lr_matrix : !strcmp(o->optimizer, "muon") ? 0.02 : -1;
 }
 // The table has factors of one learning rate and of one weight decay: of the common ones or, where a tensor has its own
 // and the common one is 0, of 1.
-static inline double base_lr(const Options *o) {
+static double base_lr(const Options *o) {
     const int own = is_given(lr_of_matrices(o)) || is_given(o->lr_embedding) || is_given(o->lr_head);
     return o->learning_rate > 0 || !own ? o->learning_rate : 1;
 }
-static inline double base_decay(const Options *o) {
+static double base_decay(const Options *o) {
     const int own = is_given(o->decay_matrix) || o->decay_vector > 0;
     return o->weight_decay > 0 || !own ? o->weight_decay : 1;
 }
-static inline float base_factor(double own, double common, double base) {
+static float base_factor(double own, double common, double base) {
     const double value = is_given(own) ? own : common;
     return base > 0 ? (float)(value / base) : 1;
 }
-static inline void param_set_optimiser(Param *p, int in_block, const Options *o) {
+static void param_set_optimiser(Param *p, int in_block, const Options *o) {
     const int matrix = in_block && !p->is_vector;
     const double lr = p->is_vector            ? -1
                       : matrix                ? lr_of_matrices(o)
@@ -63,7 +63,7 @@ static inline void param_set_optimiser(Param *p, int in_block, const Options *o)
     else
         p->decay = base_factor(matrix ? o->decay_matrix : -1, o->weight_decay, base_decay(o));
 }
-static inline void params_set_optimiser(ParamTable *t, const Options *o) {
+static void params_set_optimiser(ParamTable *t, const Options *o) {
     t->muon = 0;
     for (Param *p = t->params; p < t->params + t->count; p++) {
         param_set_optimiser(p, unit_is_block(t, p->unit), o);

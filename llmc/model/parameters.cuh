@@ -6,7 +6,7 @@
 #include "buffers.cuh"
 
 // Where elements [offset, offset + count) of a slot are. This rank keeps all of them.
-static inline char *slot_place(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count) {
+static char *slot_place(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count) {
     const ParamTable *t = plan_table(p, s);
     assert(slot_pointer(b, s) && offset + count <= t->total);
     const Keep keep = slot_keeps(p->zero_stage, s);
@@ -16,7 +16,7 @@ static inline char *slot_place(const Plan *p, const Buffers *b, Slot s, size_t o
     return (char *)slot_pointer(b, s) + plan_index(p, s, unit, offset) * plan_slot_bytes(p, s);
 }
 // From what a slot stores, in host memory, to fp32.
-static inline void slot_widen(const Plan *p, Slot s, float *values, const void *stored, size_t count) {
+static void slot_widen(const Plan *p, Slot s, float *values, const void *stored, size_t count) {
     if (!plan_slot_is_bf16(p, s))
         memcpy(values, stored, count * sizeof(float));
     else
@@ -24,8 +24,8 @@ static inline void slot_widen(const Plan *p, Slot s, float *values, const void *
 }
 // Whole rows of a tensor that is kept in few bits. Returns whether that was all: an embedding that is tied to the head
 // is kept as it is, too. Waits for all streams.
-static inline int weight_write_quantised(const Plan *p, const Buffers *b, size_t offset, size_t count,
-                                         const float *values, const Gpu *gpu) {
+static int weight_write_quantised(const Plan *p, const Buffers *b, size_t offset, size_t count, const float *values,
+                                  const Gpu *gpu) {
     const Param *t = param_of(p->base, offset);
     const int number = quantised_number(p, t->unit, t->role);
     if (number < 0) return 0;
@@ -37,8 +37,8 @@ static inline int weight_write_quantised(const Plan *p, const Buffers *b, size_t
     return t->role != ROLE_WTE;
 }
 // Waits for all streams.
-static inline void slot_write(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count, const float *values,
-                              const Gpu *gpu) {
+static void slot_write(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count, const float *values,
+                       const Gpu *gpu) {
     cudaStream_t stream = gpu->compute;
     char *place = slot_place(p, b, s, offset, count);
     gpu_wait(gpu);
@@ -59,8 +59,8 @@ static inline void slot_write(const Plan *p, const Buffers *b, Slot s, size_t of
     }
 }
 // Waits for all streams.
-static inline void slot_read(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count, float *values,
-                             const Gpu *gpu) {
+static void slot_read(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count, float *values,
+                      const Gpu *gpu) {
     const size_t bytes = count * plan_slot_bytes(p, s);
     void *stored = malloc_or_die(bytes);
     gpu_wait(gpu);
@@ -69,10 +69,10 @@ static inline void slot_read(const Plan *p, const Buffers *b, Slot s, size_t off
     free(stored);
 }
 // Where this rank's shard of a unit begins in the copy of a slot.
-static inline char *snapshot_place(const Plan *p, const Buffers *b, Slot s, int unit) {
+static char *snapshot_place(const Plan *p, const Buffers *b, Slot s, int unit) {
     return (char *)b->snapshots[s] + slot_before(&p->mesh->dp, p->table, KEEP_SHARDS, s, unit) * plan_slot_bytes(p, s);
 }
-static inline void slot_snapshot(const Plan *p, const Buffers *b, Slot s, const Gpu *gpu) {
+static void slot_snapshot(const Plan *p, const Buffers *b, Slot s, const Gpu *gpu) {
     gpu_wait(gpu);  // weights may be on their way from other ranks, states to host memory
     for (int u = 0; u < p->table->num_units; u++) {
         const Span mine = plan_shard(p, s, u);
@@ -83,8 +83,7 @@ static inline void slot_snapshot(const Plan *p, const Buffers *b, Slot s, const 
     }
     cudaCheck(cudaStreamSynchronize(gpu->compute));
 }
-static inline void slot_read_snapshot(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count,
-                                      float *values) {
+static void slot_read_snapshot(const Plan *p, const Buffers *b, Slot s, size_t offset, size_t count, float *values) {
     const int u = param_unit_of(p->table, offset);
     const Span mine = plan_shard(p, s, u);
     assert(offset >= mine.begin && offset + count <= mine.begin + mine.count);

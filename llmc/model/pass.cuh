@@ -58,8 +58,8 @@ typedef struct {
     cudaStream_t stream;
 } Pass;
 
-static inline int pass_is_split(const Pass *p) { return p->exchange->ranks > 1; }
+static int pass_is_split(const Pass *p) { return p->exchange->ranks > 1; }
 // Elements of the residual stream that are here.
-static inline size_t pass_piece(const Pass *p) { return (size_t)p->rows * (size_t)p->C; }
+static size_t pass_piece(const Pass *p) { return (size_t)p->rows * (size_t)p->C; }
 
 #endif

@@ -45,18 +45,18 @@ typedef struct {
     Linear qkv, proj, fc, fcproj, head;  // without weights and buffers
 } Plan;
 
-static inline const ParamTable *plan_table(const Plan *p, Slot s) { return s == SLOT_FROZEN ? p->base : p->table; }
-static inline Slot plan_base_slot(const Plan *p) { return p->base == p->table ? SLOT_WEIGHT : SLOT_FROZEN; }
+static const ParamTable *plan_table(const Plan *p, Slot s) { return s == SLOT_FROZEN ? p->base : p->table; }
+static Slot plan_base_slot(const Plan *p) { return p->base == p->table ? SLOT_WEIGHT : SLOT_FROZEN; }
 // Products then read blocks' matrices from a buffer into which they are widened, or merged with adapters.
-static inline int plan_merges(const Plan *p) { return p->weights != WEIGHTS_FP32 || p->lora.rank; }
-static inline int plan_is_split(const Plan *p) { return p->mesh->tp.world > 1; }
+static int plan_merges(const Plan *p) { return p->weights != WEIGHTS_FP32 || p->lora.rank; }
+static int plan_is_split(const Plan *p) { return p->mesh->tp.world > 1; }
 // Then attention reads other rows than the product gave, and its backward neither rotates back nor takes absmax or
 // column sums: the norm's gradient comes between.
-static inline int plan_normalises_qk(const Plan *p) { return p->qkv.output == LINEAR_QK_NORM; }
+static int plan_normalises_qk(const Plan *p) { return p->qkv.output == LINEAR_QK_NORM; }
 
 // Where the activation is part of a product. Our kernel has the bits of a product with the activation apart and is
 // faster (dev/cuda/matmul.cu).
-static inline int plan_activation_fused(const Plan *p) {
+static int plan_activation_fused(const Plan *p) {
     const int can = matmul_can_fuse(p->local.mlp, p->local.ffn_dim);
     const int asked = (int)p->options.gelu_fusion;
     require(asked <= 0 || can,
@@ -67,7 +67,7 @@ static inline int plan_activation_fused(const Plan *p) {
     if (asked >= 0) return asked;
     return can && p->N >= MATMUL_FUSION_ROWS ? 2 : 0;
 }
-static inline void plan_layers(Plan *p) {
+static void plan_layers(Plan *p) {
     const Config *c = &p->local;
     const int C = c->channels, Q = c->num_heads * c->head_dim;
     Linear common = {};
@@ -116,7 +116,7 @@ static inline void plan_layers(Plan *p) {
     p->head.out = c->padded_vocab_size;
     p->head.dtype = p->fp8_head ? MATMUL_E4M3 : MATMUL_FLOATX;
 }
-static inline void plan_fp8(Plan *p) {
+static void plan_fp8(Plan *p) {
     const Options *o = &p->options;
     p->fp8_blocks = matmul_is_fp8(o);
     p->fp8_head = head_is_fp8(o);
@@ -128,7 +128,7 @@ static inline void plan_fp8(Plan *p) {
         "leave fp8 out",
         o->matmul_dtype, o->head_dtype);
 }
-static inline WeightFormat plan_weights(const Plan *p) {
+static WeightFormat plan_weights(const Plan *p) {
     const Config *c = &p->local;
     if (!weights_are_quantised(&p->options)) return WEIGHTS_FP32;
     const WeightFormat f = quant_format(p->options.weights);
@@ -139,7 +139,7 @@ static inline WeightFormat plan_weights(const Plan *p) {
     quant_check(f, "columns of the MLP", c->ffn_dim);
     return f == WEIGHTS_BF16 ? WEIGHTS_FP32 : f;
 }
-static inline int plan_offload(const Plan *p) {
+static int plan_offload(const Plan *p) {
     const int asked = p->trains ? offloads(&p->options) : 0;
     require(!p->table->muon || !(asked & (OFFLOAD_STATES | OFFLOAD_MASTER)),
             "--optimizer muon has whole matrices at a time, --offload states and master take them in pieces\n"
@@ -153,8 +153,8 @@ static inline int plan_offload(const Plan *p) {
 }
 // table, base (NULL: the same), mesh: must outlive the plan. Sizes that cannot be computed stop with a message; nothing
 // is allocated.
-static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const ParamTable *table,
-                             const ParamTable *base = NULL) {
+static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const ParamTable *table,
+                      const ParamTable *base = NULL) {
     Plan p = {};
     const int ranks = mesh->tp.world;
     p.options = *o;
@@ -200,7 +200,7 @@ static inline Plan plan_make(const Config *c, const Options *o, const Mesh *mesh
     return p;
 }
 // Generation: shapes that come once, so nothing is in an epilogue and nothing is kept for backward.
-static inline Plan plan_decode(const Plan *trained) {
+static Plan plan_decode(const Plan *trained) {
     Plan p = *trained;
     p.activation_fused = p.rope_fused = 0;
     p.recomputes_activation = 1;  // the activation's input stays as it is
@@ -211,14 +211,14 @@ static inline Plan plan_decode(const Plan *trained) {
 // Rows that the head multiplies in a micro-step in which `learned` targets are: rounded up to one of few sizes, as each
 // has its own plans of products; at least one part, so that there is something to multiply.
 enum { LOGIT_SIZES = 16, LOGIT_ROWS = 128 };
-static inline int plan_logit_rows(const Plan *p, size_t learned) {
+static int plan_logit_rows(const Plan *p, size_t learned) {
     const size_t part = round_up(ceil_div(p->N, LOGIT_SIZES), LOGIT_ROWS),
                  rows = std::max(part, round_up(learned, part));
     return (int)(p->compacts_rows ? std::min(rows, p->N) : p->N);
 }
 
 // A line a subject, for the console and the log.
-static inline void plan_print(const Plan *p, FILE *f) {
+static void plan_print(const Plan *p, FILE *f) {
     static const char *const fused[] = {"of its own", "in the forward product", "in the products"};
     static const char *const recompute[] = {"nothing", "the activation", "the activation and the norms",
                                             "whole blocks"};

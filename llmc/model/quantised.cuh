@@ -18,20 +18,20 @@ typedef struct {
 // ---- which
 
 // Elements of a unit that are quantised: its matrices, which come first. The embedding is kept besides.
-static inline size_t quantised_elements(const Plan *p, int unit) {
+static size_t quantised_elements(const Plan *p, int unit) {
     if (p->weights == WEIGHTS_FP32 || unit == 0) return 0;
     const Role vector = unit_is_block(p->base, unit) ? ROLE_LN1W : ROLE_LNFW;
     return param_at(p->base, unit, vector) - p->base->unit_begin[unit];
 }
-static inline int quantised_count(const Plan *p) { return 4 * p->config.num_layers + 1; }
+static int quantised_count(const Plan *p) { return 4 * p->config.num_layers + 1; }
 // The matrix of a role; -1: it is native.
-static inline int quantised_number(const Plan *p, int unit, Role role) {
+static int quantised_number(const Plan *p, int unit, Role role) {
     if (p->weights == WEIGHTS_FP32) return -1;
     if (unit_is_block(p->base, unit) && role >= ROLE_QKVW && role <= ROLE_FCPROJW)
         return 4 * (unit - 1) + (role - ROLE_QKVW);
     return role == (p->config.tied ? ROLE_WTE : ROLE_HEADW) ? quantised_count(p) - 1 : -1;
 }
-static inline QuantMatrix quantised_matrix(const Plan *p, int number) {
+static QuantMatrix quantised_matrix(const Plan *p, int number) {
     const Linear *layers[] = {&p->qkv, &p->proj, &p->fc, &p->fcproj};
     const Linear *l = number == quantised_count(p) - 1 ? &p->head : layers[number % 4];
     return {p->weights, l->out, l->in, NULL, NULL};
@@ -39,7 +39,7 @@ static inline QuantMatrix quantised_matrix(const Plan *p, int number) {
 
 // ---- by what a step of generation multiplies them
 
-static inline DecodeDtype decode_dtype(WeightFormat f) {
+static DecodeDtype decode_dtype(WeightFormat f) {
     switch (f) {
     case WEIGHTS_INT8: return DECODE_INT8;
     case WEIGHTS_FP8: return DECODE_E4M3;
@@ -50,7 +50,7 @@ static inline DecodeDtype decode_dtype(WeightFormat f) {
     }
 }
 // The kernel of a step of generation, so far as the plan knows it.
-static inline Decode decode_of_plan(const Plan *p) {
+static Decode decode_of_plan(const Plan *p) {
     const Config *c = &p->local;
     Decode d = {};
     d.layers = c->num_layers;
@@ -70,7 +70,7 @@ static inline Decode decode_of_plan(const Plan *p) {
 }
 // Products in fp8 have none: samples are in the arithmetic that trained. Nor have weights that are merged. With --tp
 // ranks must be able to write to each other's memory, which is known when links are open.
-static inline int plan_has_decode_kernel(const Plan *p) {
+static int plan_has_decode_kernel(const Plan *p) {
     const Decode sizes = decode_of_plan(p);
     return p->zero_stage < 3 && !p->fp8 && !p->lora.rank && decode_fits(&sizes);
 }
@@ -78,7 +78,7 @@ static inline int plan_has_decode_kernel(const Plan *p) {
 // ---- where
 
 // Names the buffers.
-static inline void quantised_request(const Plan *p, Quantised *q, Memory *m) {
+static void quantised_request(const Plan *p, Quantised *q, Memory *m) {
     size_t codes = 0, scales = 0;
     if (p->weights == WEIGHTS_FP32) return;
     for (int i = 0; i < quantised_count(p); i++) {
@@ -91,7 +91,7 @@ static inline void quantised_request(const Plan *p, Quantised *q, Memory *m) {
     memory_request(m, &q->scales, "their scales", scales);
 }
 // Elements of the buffer for matrices that are widened or merged: those of a block, and the head.
-static inline size_t merged_elements(const Plan *p) {
+static size_t merged_elements(const Plan *p) {
     const size_t block = param_at(p->base, 1, ROLE_LN1W) - p->base->unit_begin[1],
                  head = (size_t)p->head.out * (size_t)p->head.in;
     // The head is widened for all but the kernel of a step.
@@ -99,7 +99,7 @@ static inline size_t merged_elements(const Plan *p) {
     const int has_head = p->weights != WEIGHTS_FP32 && (!p->options.generate || !has_kernel);
     return has_head ? std::max(block, head) : block;
 }
-static inline void quantised_place(const Plan *p, Quantised *q) {
+static void quantised_place(const Plan *p, Quantised *q) {
     uint8_t *codes = q->codes, *scales = q->scales;
     if (p->weights == WEIGHTS_FP32) return;
     q->matrix = new_array(QuantMatrix, quantised_count(p));
@@ -116,8 +116,8 @@ static inline void quantised_place(const Plan *p, Quantised *q) {
 // ---- to and from
 
 // Whole rows, from row `first` on, of the matrix that `t` is a part of. Waits for the device.
-static inline void quantised_write(const QuantMatrix *q, const Param *t, size_t first, size_t rows, const float *values,
-                                   cudaStream_t stream) {
+static void quantised_write(const QuantMatrix *q, const Param *t, size_t first, size_t rows, const float *values,
+                            cudaStream_t stream) {
     const size_t cols = (size_t)q->cols, width = quantised_row_bytes(q), scale = quant_scale_bytes(q->format, q->cols);
     uint8_t *codes = new_zeros(uint8_t, (rows * width)), *scales = new_zeros(uint8_t, (rows * scale));
     int refused = 0;

@@ -15,23 +15,21 @@
 
 #include "pass.cuh"
 
-static inline int rows_overlap(const Pass *p, OverlapKind kind) {
-    return p->shards > 1 && p->exchange->overlap.on[kind];
-}
+static int rows_overlap(const Pass *p, OverlapKind kind) { return p->shards > 1 && p->exchange->overlap.on[kind]; }
 
-static inline size_t rows_bytes(const Pass *p, Rows r, int count) {
+static size_t rows_bytes(const Pass *p, Rows r, int count) {
     return (size_t)count * (size_t)p->C * (r.absmax ? 1 : sizeof(floatX));
 }
-static inline size_t rows_absmax_bytes(Rows r, int count) { return r.absmax ? (size_t)count * sizeof(float) : 0; }
-static inline Rows rows_from(const Pass *p, Rows r, int first) {
+static size_t rows_absmax_bytes(Rows r, int count) { return r.absmax ? (size_t)count * sizeof(float) : 0; }
+static Rows rows_from(const Pass *p, Rows r, int first) {
     return {(const char *)r.x + rows_bytes(p, r, first), r.absmax ? r.absmax + first : NULL};
 }
 // All N rows, as `mine`, in a buffer: behind them the absmax of each.
-static inline Rows rows_in(const Pass *p, Rows mine, const void *buffer) {
+static Rows rows_in(const Pass *p, Rows mine, const void *buffer) {
     return {buffer, mine.absmax ? (const float *)((const char *)buffer + rows_bytes(p, mine, p->N)) : NULL};
 }
 // All N rows of which this rank has `mine`. Good until the next exchange.
-static inline Rows rows_gather(const Pass *p, Rows mine) {
+static Rows rows_gather(const Pass *p, Rows mine) {
     RowExchange *x = p->exchange;
     const size_t bytes = rows_bytes(p, mine, p->rows), ranks = (size_t)p->shards;
     const Rows all = rows_in(p, mine, x->received);
@@ -43,11 +41,11 @@ static inline Rows rows_gather(const Pass *p, Rows mine) {
     nccl_bundle_end(&x->nccl);
     return all;
 }
-static inline const floatX *rows_gather(const Pass *p, const floatX *mine) {
+static const floatX *rows_gather(const Pass *p, const floatX *mine) {
     return (const floatX *)rows_gather(p, Rows{mine, NULL}).x;
 }
 // Every rank has parts of all N rows: their sums, on every rank, in place.
-static inline floatX *rows_sum_everywhere(const Pass *p, floatX *parts, const floatX *add) {
+static floatX *rows_sum_everywhere(const Pass *p, floatX *parts, const floatX *add) {
     RowExchange *x = p->exchange;
     nccl_all_gather(&x->nccl, "gather rows", x->received, (const floatX *)parts, pass_piece(p));
     rows_sum(parts, x->received, add, x->ranks, -1, p->rows, p->C, p->stream);
@@ -55,7 +53,7 @@ static inline floatX *rows_sum_everywhere(const Pass *p, floatX *parts, const fl
 }
 // parts (N,C): this rank's part of a sum over ranks. Returns this rank's rows of the sum, in place. add (C; NULL: none)
 // is added to each.
-static inline floatX *rows_scatter(const Pass *p, floatX *parts, const floatX *add) {
+static floatX *rows_scatter(const Pass *p, floatX *parts, const floatX *add) {
     RowExchange *x = p->exchange;
     if (x->ranks == 1) return parts;
     if (p->shards == 1) return rows_sum_everywhere(p, parts, add);
@@ -74,7 +72,7 @@ static inline floatX *rows_scatter(const Pass *p, floatX *parts, const floatX *a
 // body(rows, first, count) computes from rows first, ..., first + count - 1 of the N. Returns all rows if they were
 // gathered at once or `whole` asks for them; good until the next exchange.
 template <typename Body>
-static inline Rows rows_gather_under(const Pass *p, OverlapKind kind, Rows mine, int whole, Body body) {
+static Rows rows_gather_under(const Pass *p, OverlapKind kind, Rows mine, int whole, Body body) {
     RowExchange *x = p->exchange;
     const size_t bytes = rows_bytes(p, mine, p->rows);
     overlap_begin(&x->overlap, kind, p->stream);
@@ -108,7 +106,7 @@ static inline Rows rows_gather_under(const Pass *p, OverlapKind kind, Rows mine,
 
 // body(first, count) computes rows first, ... of p->branch (N,C), this rank's part of a sum over ranks.
 // rows_scatter_end must follow; what lies between hides the rest of the exchange.
-template <typename Body> static inline void rows_scatter_under(const Pass *p, OverlapKind kind, Body body) {
+template <typename Body> static void rows_scatter_under(const Pass *p, OverlapKind kind, Body body) {
     RowExchange *x = p->exchange;
     overlap_begin(&x->overlap, kind, p->stream);
     if (!rows_overlap(p, kind)) {
@@ -133,7 +131,7 @@ template <typename Body> static inline void rows_scatter_under(const Pass *p, Ov
     body(x->rank * p->rows, p->rows);  // this rank's own, which nobody waits for
 }
 // This rank's rows of the sum, as rows_scatter gives them. add (C; NULL: none) is added to each.
-static inline floatX *rows_scatter_end(const Pass *p, OverlapKind kind, const floatX *add) {
+static floatX *rows_scatter_end(const Pass *p, OverlapKind kind, const floatX *add) {
     RowExchange *x = p->exchange;
     floatX *mine = p->branch + x->rank * pass_piece(p);
     if (rows_overlap(p, kind)) {
@@ -149,12 +147,12 @@ static inline floatX *rows_scatter_end(const Pass *p, OverlapKind kind, const fl
 }
 
 // For a weight gradient: rows that arrive while something else is computed. Begin and end go together.
-static inline void rows_fetch_begin(const Pass *p, OverlapKind kind, const floatX *mine) {
+static void rows_fetch_begin(const Pass *p, OverlapKind kind, const floatX *mine) {
     if (!rows_overlap(p, kind)) return;
     p->exchange->met.gathers++;
     push_rows(&p->exchange->push, PUSH_ROWS_AGAIN, mine, pass_piece(p) * sizeof(floatX), 1);
 }
-static inline const floatX *rows_fetch_end(const Pass *p, OverlapKind kind, const floatX *mine) {
+static const floatX *rows_fetch_end(const Pass *p, OverlapKind kind, const floatX *mine) {
     Push *push = &p->exchange->push;
     if (!rows_overlap(p, kind)) return rows_gather(p, mine);
     const floatX *all = (const floatX *)push_buffer(push, PUSH_ROWS_AGAIN);

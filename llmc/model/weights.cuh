@@ -24,12 +24,12 @@
 // ---- of a unit
 
 // The first element of a role in one of a unit's buffers; NULL: this model, or this run, has none.
-static inline floatX *unit_param(const Unit *u, floatX *buffer, Role role) {
+static floatX *unit_param(const Unit *u, floatX *buffer, Role role) {
     const size_t at = role == NUM_ROLES ? NO_PARAM : param_at(u->table, u->number, role);
     return at == NO_PARAM || !buffer ? NULL : buffer + (at - u->table->unit_begin[u->number]);
 }
 // A unit whose weights stay as they are; its matrices in few bits are elsewhere. trained: its adapters, with --lora.
-static inline Unit frozen_unit(const Plan *p, const Buffers *b, const Unit *trained) {
+static Unit frozen_unit(const Plan *p, const Buffers *b, const Unit *trained) {
     const Slot s = plan_base_slot(p);
     const int unit = trained->number;
     const size_t begin = p->base->unit_begin[unit], matrices = quantised_elements(p, unit);
@@ -43,7 +43,7 @@ static inline Unit frozen_unit(const Plan *p, const Buffers *b, const Unit *trai
     return {p->base, unit, weights, NULL, copies[0], copies[1], trained->weights, trained->grads};
 }
 // The adapters of a layer's weight.
-static inline LayerAdapters layer_adapters(const Plan *p, const Unit *u, Role weight, int in) {
+static LayerAdapters layer_adapters(const Plan *p, const Unit *u, Role weight, int in) {
     LayerAdapters l = {0, p->lora.rank, lora_scale(&p->lora)};
     LoraPair pairs[LORA_MOST_PAIRS];
     if (!p->lora.rank || !unit_is_block(p->table, u->number)) return {};
@@ -59,7 +59,7 @@ static inline LayerAdapters layer_adapters(const Plan *p, const Unit *u, Role we
 }
 // fp8: the absmax of one tensor of a block's layer, or of the head's.
 typedef enum { ABSMAX_WEIGHT, ABSMAX_INPUT, ABSMAX_GRADIENT } AbsmaxOf;
-static inline float *layer_absmax(const Plan *p, const Buffers *b, AbsmaxOf of, int unit, Role weight) {
+static float *layer_absmax(const Plan *p, const Buffers *b, AbsmaxOf of, int unit, Role weight) {
     const int layers = plan_fp8_layers(p), in_block = (unit - 1) * FP8_LAYERS + (weight - ROLE_QKVW);
     return b->absmax + of * layers + (unit_is_block(p->table, unit) ? in_block : layers - 1);
 }
@@ -68,8 +68,8 @@ static inline float *layer_absmax(const Plan *p, const Buffers *b, AbsmaxOf of, 
 
 // What is in few bits or has adapters, as floatX: in b->merged, which has room for one block or the head; else where it
 // is. The four matrices of a block are merged together, and again when something else was there.
-static inline const floatX *merged_weight(const Plan *plan, Buffers *b, const Pass *p, const Unit *u, const Linear *l,
-                                          Role role) {
+static const floatX *merged_weight(const Plan *plan, Buffers *b, const Pass *p, const Unit *u, const Linear *l,
+                                   Role role) {
     const int number = quantised_number(plan, u->number, role), is_block = unit_is_block(u->table, u->number);
     const QuantMatrix native = {WEIGHTS_FP32, l->out, l->in, (uint8_t *)l->weight, NULL};
     if (number < 0 && !l->adapters.count) return l->weight;
@@ -80,7 +80,7 @@ static inline const floatX *merged_weight(const Plan *plan, Buffers *b, const Pa
     return to;
 }
 // Fills in what products read as the layer's weight, by the table at the top; what is not there yet is made.
-static inline void weight_operand(const Plan *plan, Buffers *b, const Pass *p, const Unit *u, Role role, Linear *l) {
+static void weight_operand(const Plan *plan, Buffers *b, const Pass *p, const Unit *u, Role role, Linear *l) {
     const int fp8 = l->dtype == MATMUL_E4M3, is_block = unit_is_block(u->table, u->number);
     const size_t at = param_at(u->table, u->number, role) - u->table->unit_begin[u->number];
     l->weight = unit_param(u, u->weights, role);
@@ -94,8 +94,8 @@ static inline void weight_operand(const Plan *plan, Buffers *b, const Pass *p, c
     if (p->quantises_weights && !(is_block && plan->zero_stage >= 3)) linear_quantise(p, l);
 }
 // A planned layer with all that belongs to the unit and to the pass. aux: see Linear.
-static inline Linear linear_of(const Plan *plan, Buffers *b, const Pass *p, const Unit *u, const Linear *planned,
-                               Role weight, Role bias, ColumnSums sums, floatX *aux) {
+static Linear linear_of(const Plan *plan, Buffers *b, const Pass *p, const Unit *u, const Linear *planned, Role weight,
+                        Role bias, ColumnSums sums, floatX *aux) {
     Linear l = *planned;
     weight_operand(plan, b, p, u, weight, &l);
     l.bias = unit_param(u, u->weights, bias);

@@ -92,14 +92,14 @@ typedef struct {
     int stage, wide, reduces_last;  // wide: reduce in fp32; reduces_last: all units after backward, not each under it
 } Zero;
 
-static inline size_t zero_largest_unit(const ParamTable *t) {
+static size_t zero_largest_unit(const ParamTable *t) {
     size_t most = 0;
     for (int u = 0; u < t->num_units; u++) most = std::max(most, param_unit(t, u).count);
     return most;
 }
 
 // A block's vectors, from its first element on, in whole 16-byte vectors.
-static inline Span unit_vectors(const ParamTable *t) {
+static Span unit_vectors(const ParamTable *t) {
     const size_t block = t->unit_begin[1], begin = param_at(t, 1, ROLE_LN1W) - block;
     size_t end = 0;
     for (int i = 0; i < t->count; i++)
@@ -109,7 +109,7 @@ static inline Span unit_vectors(const ParamTable *t) {
 // Whether NVLink joins the GPUs of all ranks, in every such group of the job: atomics are native over nothing else. 0
 // as well where ranks are not shown each other's GPUs. (Groups that differ would begin unequally many collectives, by
 // whose number the watchdog knows who is behind.)
-static inline int zero_linked(const Comm *comm, const Comm *job) {
+static int zero_linked(const Comm *comm, const Comm *job) {
     int device, unlinked = 0;
     cudaDeviceProp prop;
     cudaCheck(cudaGetDevice(&device));
@@ -126,20 +126,19 @@ static inline int zero_linked(const Comm *comm, const Comm *job) {
     return !comm_or(job, unlinked);
 }
 // tokens: of a rank's micro-step. overlap: --debug dp-overlap.
-static inline int zero_reduces_last(const Comm *comm, const Comm *job, int stage, int overlap, int wide,
-                                    size_t tokens) {
+static int zero_reduces_last(const Comm *comm, const Comm *job, int stage, int overlap, int wide, size_t tokens) {
     if (stage >= 2) return 0;  // gradients of two blocks are there at a time
     if (comm->world == 1 || overlap >= 0) return comm->world > 1 && overlap == 0;
     return zero_linked(comm, job) && tokens >= (wide ? 2 : 1) * (size_t)ZERO_LAST_TOKENS;
 }
-template <typename Do> static inline void zero_events(Zero *z, Do each) {
+template <typename Do> static void zero_events(Zero *z, Do each) {
     for (int u = 0; u < z->table->num_units; u++) each(&z->gathered[u]);
     for (cudaEvent_t *e :
          {&z->compute_done, &z->comm_done, &z->released[0], &z->released[1], &z->added[0], &z->added[1]})
         each(e);
 }
-static inline Zero zero_open(const Comm *comm, const ParamTable *table, const Gpu *gpu, int stage, int wide,
-                             int reduces_last, const ZeroBuffers *buffers) {
+static Zero zero_open(const Comm *comm, const ParamTable *table, const Gpu *gpu, int stage, int wide, int reduces_last,
+                      const ZeroBuffers *buffers) {
     Zero z = {};
     z.nccl = nccl_open(comm, gpu->comm, reduces_last ? ZERO_CTAS_LAST : ZERO_CTAS, LANE_DATA);
     z.table = table;
@@ -153,7 +152,7 @@ static inline Zero zero_open(const Comm *comm, const ParamTable *table, const Gp
     zero_events(&z, [](cudaEvent_t *e) { cudaCheck(cudaEventCreateWithFlags(e, cudaEventDisableTiming)); });
     return z;
 }
-static inline void zero_close(Zero *z) {
+static void zero_close(Zero *z) {
     nccl_close(&z->nccl);
     zero_events(z, [](cudaEvent_t *e) { cudaCheck(cudaEventDestroy(*e)); });
     free(z->gathered);
@@ -176,54 +175,50 @@ static __global__ void narrow_kernel(floatX *__restrict__ to, const float *__res
 }
 
 // The communication stream goes on from what the compute stream has done so far; and the other way round.
-static inline void zero_comm_follows(Zero *z) {
+static void zero_comm_follows(Zero *z) {
     cudaCheck(cudaEventRecord(z->compute_done, z->compute));
     cudaCheck(cudaStreamWaitEvent(z->nccl.stream, z->compute_done, 0));
 }
-static inline void zero_compute_follows(Zero *z) {
+static void zero_compute_follows(Zero *z) {
     cudaCheck(cudaEventRecord(z->comm_done, z->nccl.stream));
     timing_wait(TIMING_RANKS, z->comm_done, z->compute);
 }
-static inline void zero_wait_reduced(Zero *z) {
+static void zero_wait_reduced(Zero *z) {
     if (z->nccl.world > 1) timing_wait(TIMING_RANKS, z->comm_done, z->compute);
 }
 
-static inline size_t zero_piece(const Zero *z, int unit) {
-    return param_unit(z->table, unit).count / (size_t)z->nccl.world;
-}
+static size_t zero_piece(const Zero *z, int unit) { return param_unit(z->table, unit).count / (size_t)z->nccl.world; }
 // Elements that this rank keeps of a slot's units before `unit`.
-static inline size_t zero_before(const Zero *z, Slot s, int unit) {
+static size_t zero_before(const Zero *z, Slot s, int unit) {
     return kept_before(z->nccl.comm, z->table, slot_keeps(z->stage, s), unit);
 }
 // Whether this rank keeps a shard alone of a unit's weights or gradients; whole they are in one of two buffers, while
 // they are used.
-static inline int zero_is_sharded(const Zero *z, Slot s, int unit) {
+static int zero_is_sharded(const Zero *z, Slot s, int unit) {
     return slot_keeps(z->stage, s) == KEEP_BLOCK_SHARDS && unit_is_block(z->table, unit);
 }
-template <typename T> static inline T *zero_buffer(const Zero *z, T *blocks, int unit) {
+template <typename T> static T *zero_buffer(const Zero *z, T *blocks, int unit) {
     return blocks + (size_t)(unit % 2) * param_unit(z->table, unit).count;  // blocks are of equal size
 }
-static inline int zero_gathers_fp8(const Zero *z, int unit) {
-    return z->b.fp8 && zero_is_sharded(z, SLOT_WEIGHT, unit);
-}
-static inline floatX *zero_vectors(const Zero *z, int unit) {
+static int zero_gathers_fp8(const Zero *z, int unit) { return z->b.fp8 && zero_is_sharded(z, SLOT_WEIGHT, unit); }
+static floatX *zero_vectors(const Zero *z, int unit) {
     return z->b.vectors + (size_t)(unit - 1) * unit_vectors(z->table).count;
 }
-static inline floatX *zero_weights(const Zero *z, int unit) {
+static floatX *zero_weights(const Zero *z, int unit) {
     if (!zero_is_sharded(z, SLOT_WEIGHT, unit)) return z->b.weights + zero_before(z, SLOT_WEIGHT, unit);
     if (zero_gathers_fp8(z, unit)) return zero_vectors(z, unit) - unit_vectors(z->table).begin;
     return zero_buffer(z, z->b.block_weights, unit);
 }
-static inline uint8_t *zero_fp8(const Zero *z, int unit) {
+static uint8_t *zero_fp8(const Zero *z, int unit) {
     if (!z->b.fp8 || !unit_is_block(z->table, unit)) return NULL;
     if (zero_gathers_fp8(z, unit)) return zero_buffer(z, z->b.fp8, unit);
     return z->b.fp8 + (z->table->unit_begin[unit] - z->table->unit_begin[1]);
 }
-static inline uint8_t *zero_fp8_transposed(const Zero *z, int unit) {
+static uint8_t *zero_fp8_transposed(const Zero *z, int unit) {
     if (!z->b.fp8_transposed || !unit_is_block(z->table, unit)) return NULL;
     return zero_gathers_fp8(z, unit) ? z->b.fp8_transposed : z->b.fp8_transposed + (zero_fp8(z, unit) - z->b.fp8);
 }
-static inline floatX *zero_grads(const Zero *z, int unit) {
+static floatX *zero_grads(const Zero *z, int unit) {
     if (!z->b.grads) return NULL;
     if (zero_is_sharded(z, SLOT_GRAD, unit)) return zero_buffer(z, z->b.block_grads, unit);
     return z->b.grads + zero_before(z, SLOT_GRAD, unit);
@@ -232,7 +227,7 @@ static inline floatX *zero_grads(const Zero *z, int unit) {
 // ---- gradients
 
 // The sum over ranks of a unit's gradients, in fp32: piece k on rank k.
-static inline void zero_sum_wide(Zero *z, floatX *grads, int unit) {
+static void zero_sum_wide(Zero *z, floatX *grads, int unit) {
     const size_t piece = zero_piece(z, unit), mine = piece * (size_t)z->nccl.rank, vecs = piece / VecX::size;
     cudaStream_t stream = z->nccl.stream;
     widen_kernel<<<WIDEN_BLOCKS, WIDEN_THREADS, 0, stream>>>(z->b.staging, grads, vecs * (size_t)z->nccl.world);
@@ -242,7 +237,7 @@ static inline void zero_sum_wide(Zero *z, floatX *grads, int unit) {
     launchCheck();
 }
 // The sums over ranks of the gradients of units first..last: piece k on rank k, with ZeRO 0 all pieces everywhere.
-static inline void zero_sum(Zero *z, int first, int last) {
+static void zero_sum(Zero *z, int first, int last) {
     const size_t *begin = z->table->unit_begin, bytes = (begin[last + 1] - begin[first]) * sizeof(floatX);
     if (z->wide) {
         for (int u = last; u >= first; u--) zero_sum_wide(z, zero_grads(z, u), u);
@@ -258,14 +253,14 @@ static inline void zero_sum(Zero *z, int first, int last) {
 }
 // The gradients of `unit`, all of a step's micro-steps, are complete on the compute stream; the embedding's are the
 // last.
-static inline void zero_reduce(Zero *z, int unit) {
+static void zero_reduce(Zero *z, int unit) {
     if (z->nccl.world == 1 || (z->reduces_last && unit > 0)) return;
     zero_comm_follows(z);
     zero_sum(z, unit, z->reduces_last ? z->table->num_units - 1 : unit);
     cudaCheck(cudaEventRecord(z->comm_done, z->nccl.stream));
 }
 // Those of a block in one of the two buffers, one micro-step's: they join this rank's shard as `sum` says.
-static inline void zero_add(Zero *z, int unit, GradSum sum) {
+static void zero_add(Zero *z, int unit, GradSum sum) {
     const size_t piece = zero_piece(z, unit), at = zero_before(z, SLOT_GRAD, unit);
     zero_comm_follows(z);
     zero_sum(z, unit, unit);
@@ -275,7 +270,7 @@ static inline void zero_add(Zero *z, int unit, GradSum sum) {
     cudaCheck(cudaEventRecord(z->comm_done, z->nccl.stream));
 }
 // to (ranks, count): every rank's `mine`. The compute stream has made it, and goes on when all are here.
-static inline void zero_gather_small(Zero *z, const char *name, float *to, const float *mine, size_t count) {
+static void zero_gather_small(Zero *z, const char *name, float *to, const float *mine, size_t count) {
     zero_comm_follows(z);
     nccl_all_gather(&z->nccl, name, to, mine, count);
     cudaCheck(cudaEventRecord(z->comm_done, z->nccl.stream));
@@ -284,11 +279,11 @@ static inline void zero_gather_small(Zero *z, const char *name, float *to, const
 
 // ---- weights in fp8
 
-static inline float *zero_absmax(const Zero *z, const Param *p) {
+static float *zero_absmax(const Zero *z, const Param *p) {
     return z->b.absmax + (p->unit - 1) * FP8_LAYERS + (p->role - ROLE_QKVW);
 }
 // each(p, place, x, size): this rank's shard has elements x (size) of matrix p, from element `place` of the block on.
-template <typename Each> static inline void zero_matrices(const Zero *z, int unit, Each each) {
+template <typename Each> static void zero_matrices(const Zero *z, int unit, Each each) {
     const Span shard = param_shard(z->table, unit, z->nccl.rank, z->nccl.world);
     const floatX *kept = z->b.weights + zero_before(z, SLOT_WEIGHT, unit);
     for (int i = 0; i < z->table->count; i++) {
@@ -299,7 +294,7 @@ template <typename Each> static inline void zero_matrices(const Zero *z, int uni
     }
 }
 // Of all blocks: the absmax of their matrices, and their vectors, of which a shard has some and zeros elsewhere.
-static inline void zero_measure(Zero *z) {
+static void zero_measure(Zero *z) {
     const size_t blocks = (size_t)z->table->num_units - 2, matrices = blocks * FP8_LAYERS;
     const Span vectors = unit_vectors(z->table);
     const size_t size = blocks * vectors.count * sizeof(floatX);
@@ -325,7 +320,7 @@ static inline void zero_measure(Zero *z) {
     nccl_max(&z->nccl, NULL, (float *)z->b.vectors, size / sizeof(float));
     nccl_bundle_end(&z->nccl);
 }
-static inline void zero_gather_fp8(Zero *z, int unit, Fp8Count *count) {
+static void zero_gather_fp8(Zero *z, int unit, Fp8Count *count) {
     uint8_t *to = zero_fp8(z, unit);
     zero_matrices(z, unit, [&](const Param *p, size_t place, const floatX *x, size_t size) {
         quantise_part(to + place, (const bf16 *)x, size, zero_absmax(z, p), count, z->nccl.stream);
@@ -333,7 +328,7 @@ static inline void zero_gather_fp8(Zero *z, int unit, Fp8Count *count) {
     nccl_all_gather(&z->nccl, "gather weights", (floatX *)to, zero_piece(z, unit) / sizeof(floatX));
 }
 // The matrices of a gathered block, transposed.
-static inline void zero_transpose(Zero *z, int unit) {
+static void zero_transpose(Zero *z, int unit) {
     const ParamTable *t = z->table;
     for (int i = 0; i < t->count; i++) {
         const Param *p = &t->params[i];
@@ -348,7 +343,7 @@ static inline void zero_transpose(Zero *z, int unit) {
 // ---- weights
 
 // A block's weights into their buffer of the two, unless they are there or on their way. count: of what is quantised.
-static inline void zero_fetch(Zero *z, int unit, Fp8Count *count) {
+static void zero_fetch(Zero *z, int unit, Fp8Count *count) {
     if (z->fetched[unit % 2] == unit) return;
     z->fetched[unit % 2] = unit;
     if (zero_gathers_fp8(z, unit) && !z->measured) zero_measure(z);
@@ -361,10 +356,10 @@ static inline void zero_fetch(Zero *z, int unit, Fp8Count *count) {
     cudaCheck(cudaEventRecord(z->gathered[unit], z->nccl.stream));
 }
 // The shards have changed: what was gathered is old.
-static inline void zero_forget(Zero *z) { z->measured = z->fetched[0] = z->fetched[1] = 0; }
+static void zero_forget(Zero *z) { z->measured = z->fetched[0] = z->fetched[1] = 0; }
 // The compute stream has updated this rank's pieces: gather all units, in the order in which forward needs them; of
 // blocks that only pass through, those for which there is room.
-static inline void zero_gather(Zero *z) {
+static void zero_gather(Zero *z) {
     if (z->nccl.world == 1 || z->stage == 0) return;
     z->waited_for = 0;
     zero_forget(z);
@@ -380,19 +375,19 @@ static inline void zero_gather(Zero *z) {
 }
 // Before the compute stream reads the weights of a unit that is kept whole. Once after each gather: what it reads later
 // comes later.
-static inline void zero_wait(Zero *z, int unit) {
+static void zero_wait(Zero *z, int unit) {
     if (unit < z->waited_for) return;
     assert(unit == z->waited_for || z->stage >= 3);
     z->waited_for = unit + 1;
     timing_wait(TIMING_RANKS, z->gathered[unit], z->compute);
 }
-static inline int zero_all_waited_for(const Zero *z) { return z->waited_for == z->table->num_units; }
+static int zero_all_waited_for(const Zero *z) { return z->waited_for == z->table->num_units; }
 
 // ---- what the pass knows
 
 // Between these two the compute stream may read a unit's weights and, in backward, write its gradients. Passes go
 // through units in their order, backward in the reverse order. count: NULL, or of the weights that are quantised.
-static inline Unit zero_get(Zero *z, int unit, UnitUse use, Fp8Count *count) {
+static Unit zero_get(Zero *z, int unit, UnitUse use, Fp8Count *count) {
     const int next = use == UNIT_FORWARD ? unit + 1 : unit - 1;
     if (zero_is_sharded(z, SLOT_WEIGHT, unit)) {
         zero_fetch(z, unit, count);
@@ -407,7 +402,7 @@ static inline Unit zero_get(Zero *z, int unit, UnitUse use, Fp8Count *count) {
         z->table, unit, zero_weights(z, unit), zero_grads(z, unit), zero_fp8(z, unit), zero_fp8_transposed(z, unit)};
 }
 // sum: what becomes of the gradients. reduce: they are the last micro-step's.
-static inline void zero_release(Zero *z, const Unit *u, UnitUse use, GradSum sum, int reduce) {
+static void zero_release(Zero *z, const Unit *u, UnitUse use, GradSum sum, int reduce) {
     const size_t at = zero_before(z, SLOT_GRAD, u->number), count = param_unit(z->table, u->number).count;
     if (zero_is_sharded(z, SLOT_WEIGHT, u->number)) cudaCheck(cudaEventRecord(z->released[u->number % 2], z->compute));
     if (use == UNIT_FORWARD) return;

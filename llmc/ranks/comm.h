@@ -43,7 +43,7 @@ enum {
 
 // How many processes the launcher says it started; 0: there was no launcher. The variables of mpirun are read before
 // those of a batch system, because under mpirun the latter count mpirun's daemons.
-static inline int comm_launched(void) {
+static int comm_launched(void) {
     static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE",
                                         "SLURM_STEP_NUM_TASKS"};
     for (int i = 0; i < COUNT_OF(names); i++) {
@@ -56,7 +56,7 @@ static inline int comm_launched(void) {
 // ---- all calls of MPI
 
 #ifdef USE_MPI
-static inline void mpi_check(int status, const char *call) {
+static void mpi_check(int status, const char *call) {
     char text[MPI_MAX_ERROR_STRING] = "";
     int length;
     if (status == MPI_SUCCESS) return;
@@ -68,7 +68,7 @@ enum { COMM_MAX_GROUPS = 8 };
 static MPI_Comm comm_groups[COMM_MAX_GROUPS];  // the job, the ranks of this host, what was split
 static int comm_num_groups = 2;
 
-static inline void mpi_open(Comm *c, int *argc, char ***argv) {
+static void mpi_open(Comm *c, int *argc, char ***argv) {
     int level;
     const char *here = getenv("OMPI_COMM_WORLD_LOCAL_SIZE");
     // Open MPI ends a rank that lost its connection to another host. It waits a second, so that the watchdog's report
@@ -85,19 +85,19 @@ static inline void mpi_open(Comm *c, int *argc, char ***argv) {
     mpiCheck(MPI_Comm_rank(comm_groups[1], &c->local_rank));
     mpiCheck(MPI_Comm_size(comm_groups[1], &c->local_world));
 }
-static inline int mpi_split(int color, int rank) {
+static int mpi_split(int color, int rank) {
     assert(comm_num_groups < COMM_MAX_GROUPS);
     mpiCheck(MPI_Comm_split(MPI_COMM_WORLD, color, rank, &comm_groups[comm_num_groups]));
     return comm_num_groups++;
 }
-static inline void mpi_close(void) { mpiCheck(MPI_Finalize()); }
-static inline void mpi_abort(void) { MPI_Abort(MPI_COMM_WORLD, EXIT_FAILURE); }
-static inline void mpi_barrier(int group) { mpiCheck(MPI_Barrier(comm_groups[group])); }
-static inline void mpi_broadcast(int group, void *data, size_t bytes, int root) {
+static void mpi_close(void) { mpiCheck(MPI_Finalize()); }
+static void mpi_abort(void) { MPI_Abort(MPI_COMM_WORLD, EXIT_FAILURE); }
+static void mpi_barrier(int group) { mpiCheck(MPI_Barrier(comm_groups[group])); }
+static void mpi_broadcast(int group, void *data, size_t bytes, int root) {
     mpiCheck(MPI_Bcast(data, bytes, MPI_BYTE, root, comm_groups[group]));
 }
 // For a wait that may be long: MPI's own wait would keep a core busy.
-static inline void mpi_broadcast_idle(int group, void *data, size_t bytes, int root) {
+static void mpi_broadcast_idle(int group, void *data, size_t bytes, int root) {
     MPI_Request request;
     int done;
     mpiCheck(MPI_Ibcast(data, bytes, MPI_BYTE, root, comm_groups[group], &request));
@@ -107,7 +107,7 @@ static inline void mpi_broadcast_idle(int group, void *data, size_t bytes, int r
         usleep(1000);
     }
 }
-static inline void mpi_exchange(const Comm *c, int to, const void *send, int from, void *receive, size_t bytes) {
+static void mpi_exchange(const Comm *c, int to, const void *send, int from, void *receive, size_t bytes) {
     watchdog_peers(c->first + to * c->stride, c->first + from * c->stride);
     mpiCheck(MPI_Sendrecv(send, bytes, MPI_BYTE, to, 0, receive, bytes, MPI_BYTE, from, 0, comm_groups[c->group],
                           MPI_STATUS_IGNORE));
@@ -130,7 +130,7 @@ static inline void mpi_exchange(const Comm *c, int to, const void *send, int fro
 // mpirun ends only when its daemons on all hosts have answered, so it hangs if a host or its network is lost. A child
 // process gives mpirun (or the daemon of this host) some seconds and then ends it. The child has a session of its own,
 // so that it is not ended together with this rank. No call here needs a lock that a hanging thread may hold.
-static inline void comm_end_launcher(void) {
+static void comm_end_launcher(void) {
     static const char *const names[] = {"prterun", "prted", "mpirun",        "mpiexec",
                                         "orterun", "orted", "mpiexec.hydra", "hydra_pmi_proxy"};
     char path[64], name[32] = "";
@@ -150,7 +150,7 @@ static inline void comm_end_launcher(void) {
     _exit(EXIT_SUCCESS);
 }
 
-static inline void comm_abort(void) {
+static void comm_abort(void) {
     watchdog_failed();
     signal(SIGALRM, SIG_DFL);
     alarm(5);  // if the launcher does not answer
@@ -160,7 +160,7 @@ static inline void comm_abort(void) {
 
 // Memory shared by the ranks of this host, zeros at first. It is an open descriptor of the first local rank without a
 // name in any folder, so nothing stays behind. NULL where ranks cannot open it (in different containers).
-static inline void *comm_share(const Comm *c, size_t bytes) {
+static void *comm_share(const Comm *c, size_t bytes) {
     struct {
         char path[64], target[64];  // the descriptor in /proc, and what it links to
     } shared;
@@ -187,15 +187,15 @@ static inline void *comm_share(const Comm *c, size_t bytes) {
 
 // ---- collectives: all ranks of a group call them in the same order
 
-static inline size_t comm_part(size_t total, size_t at, size_t most) { return total - at < most ? total - at : most; }
+static size_t comm_part(size_t total, size_t at, size_t most) { return total - at < most ? total - at : most; }
 
-static inline void comm_barrier(const Comm *c) {
+static void comm_barrier(const Comm *c) {
     if (c->world == 1) return;
     uint64_t op = watchdog_op_begin("barrier", 0, WATCHDOG_HOST);
     mpi_barrier(c->group);
     watchdog_op_done(op);
 }
-static inline void comm_broadcast(const Comm *c, void *data, size_t bytes, int root) {
+static void comm_broadcast(const Comm *c, void *data, size_t bytes, int root) {
     if (c->world == 1) return;
     uint64_t op = watchdog_op_begin("broadcast", bytes, WATCHDOG_HOST);
     for (size_t at = 0; at < bytes; at += COMM_MESSAGE)
@@ -203,7 +203,7 @@ static inline void comm_broadcast(const Comm *c, void *data, size_t bytes, int r
     watchdog_op_done(op);
 }
 // A few bytes, for which the other ranks may wait long: they sleep between two looks.
-static inline void comm_broadcast_idle(const Comm *c, void *data, size_t bytes, int root) {
+static void comm_broadcast_idle(const Comm *c, void *data, size_t bytes, int root) {
     if (c->world == 1) return;
     uint64_t op = watchdog_op_begin("broadcast", bytes, WATCHDOG_HOST);
     mpi_broadcast_idle(c->group, data, bytes, root);
@@ -211,8 +211,8 @@ static inline void comm_broadcast_idle(const Comm *c, void *data, size_t bytes, 
 }
 // Each rank exchanges with every other, with another one in each round. To rank r it sends what lies at send + r *
 // send_stride; it receives into receive + r * receive_stride.
-static inline void comm_rounds(const Comm *c, const void *send, size_t send_stride, void *receive,
-                               size_t receive_stride, size_t bytes) {
+static void comm_rounds(const Comm *c, const void *send, size_t send_stride, void *receive, size_t receive_stride,
+                        size_t bytes) {
     for (int k = 1; k < c->world; k++) {
         int to = (c->rank + k) % c->world, from = (c->rank - k + c->world) % c->world;
         mpi_exchange(c, to, (const char *)send + to * send_stride, from, (char *)receive + from * receive_stride,
@@ -220,7 +220,7 @@ static inline void comm_rounds(const Comm *c, const void *send, size_t send_stri
     }
 }
 // data: `world` pieces, of which this rank has written piece `rank`; afterwards all are there.
-static inline void comm_all_gather(const Comm *c, void *data, size_t bytes_per_rank) {
+static void comm_all_gather(const Comm *c, void *data, size_t bytes_per_rank) {
     if (c->world == 1) return;
     uint64_t op = watchdog_op_begin("all_gather", bytes_per_rank * c->world, WATCHDOG_HOST);
     char *pieces = (char *)data;
@@ -230,13 +230,13 @@ static inline void comm_all_gather(const Comm *c, void *data, size_t bytes_per_r
     watchdog_op_done(op);
 }
 // all: (world, bytes)
-static inline void comm_gather_all(const Comm *c, const void *mine, size_t bytes, void *all) {
+static void comm_gather_all(const Comm *c, const void *mine, size_t bytes, void *all) {
     memcpy((char *)all + c->rank * bytes, mine, bytes);
     comm_all_gather(c, all, bytes);
 }
 // data: `world` pieces; afterwards piece `rank` is the sum of that piece over ranks 0, 1, ... in this order; the others
 // keep their values. scratch: (world, COMM_PIECE).
-static inline void comm_reduce_scatter(const Comm *c, float *data, size_t count_per_rank, float *scratch) {
+static void comm_reduce_scatter(const Comm *c, float *data, size_t count_per_rank, float *scratch) {
     if (c->world == 1) return;
     size_t stride = count_per_rank * sizeof(float);
     uint64_t op = watchdog_op_begin("reduce_scatter", stride * c->world, WATCHDOG_HOST);
@@ -252,18 +252,18 @@ static inline void comm_reduce_scatter(const Comm *c, float *data, size_t count_
     watchdog_op_done(op);
 }
 // What all ranks have, in a new array (world, bytes). The caller frees it.
-static inline void *comm_gathered(const Comm *c, const void *mine, size_t bytes) {
+static void *comm_gathered(const Comm *c, const void *mine, size_t bytes) {
     void *all = malloc_or_die(c->world * bytes);
     comm_gather_all(c, mine, bytes, all);
     return all;
 }
-static inline double comm_sum(const Comm *c, double x) {  // in the order of ranks
+static double comm_sum(const Comm *c, double x) {  // in the order of ranks
     double *all = (double *)comm_gathered(c, &x, sizeof x), sum = 0;
     for (int r = 0; r < c->world; r++) sum += all[r];
     free(all);
     return sum;
 }
-static inline int comm_or(const Comm *c, int flags) {  // any rank's flags become everyone's
+static int comm_or(const Comm *c, int flags) {  // any rank's flags become everyone's
     int *all = (int *)comm_gathered(c, &flags, sizeof flags), together = flags;
     for (int r = 0; r < c->world; r++) together |= all[r];
     free(all);
@@ -271,7 +271,7 @@ static inline int comm_or(const Comm *c, int flags) {  // any rank's flags becom
 }
 // After groups of the job had unequally many collectives: from here on all ranks have the same number again. The
 // watchdog takes the rank with the lowest number for the one that is behind.
-static inline void comm_align(const Comm *job) {
+static void comm_align(const Comm *job) {
     if (job->world == 1) return;
     uint64_t mine = watchdog_mine->ops, most = 0, *all = (uint64_t *)comm_gathered(job, &mine, sizeof mine);
     for (int r = 0; r < job->world; r++) most = all[r] > most ? all[r] : most;
@@ -279,7 +279,7 @@ static inline void comm_align(const Comm *job) {
     free(all);
 }
 // For conditions that all ranks find alike: rank 0 prints the message and ends the job.
-static inline void comm_leave(void) {
+static void comm_leave(void) {
     sleep(8);
     _exit(EXIT_FAILURE);
 }
@@ -295,7 +295,7 @@ static inline void comm_leave(void) {
     "build again"
 #endif
 // timeout: seconds without progress after which the watchdog ends the job.
-static inline Comm comm_open(int *argc, char ***argv, double timeout) {
+static Comm comm_open(int *argc, char ***argv, double timeout) {
     Comm c = COMM_ALONE;
     int launched = comm_launched();
     HostName *hosts = NULL;
@@ -326,7 +326,7 @@ static inline Comm comm_open(int *argc, char ***argv, double timeout) {
     if (c.world > 1) mpi_barrier(1);  // all slots are in use before any rank can be missed
     return c;
 }
-static inline void comm_close(Comm *c) {
+static void comm_close(Comm *c) {
     watchdog_beat(PHASE_END, -1);
     if (comm_launched()) mpi_close();
     die_hook = NULL;
@@ -337,7 +337,7 @@ static inline void comm_close(Comm *c) {
 
 // This rank's group, when the job is divided into groups of `world` ranks: first, first + stride, ... All ranks of the
 // job call it, with the same stride and world.
-static inline Comm comm_split(const Comm *job, int first, int stride, int world) {
+static Comm comm_split(const Comm *job, int first, int stride, int world) {
     Comm c = *job;
     c.rank = (job->rank - first) / stride;
     c.world = world;
@@ -353,7 +353,7 @@ static inline Comm comm_split(const Comm *job, int first, int stride, int world)
 // Open MPI binds each rank of a job of one or two to one core, although a rank has several threads. A rank that is
 // bound to one core gets its share of the launcher's cores instead, if that is more: neighbouring cores for each rank.
 // Returns how many it got, or 0 if nothing changed.
-static inline int comm_spread(const Comm *c, pid_t launcher) {
+static int comm_spread(const Comm *c, pid_t launcher) {
     cpu_set_t bound, all, mine;
     CPU_ZERO(&mine);
     if (sched_getaffinity(0, sizeof bound, &bound) != 0 || sched_getaffinity(launcher, sizeof all, &all) != 0) return 0;
@@ -365,7 +365,7 @@ static inline int comm_spread(const Comm *c, pid_t launcher) {
     return sched_setaffinity(0, sizeof mine, &mine) == 0 ? share : 0;
 }
 // The cores of this rank, divided by the number of ranks that the launcher bound to the same ones.
-static inline int comm_threads(const Comm *c) {
+static int comm_threads(const Comm *c) {
     typedef struct {
         HostName host;
         cpu_set_t cores;
@@ -384,7 +384,7 @@ static inline int comm_threads(const Comm *c) {
 // All ranks of the job call it before they start threads. threads: what the user wants, or 0. Without that and
 // OMP_NUM_THREADS, a rank that a launcher started computes with all its cores. comm_spread is for Open MPI's mpirun
 // alone: it binds without being asked, while a batch system's binding is an allocation.
-static inline void comm_use_cores(const Comm *c, int threads) {
+static void comm_use_cores(const Comm *c, int threads) {
     int asked = threads > 0 || getenv("OMP_NUM_THREADS");
     if (!asked && comm_launched()) {
         int share = getenv("OMPI_COMM_WORLD_LOCAL_SIZE") ? comm_spread(c, getppid()) : 0;

@@ -24,7 +24,7 @@ typedef struct {
 #define COMM_HASH FNV1A
 #define comm_hash fnv1a
 // What is known without a model or a device. The build is identified by a hash of the program file.
-static inline HandshakeRecord comm_record(const Comm *c) {
+static HandshakeRecord comm_record(const Comm *c) {
     HandshakeRecord r;
     int64_t bytes;
     memset(&r, 0, sizeof r);
@@ -38,7 +38,7 @@ static inline HandshakeRecord comm_record(const Comm *c) {
     free(program);
     return r;
 }
-static inline uint64_t hash_of_files(const DataFile *files, int count) {
+static uint64_t hash_of_files(const DataFile *files, int count) {
     uint64_t hash = COMM_HASH;
     for (int i = 0; i < count; i++) {
         hash = comm_hash(hash, files[i].name, strlen(files[i].name) + 1);
@@ -46,7 +46,7 @@ static inline uint64_t hash_of_files(const DataFile *files, int count) {
     }
     return hash;
 }
-static inline void handshake_compare_files(const Comm *c, HandshakeRecord *mine, const DataFile *files, int count) {
+static void handshake_compare_files(const Comm *c, HandshakeRecord *mine, const DataFile *files, int count) {
     int first = count, i = 0;  // first: rank 0's count
     comm_broadcast(c, &first, sizeof first, 0);
     uint64_t *hashes = new_array(uint64_t, first);
@@ -63,7 +63,7 @@ static inline void handshake_compare_files(const Comm *c, HandshakeRecord *mine,
 // What must be the same on all ranks.
 enum { HANDSHAKE_FACTS = 5 };
 typedef struct { char text[HANDSHAKE_FACTS][112]; } HandshakeFacts;
-static inline HandshakeFacts handshake_facts(const HandshakeRecord *r) {
+static HandshakeFacts handshake_facts(const HandshakeRecord *r) {
     HandshakeFacts f;
     snprintf(f.text[0], sizeof f.text[0], "build %s", r->build);
     snprintf(f.text[1], sizeof f.text[1], "a GPU of sm_%d", r->sm);
@@ -73,7 +73,7 @@ static inline HandshakeFacts handshake_facts(const HandshakeRecord *r) {
     return f;
 }
 // files: all that this rank reads, in its order.
-static inline void comm_handshake(const Comm *c, HandshakeRecord *mine, const DataFile *files, int count) {
+static void comm_handshake(const Comm *c, HandshakeRecord *mine, const DataFile *files, int count) {
     char text[1600] = "";
     handshake_compare_files(c, mine, files, count);
     HandshakeRecord *all = (HandshakeRecord *)comm_gathered(c, mine, sizeof *mine);

@@ -23,7 +23,7 @@ typedef struct { Comm job, dp, tp; } Mesh;
 #define MESH_ALONE {COMM_ALONE, COMM_ALONE, COMM_ALONE}
 
 // All ranks of the job call it. It stops if their tp differ.
-static inline Mesh mesh_open(const Comm *job, int tp) {
+static Mesh mesh_open(const Comm *job, int tp) {
     Mesh m;
     int *all = (int *)comm_gathered(job, &tp, sizeof tp);
     for (int r = 1; r < job->world; r++)
@@ -41,7 +41,7 @@ static inline Mesh mesh_open(const Comm *job, int tp) {
 }
 
 // Stops if the model or the batch cannot be split. rows: of a micro-step.
-static inline void tp_check(const Comm *job, const Config *c, int tp, int64_t rows) {
+static void tp_check(const Comm *job, const Config *c, int tp, int64_t rows) {
     int kv = c->num_kv_heads;
     const struct {
         int divides;
@@ -59,7 +59,7 @@ static inline void tp_check(const Comm *job, const Config *c, int tp, int64_t ro
 }
 // GPUs of a tensor-parallel group write into each other's memory, and exchange so much that a network between them
 // would take most of the time.
-static inline void tp_require_one_host(const Mesh *m) {
+static void tp_require_one_host(const Mesh *m) {
     const Comm *tp = &m->tp;
     if (tp->world == 1) return;
     HostName host;  // of the group's first rank
@@ -72,7 +72,7 @@ static inline void tp_require_one_host(const Mesh *m) {
                  tp->world);
 }
 // The sizes of one rank's part. Channels stay whole: the residual stream is split by rows.
-static inline Config tp_config(const Config *c, const Comm *tp) {
+static Config tp_config(const Config *c, const Comm *tp) {
     Config local = *c;
     int first = tp->rank * vocab_rows(c, tp->world), left = c->vocab_size - first;
     local.num_heads /= tp->world;
@@ -88,12 +88,12 @@ static inline Config tp_config(const Config *c, const Comm *tp) {
 // Of each unit: all of it; of blocks its shard, and all of the other two, which are few and used at both ends of a
 // pass; or its shard. In memory what is kept lies one after another, in the order of the units.
 typedef enum { KEEP_WHOLE, KEEP_BLOCK_SHARDS, KEEP_SHARDS } Keep;
-static inline Span kept_span(const Comm *dp, const ParamTable *t, Keep keep, int unit) {
+static Span kept_span(const Comm *dp, const ParamTable *t, Keep keep, int unit) {
     const int shard = keep == KEEP_SHARDS || (keep == KEEP_BLOCK_SHARDS && unit_is_block(t, unit));
     return shard ? param_shard(t, unit, dp->rank, dp->world) : param_unit(t, unit);
 }
 // Elements that are kept of the units before `unit`; of all, if it is num_units.
-static inline size_t kept_before(const Comm *dp, const ParamTable *t, Keep keep, int unit) {
+static size_t kept_before(const Comm *dp, const ParamTable *t, Keep keep, int unit) {
     const size_t *begin = t->unit_begin, world = (size_t)dp->world;
     if (keep == KEEP_WHOLE || unit == 0) return begin[unit];
     if (keep == KEEP_SHARDS) return begin[unit] / world;
@@ -102,7 +102,7 @@ static inline size_t kept_before(const Comm *dp, const ParamTable *t, Keep keep,
     return begin[unit] - blocks + blocks / world;
 }
 // Numbers of ranks that cannot share units stop with a message.
-static inline void zero_check(const Comm *job, const Comm *dp) {
+static void zero_check(const Comm *job, const Comm *dp) {
     comm_require(job, UNIT_ALIGN % (8 * dp->world) == 0,
                  "%d data-parallel ranks cannot share units of a multiple of %d elements\n"
                  "use 1 to 8, 16, 24, 32, 48, 64 or 128 of them, or another divisor of %d",
@@ -114,8 +114,8 @@ static inline void zero_check(const Comm *job, const Comm *dp) {
 // Whether a rank has computed the gradient of this part from its own rows or query heads alone: the gradients of all
 // copies must be added up. (Position embeddings are not partial: the embedding's backward reads all rows on every
 // rank.)
-static inline int tp_is_partial(const Param *p, const ParamPart *q) { return q->copies > 1 && p->role != ROLE_WPE; }
-static inline size_t tp_most_partial(const ParamTable *t) {  // elements of the largest partial gradient
+static int tp_is_partial(const Param *p, const ParamPart *q) { return q->copies > 1 && p->role != ROLE_WPE; }
+static size_t tp_most_partial(const ParamTable *t) {  // elements of the largest partial gradient
     size_t most = 0;
     for (const Param *p = t->params; p < t->params + t->count; p++)
         for (int k = 0; k < p->num_parts; k++)
@@ -124,7 +124,7 @@ static inline size_t tp_most_partial(const ParamTable *t) {  // elements of the 
 }
 // Adds up the copies of a unit's partial gradients over the group in the order of ranks: bitwise identical on all
 // ranks. grads: the unit's. scratch: (ranks, tp_most_partial).
-static inline void tp_sum_partial(const Comm *tp, const ParamTable *t, int unit, float *grads, float *scratch) {
+static void tp_sum_partial(const Comm *tp, const ParamTable *t, int unit, float *grads, float *scratch) {
     for (const Param *p = t->params; p < t->params + t->count; p++)
         for (int k = 0; k < p->num_parts && p->unit == unit; k++) {
             const ParamPart *q = &p->parts[k];
@@ -140,7 +140,7 @@ static inline void tp_sum_partial(const Comm *tp, const ParamTable *t, int unit,
 // The spans of this rank's shard of a unit that it adds to the norm: all but copies, which the first rank that has them
 // counts. Returns how many spans.
 enum { TP_MAX_SPANS = 64 };
-static inline int tp_counted(const Comm *dp, const ParamTable *t, int unit, Span *spans) {
+static int tp_counted(const Comm *dp, const ParamTable *t, int unit, Span *spans) {
     Span rest = param_shard(t, unit, dp->rank, dp->world);
     int count = 0;
     for (const Param *p = t->params; p < t->params + t->count; p++)

@@ -14,7 +14,7 @@ enum { STATUS_STOPPED = 75 };
 // started so (nohup, a script's background). Runs that only go forward have nothing to save and keep the default.
 enum { NUM_STOP_SIGNALS = 5 };
 static const int STOP_SIGNALS[NUM_STOP_SIGNALS] = {SIGTERM, SIGUSR1, SIGHUP, SIGPIPE, SIGINT};
-static inline const char *stop_signal_name(int number) {
+static const char *stop_signal_name(int number) {
     return number == SIGTERM   ? "SIGTERM"
            : number == SIGUSR1 ? "SIGUSR1"
            : number == SIGHUP  ? "SIGHUP: the terminal was closed"
@@ -37,7 +37,7 @@ static void on_stop_signal(int number) {
     signal(number, SIG_DFL);
     raise(number);
 }
-static inline void catch_signal(int number) {
+static void catch_signal(int number) {
     struct sigaction a, before;
     memset(&a, 0, sizeof a);
     a.sa_handler = on_stop_signal;
@@ -45,7 +45,7 @@ static inline void catch_signal(int number) {
     sigaction(number, NULL, &before);
     if ((number != SIGHUP && number != SIGINT) || before.sa_handler != SIG_IGN) sigaction(number, &a, NULL);
 }
-static inline void catch_signals(int forward_only) {
+static void catch_signals(int forward_only) {
     // Ctrl-C ends the program at once until there is something to save: train() catches it
     for (int i = 0; i < NUM_STOP_SIGNALS && !forward_only; i++)
         if (STOP_SIGNALS[i] != SIGINT) catch_signal(STOP_SIGNALS[i]);
@@ -69,7 +69,7 @@ enum {
     MEET_SIGNAL = 4,  // got the first of STOP_SIGNALS; the bits of the others follow
     MEET_STOP = MEET_SIGNAL * ((1 << NUM_STOP_SIGNALS) - 1)
 };
-static inline int stop_meet(const Comm *job, int on) {
+static int stop_meet(const Comm *job, int on) {
     int signal = stop_signal;
     int told = 0;
     for (int i = 0; i < NUM_STOP_SIGNALS; i++)
@@ -80,7 +80,7 @@ static inline int stop_meet(const Comm *job, int on) {
     return all;
 }
 // The signal in what stop_meet returned, or 0.
-static inline int stop_signal_of(int all) {
+static int stop_signal_of(int all) {
     for (int i = 0; i < NUM_STOP_SIGNALS; i++)
         if (all & MEET_SIGNAL << i) return STOP_SIGNALS[i];
     return 0;

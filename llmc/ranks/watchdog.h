@@ -91,19 +91,19 @@ static struct {
 
 // ---- what the program tells
 
-static inline void watchdog_beat(Phase phase, int layer) {
+static void watchdog_beat(Phase phase, int layer) {
     watchdog_mine->phase = phase;
     watchdog_mine->layer = layer;
     watchdog_mine->beat = now_seconds();
 }
-static inline void watchdog_step(int64_t step) {
+static void watchdog_step(int64_t step) {
     if (watchdog_mine->step < 0) watchdog.first_step = step;
     watchdog_mine->step = step;
 }
 // How many time-outs may pass without progress: more until the first step is done.
-static inline int watchdog_patience(void) { return watchdog_mine->step > watchdog.first_step ? 1 : WATCHDOG_PATIENCE; }
+static int watchdog_patience(void) { return watchdog_mine->step > watchdog.first_step ? 1 : WATCHDOG_PATIENCE; }
 // A collective begins, or is enqueued in a lane. Returns its number.
-static inline uint64_t watchdog_op_begin(const char *name, size_t bytes, int lane) {
+static uint64_t watchdog_op_begin(const char *name, size_t bytes, int lane) {
     uint64_t number = watchdog_mine->ops + 1;
     double now = now_seconds();
     watchdog.ring[number % WATCHDOG_RING] =
@@ -112,18 +112,18 @@ static inline uint64_t watchdog_op_begin(const char *name, size_t bytes, int lan
     watchdog_mine->ops = number;
     return number;
 }
-static inline void watchdog_op_done(uint64_t number) {
+static void watchdog_op_done(uint64_t number) {
     WatchdogOp *op = &watchdog.ring[number % WATCHDOG_RING];
     op->state = OP_DONE;
     watchdog_mine->beat = op->time = now_seconds();
     watchdog_mine->done = number;
 }
-static inline void watchdog_peers(int to, int from) {
+static void watchdog_peers(int to, int from) {
     watchdog_mine->peers[0] = to + 1;
     watchdog_mine->peers[1] = from + 1;
 }
 // What else is watched from now on; NULL: nothing. When this returns, the watchdog no longer uses what it had before.
-static inline void watchdog_watch(int (*hook)(char *text, size_t size), const volatile uint32_t *device) {
+static void watchdog_watch(int (*hook)(char *text, size_t size), const volatile uint32_t *device) {
     pthread_mutex_lock(&watchdog.lock);
     watchdog.hook = hook;
     watchdog.device = device;
@@ -133,23 +133,23 @@ static inline void watchdog_watch(int (*hook)(char *text, size_t size), const vo
 // ---- the report
 
 #define watchdog_report(...) APPEND(watchdog.report, __VA_ARGS__)
-static inline void watchdog_report_place(const char *before, const WatchdogSlot *s) {
+static void watchdog_report_place(const char *before, const WatchdogSlot *s) {
     watchdog_report("%sstep %lld, %s, layer %d", before, s->step, phase_names[s->phase], s->layer);
 }
 // Ended without watchdog_stop. The state is read after the process was found missing: a rank that ends well sets it
 // first.
-static inline int watchdog_is_gone(const WatchdogSlot *s) {
+static int watchdog_is_gone(const WatchdogSlot *s) {
     return kill(s->pid, 0) != 0 && errno == ESRCH && __atomic_load_n(&s->state, __ATOMIC_ACQUIRE) != RANK_ENDED;
 }
 
-static inline int watchdog_is_here(int rank) {
+static int watchdog_is_here(int rank) {
     int here = 0;
     for (int i = 0; i < watchdog.count; i++) here |= watchdog.slots[i].rank == rank;
     return here;
 }
 // Every rank of this host waits in a collective. In one of MPI's the rank that it waits for is known; in NCCL's it may
 // be any rank of the other hosts.
-static inline void watchdog_report_others(void) {
+static void watchdog_report_others(void) {
     int listed = 0;
     watchdog_report("every rank of this host waits for others:");
     for (int i = 0; i < 2 * watchdog.count; i++) {
@@ -167,7 +167,7 @@ static inline void watchdog_report_others(void) {
 }
 
 // A collective that the host gave to a device is as far as the device says.
-static inline OpState watchdog_state_now(const WatchdogOp *op) {
+static OpState watchdog_state_now(const WatchdogOp *op) {
     if (op->lane < 0 || !watchdog.device) return op->state;
     const volatile uint32_t *lane = watchdog.device + 2 * op->lane;
     if ((int32_t)(lane[1] - (uint32_t)op->number) >= 0) return OP_DONE;
@@ -175,7 +175,7 @@ static inline OpState watchdog_state_now(const WatchdogOp *op) {
 }
 
 // The rank whose slot a place is: this host's ranks have them in their order.
-static inline int watchdog_rank_of_place(int place) {
+static int watchdog_rank_of_place(int place) {
     if (!watchdog.hosts) return place;
     for (int r = 0; r < watchdog.world; r++)
         if (strcmp(watchdog.hosts[r], watchdog.hosts[watchdog_mine->rank]) == 0 && place-- == 0) return r;
@@ -185,7 +185,7 @@ static inline int watchdog_rank_of_place(int place) {
 // not come so far as to have a slot, else the one with the fewest collectives, else the one whose device has the
 // fewest. On several hosts, a rank that waits in a collective may wait for another host. Returns 0 if the rank is on
 // another host, as far as is known.
-static inline int watchdog_report_culprit(double now) {
+static int watchdog_report_culprit(double now) {
     const WatchdogSlot *behind = NULL, *asleep = NULL, *slow = NULL, *missing = NULL;
     unsigned long long most_ops = 0, most_device_ops = 0;
     int all_wait = watchdog.hosts != NULL;
@@ -238,7 +238,7 @@ static inline int watchdog_report_culprit(double now) {
         watchdog_report(watchdog.count > 1 ? "no rank is behind the others" : "this process makes no progress");
     return !watchdog.hosts;
 }
-static inline void watchdog_report_ops(const char *who, double now) {
+static void watchdog_report_ops(const char *who, double now) {
     unsigned long long last = watchdog_mine->ops, first = last >= WATCHDOG_RING ? last - WATCHDOG_RING + 1 : 1;
     watchdog_report("\n%s  its last collectives (number name bytes state, age in s):%s", who, last ? "" : " none");
     for (unsigned long long n = first; n <= last; n++) {
@@ -252,7 +252,7 @@ static inline void watchdog_report_ops(const char *who, double now) {
 
 // Writes the report in one piece, waits until the other ranks of this host (and other hosts) had time for theirs, and
 // ends the process. Uses no malloc and no stdio: the main thread may hang with their locks.
-__attribute__((noreturn)) static inline void watchdog_end(const char *why) {
+__attribute__((noreturn)) static void watchdog_end(const char *why) {
     double now = now_seconds();
     const char *who = rank_prefix();
     watchdog_report("\n%serror: %s: ", who, why);
@@ -277,7 +277,7 @@ __attribute__((noreturn)) static inline void watchdog_end(const char *why) {
 }
 
 // Ends the job if the hook found something; notes how far the device is.
-static inline void watchdog_look_at_device(int asks_hook) {
+static void watchdog_look_at_device(int asks_hook) {
     char why[512];
     uint64_t finished = 0;
     pthread_mutex_lock(&watchdog.lock);
@@ -287,7 +287,7 @@ static inline void watchdog_look_at_device(int asks_hook) {
     pthread_mutex_unlock(&watchdog.lock);
     if (broken) watchdog_end(why);
 }
-static inline void *watchdog_thread(void *unused) {
+static void *watchdog_thread(void *unused) {
     char why[512];
     double since = now_seconds(), last_tick = since;
     for (int tick = 0; watchdog.running; tick++, usleep(WATCHDOG_TICK_US)) {
@@ -318,12 +318,12 @@ static inline void *watchdog_thread(void *unused) {
 // ---- life
 
 // die() prints what is wrong; the reports of the other ranks point to it.
-static inline void watchdog_failed(void) { watchdog_mine->state = RANK_FAILED; }
+static void watchdog_failed(void) { watchdog_mine->state = RANK_FAILED; }
 
 // slots: zeros at first, shared by the `count` ranks of this host, this rank's is number `mine`; NULL: only this rank
 // is known. timeout: in seconds.
-static inline void watchdog_start(WatchdogSlot *slots, int count, int mine, int rank, double timeout,
-                                  void (*abort_job)(void)) {
+static void watchdog_start(WatchdogSlot *slots, int count, int mine, int rank, double timeout,
+                           void (*abort_job)(void)) {
     memset(&watchdog, 0, sizeof watchdog);
     memset((void *)&watchdog_alone, 0, sizeof watchdog_alone);
     pthread_mutex_init(&watchdog.lock, NULL);
@@ -343,7 +343,7 @@ static inline void watchdog_start(WatchdogSlot *slots, int count, int mine, int 
     require(pthread_create(&watchdog.thread, NULL, watchdog_thread, NULL) == 0,
             "cannot start the watchdog thread: %s\nraise the limit on processes (ulimit -u)", strerror(errno));
 }
-static inline void watchdog_stop(void) {
+static void watchdog_stop(void) {
     watchdog_mine->state = RANK_ENDED;
     watchdog.running = 0;
     pthread_join(watchdog.thread, NULL);

@@ -28,8 +28,7 @@ typedef struct {
 // ---- what is evaluated
 
 // Opens data in rows as the options ask for. What they leave to conversations, they then say.
-static inline void open_rows(DataLoader *d, Options *o, const char *pattern, const Comm *dp, int shuffle,
-                             int vocab_size) {
+static void open_rows(DataLoader *d, Options *o, const char *pattern, const Comm *dp, int shuffle, int vocab_size) {
     static const char *const names[] = {"no", "whole", "cut", "auto"};  // by Pack
     RowKind kind = {PACK_NO, (int)o->documents};
     while (strcmp(o->pack, names[kind.pack])) kind.pack = (Pack)(kind.pack + 1);
@@ -69,7 +68,7 @@ static uint64_t evaluation_tokenizer(const Evaluation *e) {
     for (int i = 0; i < e->num_sets && !hash; i++) hash = e->sets[i].hash;
     return hash;
 }
-static inline void evaluation_open(Evaluation *e, Options *o, const Comm *comm, int vocab_size) {
+static void evaluation_open(Evaluation *e, Options *o, const Comm *comm, int vocab_size) {
     const char *hellaswag = "dev/data/hellaswag/hellaswag_val.bin";
     memset(e, 0, sizeof *e);
     e->B = o->batch_size;
@@ -89,13 +88,13 @@ static inline void evaluation_open(Evaluation *e, Options *o, const Comm *comm, 
                 "multiple-choice set '%s' and %s were made with different tokenizers\nmake all with the model's",
                 e->sets[i].name, e->has_val ? "the validation data" : "another");
 }
-static inline void evaluation_close(Evaluation *e) {
+static void evaluation_close(Evaluation *e) {
     if (e->has_val) dataloader_close(&e->val);
     for (int i = 0; i < e->num_sets; i++) eval_close(&e->sets[i]);
     free(e->sets);
     memset(e, 0, sizeof *e);
 }
-static inline void evaluation_print(const Evaluation *e) {
+static void evaluation_print(const Evaluation *e) {
     for (int i = 0; i < e->num_sets; i++) {
         const EvalSet *s = &e->sets[i];
         printf("choices   %s: %d examples, %d choices", s->name, s->num_examples, s->num_choices);
@@ -104,11 +103,11 @@ static inline void evaluation_print(const Evaluation *e) {
     }
 }
 // Files for the handshake: all ranks must have the same. Both return their number.
-static inline int list_shards(const DataLoader *d, DataFile *files) {
+static int list_shards(const DataLoader *d, DataFile *files) {
     for (int i = 0; i < d->num_shards; i++) files[i] = (DataFile){file_name(d->shards[i].path), d->shards[i].hash};
     return d->num_shards;
 }
-static inline int list_sets(const Evaluation *e, DataFile *files) {
+static int list_sets(const Evaluation *e, DataFile *files) {
     for (int i = 0; i < e->num_sets; i++) {
         const EvalSet *s = &e->sets[i];
         files[i] = (DataFile){s->name, fnv1a(FNV1A, s->stream, s->words * sizeof *s->stream)};
@@ -265,8 +264,8 @@ static ChoiceScore choice_score(Evaluation *e, const EvalSet *s, Model *m) {
 
 // After `step` optimiser steps and `tokens` tokens. tokenizer: of the data, or NULL. Prints nothing that a signal
 // ended. Returns the validation loss, the same on all ranks; NaN: there is none.
-static inline double evaluate(Evaluation *e, Model *m, const Tokenizer *tokenizer, Logger *log, long long step,
-                              long long tokens) {
+static double evaluate(Evaluation *e, Model *m, const Tokenizer *tokenizer, Logger *log, long long step,
+                       long long tokens) {
     double begin = now_seconds(), loss = NAN;
     if (e->has_val) {
         const ValScore v = validation_score(e, m, tokenizer);

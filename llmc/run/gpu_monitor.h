@@ -44,7 +44,7 @@ static GpuState gpu_monitor_read(void) {
 }
 // uuid: that of the handshake, 32 hexadecimal digits. Stops with a message if the library is missing, lacks a function,
 // or does not know the GPU.
-static inline void gpu_monitor_open(const char *uuid) {
+static void gpu_monitor_open(const char *uuid) {
     typedef int Init(void);
     typedef int Find(const char *, void **);
     char name[48];
@@ -75,7 +75,7 @@ static const char *gpu_held_back(unsigned long long bits, char *text, size_t siz
     if (!*text) append_text(text, size, "nothing");
     return text;
 }
-static inline void gpu_monitor_print(const GpuState *s) {
+static void gpu_monitor_print(const GpuState *s) {
     char text[256];
     gpu_held_back(s->held_back, text, sizeof text);
     printf("gpu  SM %u MHz of %u | memory %u MHz | %.0f W of %.0f | %u C | clocks held back by: %s\n", s->sm_mhz,

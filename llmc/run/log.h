@@ -21,7 +21,7 @@ typedef struct {
 } Logger;
 
 // folder "": no file.
-static inline void logger_open(Logger *g, const char *folder, const char *name) {
+static void logger_open(Logger *g, const char *folder, const char *name) {
     memset(g, 0, sizeof *g);
     g->opened = now_seconds();
     if (!*folder) return;
@@ -33,12 +33,12 @@ static inline void logger_open(Logger *g, const char *folder, const char *name) 
 }
 
 // Begins an event's line; returns NULL when nothing is logged. End it with logger_end.
-static inline FILE *logger_begin(Logger *g, const char *event, int64_t step) {
+static FILE *logger_begin(Logger *g, const char *event, int64_t step) {
     FILE *f = g->lines.file;
     if (f) fprintf(f, "{\"event\":\"%s\",\"step\":%ld,\"elapsed\":%.3f", event, step, now_seconds() - g->opened);
     return f;
 }
-static inline void logger_write(Logger *g) {
+static void logger_write(Logger *g) {
     text_flush(&g->lines);
     while (g->written < g->lines.length) {
         ssize_t n = write(g->file, g->lines.bytes + g->written, g->lines.length - g->written);
@@ -56,12 +56,12 @@ static inline void logger_write(Logger *g) {
     g->written = 0;
     g->failed = 0;
 }
-static inline void logger_end(Logger *g) {
+static void logger_end(Logger *g) {
     fputs("}\n", g->lines.file);
     logger_write(g);
 }
 // Returns the bytes that could not be written to the end.
-static inline size_t logger_close(Logger *g) {
+static size_t logger_close(Logger *g) {
     if (!g->lines.file) return 0;
     if (g->failed) logger_write(g);
     const size_t lost = g->failed ? g->lines.length - g->written : 0;
@@ -71,7 +71,7 @@ static inline size_t logger_close(Logger *g) {
     return lost;
 }
 // Whether an older log of the folder has a training step.
-static inline int logger_has_steps(const char *folder, const char *name) {
+static int logger_has_steps(const char *folder, const char *name) {
     char *line = NULL;
     size_t size = 0;
     int found = 0;
@@ -89,7 +89,7 @@ static inline int logger_has_steps(const char *folder, const char *name) {
         json_write_fields(event_line, __VA_ARGS__); \
         logger_end(logger); \
     } while (0)
-static inline void logger_options(FILE *f, const Options *o) {
+static void logger_options(FILE *f, const Options *o) {
     fputs(",\"options\":{", f);
     const char *comma = "";
     OPTION_EACH(info) {
@@ -106,12 +106,12 @@ static inline void logger_options(FILE *f, const Options *o) {
 }
 
 // Columns of the terminal that stdout is. 0: a file or a pipe, or mpirun's terminal when it prints to one of these.
-static inline int console_columns(void) {
+static int console_columns(void) {
     struct winsize w;
     return ioctl(STDOUT_FILENO, TIOCGWINSZ, &w) == 0 ? w.ws_col : 0;
 }
 // On a terminal: prints over the current line, cut to its width. "" clears the line.
-static inline void console_overwrite(const char *text) {
+static void console_overwrite(const char *text) {
     int width = console_columns() - 1;
     if (width < 1) return;
     printf("\r%-*.*s%s", width, width, text, *text ? "" : "\r");
@@ -119,7 +119,7 @@ static inline void console_overwrite(const char *text) {
 }
 
 // 75 -> "1m15s", 4000 -> "1h06m"
-static inline const char *duration_text(double seconds, char *out, size_t size) {
+static const char *duration_text(double seconds, char *out, size_t size) {
     long s = seconds > 0 ? (long)(seconds + 0.5) : 0;
     if (s < 60)
         snprintf(out, size, "%lds", s);

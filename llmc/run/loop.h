@@ -479,7 +479,7 @@ static int log_is_whole(Trainer *t) {
     return !lost;
 }
 
-static inline int trainer_main(int argc, char **argv) {
+static int trainer_main(int argc, char **argv) {
     open_standard_streams();
     Trainer *t = new_zeros(Trainer, 1);
     t->o = options_parse(argc, argv);

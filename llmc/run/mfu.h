@@ -11,7 +11,7 @@ typedef enum { PEAK_BF16, PEAK_TF32, PEAK_FP32 } PeakKind;
 
 // FLOP/s of the device with this cudaDeviceProp name, or 0. The first entry that occurs in the name as a whole word
 // counts (A40 is not A4000), unless the name has one of `others`: another chip of that number, or a slice.
-static inline double peak_flops(const char *device, PeakKind kind) {
+static double peak_flops(const char *device, PeakKind kind) {
     static const struct {
         const char *name;
         double peaks[3];  // by PeakKind

@@ -5,7 +5,7 @@
 #include "setup.h"
 
 // What is likely a mistake, and is no error.
-static inline void print_notes(const Trainer *t) {
+static void print_notes(const Trainer *t) {
     enum { FEW_STEPS = 50 };
     const Options *o = &t->o;
     if (strcmp(o->schedule, "constant") && o->warmup > t->steps)
@@ -19,7 +19,7 @@ static inline void print_notes(const Trainer *t) {
     if (t->eval.has_val && dataloader_is_one_document(&t->eval.val))
         printf("note: the validation data is one document, whose loss says little of other texts\n");
 }
-static inline void print_start(const Trainer *t) {
+static void print_start(const Trainer *t) {
     const Config *c = &t->config;
     const Options *o = &t->o;
     printf("llm.cu %s | %s | %s | %s\n", GIT_REVISION, model_device(t->model), model_dtype(t->model), o->model);
@@ -73,7 +73,7 @@ static char *model_text(const Model *m, void (*print)(const Model *, FILE *)) {
     print(m, text_open(&text));
     return text_close(&text);
 }
-static inline void log_start(Trainer *t) {
+static void log_start(Trainer *t) {
     char *plan = model_text(t->model, model_print_plan);
     FILE *f = logger_begin(&t->log, "start", t->state.step);
     if (f) {
@@ -92,19 +92,19 @@ static inline void log_start(Trainer *t) {
     }
     free(plan);
 }
-static inline void report_gpu(Trainer *t) {
+static void report_gpu(Trainer *t) {
     const GpuState s = gpu_monitor_read();
     char text[256];
     gpu_monitor_print(&s);
     logger_event(&t->log, "gpu", t->state.step, "sm_mhz %d memory_mhz %d watts %g celsius %d held_back_by %s", s.sm_mhz,
                  s.memory_mhz, 1e-3 * s.milliwatts, s.celsius, gpu_held_back(s.held_back, text, sizeof text));
 }
-static inline void report_save(Trainer *t, const char *path, int64_t step, double seconds, double held) {
+static void report_save(Trainer *t, const char *path, int64_t step, double seconds, double held) {
     printf("checkpoint %s | written in %.1f s, training stood still for %.2f s\n", path, seconds, held);
     logger_event(&t->log, "checkpoint", step, "path %s at_step %ld seconds %g held_seconds %g", path, t->state.step,
                  seconds, held);
 }
-static inline void report_failed_save(Trainer *t, const char *path, int64_t step, int error) {
+static void report_failed_save(Trainer *t, const char *path, int64_t step, int error) {
     const char *reason =
         error == OTHER_RANK_FAILED ? "another rank could not write its part, see its message" : strerror(error);
     printf("checkpoint %s | FAILED: %s; older ones are untouched", path, reason);
@@ -117,7 +117,7 @@ static inline void report_failed_save(Trainer *t, const char *path, int64_t step
 }
 
 // What the run that a signal stopped needs to go on.
-static inline void report_stop(const Trainer *t, const char *by) {
+static void report_stop(const Trainer *t, const char *by) {
     const char *output = t->o.output, *quote = output[strcspn(output, " '\"$&()*;<>?[\\]`{|}~")] ? "'" : "";
     char launcher[32] = "";
     if (t->comm.world > 1 && getenv("OMPI_COMM_WORLD_SIZE"))
@@ -137,7 +137,7 @@ typedef struct {
     StepResult result;
     double lr, loss_z, norm_z, seconds;
 } StepReport;
-static inline void report_step(Trainer *t, const StepReport *r) {
+static void report_step(Trainer *t, const StepReport *r) {
     // Why an update was skipped, by verdict; NULL: it was made.
     static const char *const reasons[] = {NULL, "loss or gradient norm is not finite", "loss is an outlier",
                                           "gradient norm is an outlier"};
@@ -165,7 +165,7 @@ static inline void report_step(Trainer *t, const StepReport *r) {
                  1e3 * r->seconds, tokens / r->seconds, mfu, t->state.tokens, model_memory_gib(t->model), skipped);
 }
 // After the first step: what it chose by measuring. The first line, how long that took, goes to the console, too.
-static inline void report_choices(Trainer *t) {
+static void report_choices(Trainer *t) {
     char *text = model_text(t->model, model_report);
     if (*text) {
         printf("%.*s\n", (int)strcspn(text, "\n"), text);
@@ -174,7 +174,7 @@ static inline void report_choices(Trainer *t) {
     free(text);
 }
 // How often the exchange of rows between tensor-parallel ranks ran under matmuls.
-static inline void report_overlap(Trainer *t) {
+static void report_overlap(Trainer *t) {
     const OverlapCounts n = model_overlap(t->model);
     if (n.gathers + n.scatters + n.apart == 0) return;
     printf("tensor parallelism exchanged rows %d times: %d gathers and %d scatters under matmuls, %d with nothing\n",
@@ -182,7 +182,7 @@ static inline void report_overlap(Trainer *t) {
     logger_event(&t->log, "overlap", t->state.step, "gathers %d scatters %d apart %d", n.gathers, n.scatters, n.apart);
 }
 // What rank 0's step rounded to fp8: the shares of its values that became 0, and that were above the largest.
-static inline void report_fp8(Trainer *t) {
+static void report_fp8(Trainer *t) {
     Fp8Counts counts[NUM_FP8_TENSORS];
     double flushed[NUM_FP8_TENSORS], saturated[NUM_FP8_TENSORS];
     model_fp8_end(t->model, counts);
@@ -201,7 +201,7 @@ static inline void report_fp8(Trainer *t) {
                  flushed[FP8_GRADIENTS], saturated[FP8_GRADIENTS]);
 }
 // The time of rank 0's step. What it waits for other ranks is the communication that overlaps with nothing.
-static inline void report_timing(Trainer *t) {
+static void report_timing(Trainer *t) {
     model_timing_end(t->model);
     double flops = model_peak_flops(t->model), bytes = model_peak_bytes(t->model);
     timing_print(t->state.step, flops, bytes);

@@ -9,8 +9,8 @@
 
 #include "../utils.h"
 
-static inline double learning_rate_at(const char *name, double peak, int64_t warmup, double final_fraction,
-                                      double decay_fraction, int64_t steps, int64_t step) {
+static double learning_rate_at(const char *name, double peak, int64_t warmup, double final_fraction,
+                               double decay_fraction, int64_t steps, int64_t step) {
     int is_wsd = !strcmp(name, "wsd");
     if (!strcmp(name, "constant")) return peak;
     if (step < warmup) return peak * (step + 1) / warmup;

@@ -148,7 +148,7 @@ static const char *model_source(const Trainer *t) {
 }
 // Model sizes: those of the resumed checkpoint, of a Hugging Face folder, or of a preset. A preset without vocab= takes
 // the vocabulary of the data.
-static inline void choose_config(Trainer *t) {
+static void choose_config(Trainer *t) {
     const char *model = model_source(t);
     size_t n = strlen(model);
     require(n < 4 || strcmp(model + n - 4, ".bin") != 0,
@@ -186,7 +186,7 @@ static inline void choose_config(Trainer *t) {
             t->o.lr_head);
 }
 
-static inline void open_data(Trainer *t) {
+static void open_data(Trainer *t) {
     Options *o = &t->o;
     int V = t->config.vocab_size;
     const Comm *dp = &t->mesh.dp;
@@ -248,7 +248,7 @@ static Path find_tokenizer(const Trainer *t, int *guessed) {
     return path_of("%s", o->tokenizer);
 }
 // Without a tokenizer, samples print token ids. A guessed tokenizer that does not fit is not used.
-static inline void open_tokenizer(Trainer *t) {
+static void open_tokenizer(Trainer *t) {
     int guessed;
     const Path found = find_tokenizer(t, &guessed);
     const char *path = found.text;
@@ -300,7 +300,7 @@ static TokenizerId tokenizer_of_data(const Trainer *t) {
     return !id.hash && t->has_tokenizer ? tokenizer_id(&t->tokenizer) : id;
 }
 // Ids of another tokenizer than the model's are noise. The next checkpoints record the tokenizer of this run's data.
-static inline void compare_tokenizers(Trainer *t) {
+static void compare_tokenizers(Trainer *t) {
     const char *folder = model_source(t);
     const int from_folder = !*t->resumed_from.text && is_directory(folder);
     const TokenizerId model = from_folder ? tokenizer_of_folder(folder) : t->state.tokenizer;
@@ -370,7 +370,7 @@ static void use_adapters(Trainer *t, const char *folder) {
 }
 // Takes over the options of a checkpoint: of a resumed one all, of the --model of --generate those that say where its
 // tokenizer is and what its tokens see. The command line has precedence.
-static inline void take_options(Trainer *t, int argc, char **argv) {
+static void take_options(Trainer *t, int argc, char **argv) {
     char why[WHY_BYTES];
     const char *folder = *t->resumed_from.text ? t->resumed_from.text
                          : *t->adapters.text   ? t->adapters.text
@@ -419,7 +419,7 @@ static void find_validation_data(Trainer *t) {
 }
 
 // What depends on options and files alone. Called again after take_options.
-static inline void settle_options(Trainer *t) {
+static void settle_options(Trainer *t) {
     Options *o = &t->o;
     o->generate |= o->serve > 0;
     find_validation_data(t);
@@ -427,7 +427,7 @@ static inline void settle_options(Trainer *t) {
     check_options(o);
 }
 
-static inline void find_checkpoint(Trainer *t, int argc, char **argv) {
+static void find_checkpoint(Trainer *t, int argc, char **argv) {
     const Options *o = &t->o;
     t->o.model = newest_of_run(&t->comm, o->model, &t->newest);
     t->o.draft = newest_of_run(&t->comm, o->draft, &t->newest_draft);
@@ -485,7 +485,7 @@ static void compare_data(Trainer *t) {
     s->data_shards = d->num_shards;
     s->data_hash = hash;
 }
-static inline void handshake(const Trainer *t) {
+static void handshake(const Trainer *t) {
     HandshakeRecord r = comm_record(&t->comm);
     char number[OPTION_NUMBER];
     r.config = comm_hash(COMM_HASH, &t->config, sizeof t->config);
@@ -505,7 +505,7 @@ static inline void handshake(const Trainer *t) {
     if (t->o.log_gpu_every > 0 && t->comm.rank == 0) gpu_monitor_open(r.device);
 }
 
-static inline void load_or_init(Trainer *t) {
+static void load_or_init(Trainer *t) {
     watchdog_beat(PHASE_LOAD, -1);
     if (t->o.lora) model_load_frozen(t->model, t->o.model);
     if (*t->adapters.text) {

@@ -21,7 +21,7 @@ static int input_wait(void) {
     return poll(&in, 1, 1000);
 }
 // The prompt of --generate where standard input is a file or a pipe: all of it, but for a newline at the end. "": none.
-static inline const char *piped_prompt(void) {
+static const char *piped_prompt(void) {
     enum { MOST = 16 << 20 };
     static char text[MOST + 2];
     ssize_t n = 0, got = 1;
@@ -39,7 +39,7 @@ static inline const char *piped_prompt(void) {
     return text;
 }
 
-static inline int chat_can_talk(const Options *o) {
+static int chat_can_talk(const Options *o) {
     return !*o->prompt && o->samples == 1 && isatty(STDIN_FILENO) && isatty(STDOUT_FILENO);
 }
 // The template of a model's folder, the one named default of several. NULL: it has none.
@@ -213,7 +213,7 @@ static void chat_open(Chat *c, Generation *g, const ChatTemplate *style) {
     c->num_turns = 0;  // it is never forgotten
 }
 // style NULL: each text is continued.
-static inline void chat(Generation *g, const ChatTemplate *style) {
+static void chat(Generation *g, const ChatTemplate *style) {
     Chat c;
     chat_open(&c, g, style);
     printf("%s. Ctrl-C stops an answer, Ctrl-D ends.\n",

@@ -17,22 +17,22 @@ typedef struct {
     int num_texts;
 } Ends;
 
-static inline int is_end_token(const Ends *e, int token) {
+static int is_end_token(const Ends *e, int token) {
     for (int i = 0; i < e->count; i++)
         if (e->ids[i] == token) return 1;
     return 0;
 }
-static inline void add_end_token(Ends *e, int64_t token) {
+static void add_end_token(Ends *e, int64_t token) {
     if (token < 0 || token > INT32_MAX || is_end_token(e, (int)token)) return;
     grow_array(e->ids, e->count + 1);
     e->ids[e->count++] = (int)token;
 }
 // How many first bytes of t a text ends with after one that ended with `matched`, and c.
-static inline int stop_advance(const StopText *t, int matched, char c) {
+static int stop_advance(const StopText *t, int matched, char c) {
     while (matched && t->bytes[matched] != c) matched = t->back[matched - 1];
     return matched + (t->bytes[matched] == c);
 }
-static inline void add_stop_text(Ends *e, const char *bytes) {
+static void add_stop_text(Ends *e, const char *bytes) {
     StopText t = {strdup(bytes), new_zeros(int, strlen(bytes))};
     for (int i = 1, k = 0; bytes[i]; i++) t.back[i] = k = stop_advance(&t, k, bytes[i]);
     grow_array(e->texts, e->num_texts + 1);
@@ -40,7 +40,7 @@ static inline void add_stop_text(Ends *e, const char *bytes) {
 }
 // Adds what generation_config.json names in a model's folder, or where there is none its config.json. has_texts: a
 // tokenizer makes texts of tokens.
-static inline void ends_read(Ends *e, const char *folder, int has_texts) {
+static void ends_read(Ends *e, const char *folder, int has_texts) {
     static const char *const keys[] = {"eos_token_id", "stop_strings"}, *const kinds[] = {"token id", "text"};
     Json j;
     Path path = path_of("%s/generation_config.json", folder);
@@ -68,7 +68,7 @@ typedef struct {
     size_t said;  // bytes of the text
 } StopSearch;
 // The bytes that are now known to belong to the text. last: no more comes. free() it.
-static inline char *stop_search(const Ends *e, StopSearch *s, const char *piece, int last) {
+static char *stop_search(const Ends *e, StopSearch *s, const char *piece, int last) {
     char *text = new_array(char, s->held + strlen(piece) + 1), *to = text;
     if (!s->matched) s->matched = new_zeros(int, e->num_texts);
     for (; *piece && !s->found; piece++) {

@@ -69,7 +69,7 @@ typedef struct {
     int64_t proposed, accepted;  // tokens of the draft
 } Engine;
 
-static inline void engine_add(Engine *e, Sequence *s) {
+static void engine_add(Engine *e, Sequence *s) {
     Sequence **last = &e->first;
     while (*last) last = &(*last)->next;
     assert(s->count > 0 && s->count < s->most);
@@ -80,7 +80,7 @@ static inline void engine_add(Engine *e, Sequence *s) {
     *last = s;
     e->count++;
 }
-static inline void engine_end(Engine *e, Sequence *s, SequenceEnd end) {
+static void engine_end(Engine *e, Sequence *s, SequenceEnd end) {
     Sequence **at = &e->first;
     while (*at != s) at = &(*at)->next;
     *at = s->next;
@@ -217,7 +217,7 @@ static void engine_wait(Engine *e) {
 }
 
 // One step. Returns 0 when nothing is left to do.
-static inline int engine_step(Engine *e) {
+static int engine_step(Engine *e) {
     const int waits = e->queued > 0 || e->draft || !e->keeps;
     engine_join(e);
     if (e->draft) engine_propose(e);
@@ -226,12 +226,12 @@ static inline int engine_step(Engine *e) {
     return e->first || e->queued;
 }
 // Ends all sequences.
-static inline void engine_clear(Engine *e) {
+static void engine_clear(Engine *e) {
     while (e->first) engine_end(e, e->first, SEQUENCE_CANCELLED);
     while (e->queued) engine_wait(e);
 }
 // The end of a line for people: how the draft did.
-static inline void engine_print_end(const Engine *e) {
+static void engine_print_end(const Engine *e) {
     if (e->draft)
         printf("; of %ld drafted tokens %.1f%% accepted", e->proposed,
                e->proposed ? 100.0 * e->accepted / e->proposed : 0);

@@ -64,7 +64,7 @@ static void generation_open(Generation *g, int streams) {
 
 // While a group of ranks samples, the job's other ranks meet it here.
 enum { GENERATE_MEETING = 32 /*steps*/ };
-static inline void generate_elsewhere(const Comm *job) {
+static void generate_elsewhere(const Comm *job) {
     while (stop_meet(job, 0) & MEET_ON) {
     }
 }
@@ -106,7 +106,7 @@ static void generation_require_finite(const Generation *g) {
 }
 // step: names the samples and, with --seed, determines them. streams: prints a single sample token by token. Returns
 // the first sample's text; NULL if a signal ended them.
-static inline char *generate(Generation *g, int64_t step, int streams) {
+static char *generate(Generation *g, int64_t step, int streams) {
     const Options *o = g->o;
     const size_t bytes = strlen(o->prompt);
     Sequence *samples = new_zeros(Sequence, o->samples);

@@ -334,7 +334,7 @@ static void serve_ready(const Server *s, const char *model) {
     fflush(s->out);
 }
 // Until the end of standard input, which some versions of mpirun do not pass on, or {"quit":true}.
-static inline void serve(Server *s, const char *model) {
+static void serve(Server *s, const char *model) {
     s->input = new_array(char, SERVE_LINE + 1);
     s->input[SERVE_LINE] = 0;
     s->engine.hear = serve_hear;
@@ -357,7 +357,7 @@ static inline void serve(Server *s, const char *model) {
 }
 
 // Standard output carries events alone: all else that is printed goes to standard error.
-static inline FILE *serve_take_output(void) {
+static FILE *serve_take_output(void) {
     int fd = dup(STDOUT_FILENO);
     FILE *out = fd < 0 ? NULL : fdopen(fd, "w");
     require(out && dup2(STDERR_FILENO, STDOUT_FILENO) >= 0, "cannot use standard output: %s\ncheck the machine",
