@@ -3,10 +3,7 @@
 #include "absmax.cuh"
 #include "norm.cuh"
 
-enum {
-    NORM_FORWARD_WARPS = 8,  // of a forward block whose warps hold a row each
-    NORM_MAX_SMS = 192,      // scratch of the backward pass is sized for this many
-};
+enum { NORM_FORWARD_WARPS = 8 };  // of a forward block whose warps hold a row each
 
 // The threads of one row are a warp (ROW_THREADS = WARP) or a block of at most ROW_THREADS; each holds VECS vectors,
 // strided so that neighbours read neighbouring 16 bytes.
@@ -280,7 +277,7 @@ void norm_forward(const Norm *n, floatX *residual, floatX *out, const floatX *a,
     timing_lap("norm", 0, (b ? 4.0 : 2.0) * N * C * sizeof(floatX), stream);
 }
 
-// How a backward pass over rows of C is laid out. More blocks hide more latency but leave more sums to add up.
+// How a backward pass over rows of C is laid out.
 typedef decltype(norm_backward_kernel<NORM_RMS, false, WARP, 1, 1, 512, 1>) NormBackwardKernel;
 typedef struct {
     NormBackwardKernel *kernel;
@@ -294,21 +291,18 @@ template <NormKind KIND, bool SUMS> static NormBackwardPlan norm_backward_plan(i
     const int vecs = C / VecX::size;
     auto threads = [&](int vecs_per_thread) { return (int)round_up(ceil_div(vecs, vecs_per_thread), WARP); };
     const size_t shared = 3 * (size_t)C * sizeof(float);
-    if (vecs <= 1 * WARP) return {KERNEL(WARP, 1, 1, 512, 1), 512 / WARP, 512, 1, shared};
-    if (vecs <= 2 * WARP) return {KERNEL(WARP, 2, 1, 512, 1), 512 / WARP, 512, 1, shared};
-    if (vecs <= 3 * WARP) return {KERNEL(WARP, 3, 1, 384, 1), 384 / WARP, 384, 1, shared};
-    if (vecs <= 4 * WARP) return {KERNEL(WARP, 4, 1, 256, 1), 256 / WARP, 256, 1, shared};
-    if (vecs <= 256) return {KERNEL(256, 1, 4, 256, 2), 4, threads(1), threads(1) <= 512 / 3 ? 3 : 2, 0};
-    if (vecs <= 512) return {KERNEL(512, 1, 4, 512, 1), 4, threads(1), 1, 0};
-    if (vecs <= 1024) return {KERNEL(512, 2, 1, 512, 1), 1, threads(2), 1, 0};
-    if (vecs <= 2048) return {KERNEL(512, 4, 1, 512, 1), 1, threads(4), 1, 0};
-    if (vecs <= 8192) return {KERNEL(1024, 8, 1, 1024, 1), 1, threads(8), 1, 0};
-    return {KERNEL(1024, 64 / VecX::size, 1, 1024, 1), 1, threads(16), 1, 0};  // fp32
+    const int per_sm = norm_backward_blocks(C);
+    if (vecs <= 1 * WARP) return {KERNEL(WARP, 1, 1, 512, 1), 512 / WARP, 512, per_sm, shared};
+    if (vecs <= 2 * WARP) return {KERNEL(WARP, 2, 1, 512, 1), 512 / WARP, 512, per_sm, shared};
+    if (vecs <= 3 * WARP) return {KERNEL(WARP, 3, 1, 384, 1), 384 / WARP, 384, per_sm, shared};
+    if (vecs <= 4 * WARP) return {KERNEL(WARP, 4, 1, 256, 1), 256 / WARP, 256, per_sm, shared};
+    if (vecs <= 256) return {KERNEL(256, 1, 4, 256, 2), 4, threads(1), per_sm, 0};
+    if (vecs <= 512) return {KERNEL(512, 1, 4, 512, 1), 4, threads(1), per_sm, 0};
+    if (vecs <= 1024) return {KERNEL(512, 2, 1, 512, 1), 1, threads(2), per_sm, 0};
+    if (vecs <= 2048) return {KERNEL(512, 4, 1, 512, 1), 1, threads(4), per_sm, 0};
+    if (vecs <= 8192) return {KERNEL(1024, 8, 1, 1024, 1), 1, threads(8), per_sm, 0};
+    return {KERNEL(1024, 64 / VecX::size, 1, 1024, 1), 1, threads(16), per_sm, 0};  // fp32
     #undef KERNEL
-}
-size_t norm_backward_scratch_bytes(int C) {
-    const int blocks = NORM_MAX_SMS * norm_backward_plan<NORM_RMS, false>(C).blocks_per_sm;
-    return (size_t)blocks * 3 * (size_t)C * sizeof(float);
 }
 void norm_backward(const Norm *n, floatX *dinp, float *stream_sums, const floatX *dout, int N, int accumulate,
                    void *scratch, cudaStream_t stream) {

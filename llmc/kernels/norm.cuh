@@ -40,6 +40,15 @@ void norm_forward(const Norm *n, floatX *residual, floatX *out, const floatX *a,
 // input. scratch: of norm_backward_scratch_bytes.
 void norm_backward(const Norm *n, floatX *dinp, float *stream_sums, const floatX *dout, int N, int accumulate,
                    void *scratch, cudaStream_t stream);
-size_t norm_backward_scratch_bytes(int C);
+enum { NORM_MAX_SMS = 192 };  // scratch of the backward pass is sized for this many
+// Blocks of the backward pass on each. More of them hide more latency but leave more sums to add up.
+static int norm_backward_blocks(int C) {
+    const int vecs = C / VecX::size;
+    if (vecs <= 4 * WARP || vecs > 256) return 1;
+    return (int)round_up((size_t)vecs, WARP) <= 512 / 3 ? 3 : 2;
+}
+static size_t norm_backward_scratch_bytes(int C) {
+    return (size_t)NORM_MAX_SMS * norm_backward_blocks(C) * 3 * (size_t)C * sizeof(float);
+}
 
 #endif
