@@ -8,8 +8,9 @@
 //   h1 = norm1(x)     q,k,v = h1 Wqkv^T + b           y = attention(q,k,v)     x' = x + y Wproj^T + b
 //                     q,k = rope(norm(q,k))
 //   h2 = norm2(x')    f = h2 Wfc^T + b                a = activation(f)        x'' = x' + a Wfcproj^T + b
-// x is the residual stream, what attention and the MLP add to it its branches. The sum x + branch is taken by the norm
-// that reads it: the stream travels with the branch that it has not added yet.
+// (Shapes: BlockActs in model/buffers.cuh.) x is the residual stream, what attention and the MLP add to it its
+// branches. The sum x + branch is taken by the norm that reads it: the stream travels with the branch that it has not
+// added yet.
 //
 // The first micro-step of a step overwrites gradients, the others add. The head runs in --head-chunks parts, forward
 // and backward of each before the next: losses and the gradient of h are those of one part, bit for bit. Where many
@@ -98,8 +99,9 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     const ColumnSums stream = {m->b.stream_sums, 1},
                      of_qkv = {m->b.column_sums, attention_column_slices(&p->attention)},
                      attention = normalises_qk ? ColumnSums() : of_qkv;
-    // fc's bias gradient: the columns of df, which fcproj's product of its input's gradient makes, are summed in its
-    // epilogue, and linear_backward_weight(fc) adds the slices. With slices 0 that reads df.
+    // fc's bias gradient is the column sums of df. Where fcproj's backward product applies the activation's slopes, its
+    // epilogue sums the columns of df, too, 64 rows a slice; linear_backward_weight(fc) adds the slices. Else slices is
+    // 0, and that sums df itself.
     const int fc_sums = m->config.linear_bias && !m->lora.rank && plan->fcproj.gradient != EPILOGUE_PLAIN;
     const ColumnSums df_sums = {m->b.column_sums, fc_sums ? matmul_sum_slices(p->N) : 0};
     const auto layer = [&](const Linear *planned, Role weight, Role bias, ColumnSums sums, floatX *aux) {
@@ -453,7 +455,7 @@ static void micro_step(Model *m, int micro, int num_micro, int reduce, int logit
     p.reduce = reduce;
     p.logit_rows = logit_rows;
     if (micro == 0) cudaCheck(cudaMemsetAsync(m->b.step, 0, sizeof *m->b.step, p.stream));
-    p.quantises_weights = m->plan.fp8 && micro == 0;
+    p.quantises_weights = m->plan.fp8 && micro == 0;  // not by weights_changed: a graph repeats what it saw
     model_forward(m, &p);
     head(m, &p, share, 1);
     p.quantises_weights = 0;

@@ -18,6 +18,8 @@
 //   '~'  losses and weights differ by rounding, in their last digits
 //   '='  losses and weights stay bitwise identical; memory or time differs
 //   ' '  none: the option says what is read, printed or written. (--patience ends a run by what is evaluated.)
+// No options, and like '~': PRECISION of the build, the number of ranks, and what a GPU is chosen for (gelu-fusion,
+// dp-overlap).
 // The help says what special values mean. --help adds the default.
 #define LLMC_OPTIONS(SECTION, STR, ONE, INT, FLT) \
     SECTION("input and output", LISTED) \

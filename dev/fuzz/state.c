@@ -203,7 +203,7 @@ static void make_run(const char *state) {
     make_directory(in_folder("run/step_00000003"));
     write_config(&m, in_folder("run/step_00000003"), NULL, NULL);
     save_slots(&m, weight_slot, 1, in_folder("run/step_00000003/model.safetensors"));
-    save_slots(&m, optimizer_slots, 2, in_folder("run/step_00000003/optimizer.safetensors"));
+    save_slots(&m, checkpoint_states, 2, in_folder("run/step_00000003/optimizer.safetensors"));
     model_close(&m);
     assert(symlink(state, in_folder("run/step_00000003/train_state.json")) == 0);
 }

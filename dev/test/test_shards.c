@@ -78,7 +78,7 @@ static uint64_t save_as(Model *m, int world, const char *path) {  // the checksu
     for (int rank = 0; rank < world; rank++) {
         const Mesh mesh = mesh_turn(rank, world, 1);
         m->mesh = &mesh;
-        sum += save_slots(m, optimizer_slots, 2, path);
+        sum += save_slots(m, checkpoint_states, 2, path);
     }
     return sum;
 }
@@ -113,7 +113,7 @@ static void test_model(const char *text) {
         for (int rank = 0; rank < world; rank++) {  // every rank reads its piece; together they have all
             const Mesh mesh = mesh_turn(rank, world, 1);
             copy.mesh = &mesh;
-            load_slots(&copy, optimizer_slots, 2, at("one"), NULL);
+            load_slots(&copy, checkpoint_states, 2, at("one"), NULL);
         }
         int same = 1;
         for (int i = 0; i < m.table.count; i++) {
@@ -175,9 +175,9 @@ static void test_layout(const char *text, int dp, int tp) {
                 for (size_t e = 0; e < m.table.total; e++) read.slots[s][e] = 123;
             }
             if (!reading)
-                together += save_slots(&m, optimizer_slots, 2, at("several"));
+                together += save_slots(&m, checkpoint_states, 2, at("several"));
             else
-                load_slots(&read, optimizer_slots, 2, at("several"), NULL);
+                load_slots(&read, checkpoint_states, 2, at("several"), NULL);
             for (int i = 0; i < 2 * m.table.count && reading; i++) {
                 const Param *p = &m.table.params[i / 2];
                 const Slot s = i % 2 ? SLOT_M : SLOT_V;

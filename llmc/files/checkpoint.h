@@ -686,7 +686,7 @@ static void checkpoint_begin(Checkpoint *c, Model *m, const char *output, const 
                   path_of(facts_of(m).frozen->count ? "%s/adapter_model.safetensors" : "%s/model.safetensors",
                           c->writing.text)
                       .text);
-    slots_declare(&c->files[1], m, optimizer_slots, num_optimizer_slots(m),
+    slots_declare(&c->files[1], m, checkpoint_states, num_checkpoint_states(m),
                   path_of("%s/optimizer.safetensors", c->writing.text).text);
     if (first) {
         checkpoint_make_folder(c);
@@ -852,7 +852,7 @@ static void checkpoint_load(Model *m, const char *folder, const TrainState *s) {
         "its weights and begins with empty states; or start a new run from its weights with --model %s",
         folder, s->precision, precision, folder);
     model_load_weights(m, folder);  // first: this sets the masters too
-    load_slots(m, optimizer_slots, num_optimizer_slots(m), path_of("%s/optimizer.safetensors", folder).text, NULL);
+    load_slots(m, checkpoint_states, num_checkpoint_states(m), path_of("%s/optimizer.safetensors", folder).text, NULL);
 }
 
 #endif

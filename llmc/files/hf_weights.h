@@ -93,12 +93,12 @@ static const SlotName weight_slot[] = {{SLOT_WEIGHT, ""}}, frozen_slot[] = {{SLO
 static const ParamTable *table_of(const Model *m, const SlotName *slots) {
     return slots->slot == SLOT_FROZEN ? facts_of(m).frozen : facts_of(m).table;
 }
-static const SlotName optimizer_slots[] = {{SLOT_M, "m."}, {SLOT_V, "v."}, {SLOT_MASTER, "master."}};
-static_assert(COUNT_OF(optimizer_slots) == COUNT_OF(optimiser_states), "a checkpoint has every state");
+static const SlotName checkpoint_states[] = {{SLOT_M, "m."}, {SLOT_V, "v."}, {SLOT_MASTER, "master."}};
+static_assert(COUNT_OF(checkpoint_states) == COUNT_OF(optimiser_states), "a checkpoint has every state");
 // Not every model has the last ones.
-static int num_optimizer_slots(const Model *m) {
+static int num_checkpoint_states(const Model *m) {
     int n = 0;
-    while (n < COUNT_OF(optimizer_slots) && model_has_slot(m, optimizer_slots[n].slot)) n++;
+    while (n < COUNT_OF(checkpoint_states) && model_has_slot(m, checkpoint_states[n].slot)) n++;
     return n;
 }
 

@@ -143,7 +143,7 @@ static int matmul_can_fuse(MlpKind activation, int F) {
 // Whether the product that gives q, k, v can rotate heads of HD. Those of 128 it could, but that was slower (8B: 619 us
 // for 579).
 static int matmul_can_rotate(int HD) {
-    return HD == 64 && matmul_has_epilogue(MATMUL_FORWARD, EPILOGUE_ROPE, MLP_GELU);
+    return HD == 64 && matmul_has_epilogue(MATMUL_FORWARD, EPILOGUE_ROPE, NO_ACTIVATION);
 }
 // Whether the epilogue can leave partial sums of out's (or aux's, from input) columns: fp32 (matmul_sum_slices, in),
 // for bias_finish.

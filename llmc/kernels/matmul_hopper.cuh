@@ -173,7 +173,7 @@ template <typename S> static void hopper_launch(const MatmulProblem *q, const Ma
 // ---- for the tables of variants
 
 template <typename Dtype, MatmulForm FORM, int COLUMNS, int CLUSTER, typename Epilogue>
-constexpr HopperVariant hopper_row(MatmulEpilogue epilogue, MlpKind activation = MLP_GELU) {
+constexpr HopperVariant hopper_row(MatmulEpilogue epilogue, MlpKind activation = NO_ACTIVATION) {
     // Both fp8 operands lie as those of FORWARD do: one kernel serves all forms.
     typedef HopperTile<Dtype, Dtype::SCALED ? MATMUL_FORWARD : FORM, COLUMNS, CLUSTER, Epilogue> Tile;
     constexpr MatmulDtype dtype = Dtype::SCALED ? MATMUL_E4M3 : MATMUL_FLOATX;

@@ -35,6 +35,7 @@ typedef enum {
     EPILOGUE_GRADIENT,
     EPILOGUE_GRADIENT_FROM_INPUT
 } MatmulEpilogue;
+static const MlpKind NO_ACTIVATION = MLP_GELU;  // of a problem whose epilogue reads none
 
 typedef enum { MATMUL_FLOATX, MATMUL_E4M3 } MatmulDtype;  // of a and b
 

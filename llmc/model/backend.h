@@ -34,8 +34,10 @@ typedef struct {
 } ModelFacts;
 ModelFacts facts_of(const Model *m);
 
-// Buffers in the layout of the parameters. A new one stops, until it is everywhere, at the switches over Slot, at
-// compile time (COUNT_OF(optimiser_states)), and in the updates, which name their states.
+// Buffers in the layout of the parameters. A new one that is forgotten does not compile (optimiser_states; memory and
+// copies in buffers.cuh; names in hf_weights.h), or stops at a switch over Slot. These two say nothing: slot_holds,
+// which lets it have all elements, and the updates (adamw.cuh with its chunks, queue_adamw, the CPU's), which name
+// their states.
 typedef enum {
     SLOT_WEIGHT,  // the weights of forward, in the build's dtype
     SLOT_GRAD,

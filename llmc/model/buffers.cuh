@@ -37,7 +37,7 @@
 #include "../rope_table.h"
 #include "zero.cuh"
 #include "muon.cuh"
-#include "quantised.cuh"
+#include "few_bits.cuh"
 
 // What one block keeps: f is what the activation reads or its slopes, a what it gives. What is recomputed is one buffer
 // for all blocks.

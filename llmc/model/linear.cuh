@@ -137,7 +137,7 @@ static QkRows linear_heads(const Pass *p, const Linear *l) {
 // Rows first, ..., first + count - 1 of the product, from rows `in` of the input as linear_rows gives them.
 static void linear_product_of(const Pass *p, const Linear *l, floatX *out, Rows in, int first, int count) {
     const int activates = l->epilogue >= EPILOGUE_ACTIVATION;
-    const MatmulProblem q = {MATMUL_FORWARD, count, l->in, l->out, l->epilogue, activates ? l->mlp : MLP_GELU,
+    const MatmulProblem q = {MATMUL_FORWARD, count, l->in, l->out, l->epilogue, activates ? l->mlp : NO_ACTIVATION,
                              l->dtype};
     const size_t at = (size_t)first * (size_t)l->out;
     floatX *to = l->aux ? l->aux : out;
@@ -194,7 +194,8 @@ static const floatX *linear_project(const Pass *p, const Linear *l, const floatX
 // Returns OutputGradient.fp8_transposed.
 static const uint8_t *linear_product_backward(const Pass *p, const Linear *l, floatX *din, const floatX *dout,
                                               int count) {
-    const MatmulProblem q = {MATMUL_BACKWARD_INPUT, count, l->in, l->out, EPILOGUE_PLAIN, MLP_GELU, l->input_dtype};
+    const MatmulProblem q = {MATMUL_BACKWARD_INPUT, count,         l->in,         l->out,
+                             EPILOGUE_PLAIN,        NO_ACTIVATION, l->input_dtype};
     MatmulOperands x = {};
     x.out = din;
     const uint8_t *transposed = linear_gradient(p, l, &x, dout, count);
@@ -268,7 +269,8 @@ static void linear_fetch_input(const Pass *p, const Linear *l, const floatX *in)
 static void linear_product_weight(const Pass *p, const Linear *l, OutputGradient dout, const floatX *in, int count,
                                   int accumulate) {
     if (!l->dweight) return;
-    const MatmulProblem q = {MATMUL_BACKWARD_WEIGHT, count, l->in, l->out, EPILOGUE_PLAIN, MLP_GELU, l->weight_dtype};
+    const MatmulProblem q = {MATMUL_BACKWARD_WEIGHT, count,         l->in,          l->out,
+                             EPILOGUE_PLAIN,         NO_ACTIVATION, l->weight_dtype};
     MatmulOperands x = {};
     x.out = l->dweight;
     x.a = dout.rows;

@@ -24,7 +24,7 @@ static floatX *newton_schulz(Matmul *mm, const Muon *muon, floatX *scratch, floa
     floatX *x = scratch, *next = x + n * size, *gram = next + n * size, *p = gram + n * square;
     auto multiply = [&](MatmulForm form, floatX *out, const floatX *a, const floatX *b, int M, int in, int out_size) {
         const MatmulEpilogue epilogue = a == b ? EPILOGUE_SYMMETRIC : EPILOGUE_PLAIN;
-        const MatmulProblem q = {form, M, in, out_size, epilogue, MLP_GELU, MATMUL_FLOATX, count};
+        const MatmulProblem q = {form, M, in, out_size, epilogue, NO_ACTIVATION, MATMUL_FLOATX, count};
         const MatmulOperands operands = {out, a, b};
         matmul(mm, &q, &operands, stream);
     };

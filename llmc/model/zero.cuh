@@ -6,11 +6,16 @@
 //   forward   the updated pieces are gathered (zero_gather), unit by unit; a unit's first use (get) waits for its own
 //             gather alone, so that all but the first hide under the next forward
 //
-//   compute   | forward: unit u waits for its gather | backward | waits for the last g; norm, decision, AdamW |
-//   comm      |                                      | g4 g3 .. |
-//     | w0 w1 ..
-//   host      copies tokens in two slots in turns, so it waits for the copy before the last; and once a step for the
-//             decision, while the device goes on
+//   compute   | backward                | AdamW |    | forward
+//   comm      |    g5 g4 g3 g2 g1 g0    |       | w0 w1 w2 w3 w4 w5        g: reduced, w: gathered; 5: the final unit
+//
+// Who waits for whom:
+//   g(u)                  for the release of u (compute_done); all for that of unit 0 where they go at once
+//   norm, decision        for the last g (comm_done). Loss and norm of all ranks: on compute itself (links_sum)
+//   w(u)                  for AdamW (compute_done)
+//   the first get of u    for w(u) alone (gathered[u])
+//   the host              for the copy of tokens before the last one; and once a step for the decision (decided), while
+//                         the device goes on
 //
 // ZeRO 0 differs in one thing: every rank holds all states, gathers the reduced gradients instead, and updates
 // everything.

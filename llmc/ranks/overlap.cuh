@@ -1,5 +1,6 @@
-// Which products of a block overlap with the exchange of their rows: as --debug tp-overlap says, or as measured to be
-// faster. The choice is made for each kind of product, and is the same in all blocks.
+// Tensor parallelism (--tp): which products of a block overlap with the exchange of their rows, as --debug tp-overlap
+// says or as measured to be faster. The choice is made for each kind of product, and is the same in all blocks. (What
+// is reduced under backward is model/zero.cuh.)
 //
 // A product that overlaps is computed in parts: the rows of one rank, of two, of four. Fewer parts hide less of the
 // exchange, but use the GPU better. overlap_begin and overlap_end are called around each product with its exchange;

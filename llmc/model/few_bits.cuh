@@ -2,9 +2,10 @@
 // are loaded. The device keeps codes and scales alone. A step of generation reads them as they are (decode_stream.cuh);
 // prompts, --evaluate and --lora widen a block's matrices into one buffer before its products, each weight rounded to
 // floatX (kernels/lora.cuh).
+// (Not fp8 products, --matmul-dtype: those are linear.cuh and kernels/quantise.cuh.)
 // Everything else stays native: the embedding, which a head that is tied to it has a copy of, norms, biases.
-#ifndef LLMC_QUANTISED_CUH
-#define LLMC_QUANTISED_CUH
+#ifndef LLMC_MODEL_FEW_BITS_CUH
+#define LLMC_MODEL_FEW_BITS_CUH
 
 #include "../kernels/decode.cuh"
 #include "../quant.h"
