@@ -30,6 +30,7 @@ import uuid
 from pathlib import Path
 
 import missing_package
+from doctor import gpus
 from tool_output import outlive_reader
 
 missing_package.HINT = "python3 dev/venv.py serve; source .venv/bin/activate"
@@ -757,9 +758,9 @@ def stop(problem, hint):
 
 def commands(args, options):
     """(command, environment) of each child."""
-    program = Path(args.program) if args.program else ROOT / "train_gpt2cu"
-    if not args.program and not program.exists():
-        program = ROOT / "train_gpt2"
+    program, cpu = Path(args.program or ROOT / "train_gpt2cu"), ROOT / "train_gpt2"
+    if not args.program and not (program.exists() and (gpus()[0] or not cpu.exists())):
+        program = cpu
     if not program.exists():
         stop(f"there is no {program}", "make train_gpt2cu, or make train_gpt2 without a GPU")
     command = [str(program.resolve()), "-e", args.model, "--serve", str(args.slots), *options]
@@ -796,7 +797,7 @@ def parse(arguments):
     p.add_argument("--max-body", type=whole(1), default=1 << 20, help="bytes of a request (default: 1 MiB), then: 413")
     p.add_argument("--gpus", type=lambda text: text.split(","), help="0,1: a copy of the model on each")
     p.add_argument("--tp", type=whole(1), default=1, help="GPUs (or CPU ranks) that share one copy, under mpirun")
-    p.add_argument("--program", help="default: ./train_gpt2cu, or else ./train_gpt2")
+    p.add_argument("--program", help="default: ./train_gpt2cu where there is a GPU, or else ./train_gpt2")
     return p.parse_args(arguments[:at]), arguments[at + 1 :]
 
 

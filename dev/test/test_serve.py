@@ -922,6 +922,24 @@ def test_commands():
     assert command[4:] == ["-e", "m", "--serve", "4", "--weights", "int8", "-t", "99", "--tp", "2"]
 
 
+@pytest.mark.parametrize(
+    "built, gpu, taken",
+    [
+        (("train_gpt2", "train_gpt2cu"), True, "train_gpt2cu"),
+        (("train_gpt2", "train_gpt2cu"), False, "train_gpt2"),  # it was compiled here, but cannot run
+        (("train_gpt2cu",), False, "train_gpt2cu"),  # and says what to do
+        (("train_gpt2",), True, "train_gpt2"),
+    ],
+)
+def test_the_program_that_can_run_is_taken(tmp_path, monkeypatch, built, gpu, taken):
+    for name in built:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(serve, "ROOT", tmp_path)
+    monkeypatch.setattr(serve, "gpus", lambda: ([("a GPU", "90a")] if gpu else [], 13, None))
+    [(command, _)] = serve.commands(*serve.parse(["m"]))
+    assert command[0] == str(tmp_path / taken)
+
+
 def test_the_name_of_a_model():
     names = {"models/qwen/": "qwen", "log/mine": "mine", "log/mine/best": "mine", "log/mine/step_00000270": "mine",
              "models/bestial": "bestial", "/": "/"}  # fmt: skip
