@@ -1,7 +1,7 @@
-// All-reduce, reduce-scatter and all-gather among the GPUs of one host (at most 8) that write into each other's memory,
-// by the protocol of peers.cuh, which says why nothing is read too early or overwritten too soon. They are
+// All-reduce, reduce-scatter and all-gather among the GPUs of one host (at most 8) that write into each other's memory:
 // for messages so short that NCCL's start takes longer than their transfer. Each rank has a place in every peer's
 // workspace: it stores there what the peer needs, then a flag. The peer waits for the flag in its own memory and adds.
+// peers.cuh says why nothing is read too early or overwritten too soon.
 //
 //   p2p_request(&p, &memory, world, max_bytes, 0)               the workspace, among the buffers of memory.cuh
 //   p2p_open(&p, &comm, stream, timeout, why, sizeof why)       0 and why, on all ranks: NCCL must be used
