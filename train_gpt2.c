@@ -420,8 +420,9 @@ void relu2_backward_cpu(float *dinp /*=*/, const float *dout, const float *inp, 
 }
 
 // ---- cross entropy over the first V of Vp columns: loss = logsumexp(logits) - logits[target]. write_dlogits: logits
-// become their own gradient (softmax - onehot) * dloss, zeros in the padding. A target < 0 is ignored: loss 0,
-// gradient 0. With softcap a > 0 it is that of y = a x / sqrt(x^2 + a^2) instead of the logits x.
+// become their own gradient (softmax - onehot) * dloss, zeros in the padding. dloss is that of every row, or times
+// factors (N) that of each. A target < 0 is ignored: loss 0, gradient 0. With softcap a > 0 it is that of y = a x /
+// sqrt(x^2 + a^2) instead of the logits x.
 
 // x = y. Returns the row.
 static const float *softcap_row(float *x, float softcap, int V) {
@@ -466,15 +467,15 @@ static void classifier_gradient(float *x, LogitSums s, int column, float dloss, 
     for (int i = V; i < Vp; i++) x[i] = 0;
     if (target) *target -= dtarget;
 }
-void classifier_cpu(float *logits, float *losses /*(N) =*/, const int *targets, float dloss, int N, int V, int Vp,
-                    int write_dlogits, float softcap) {
+void classifier_cpu(float *logits, float *losses /*(N) =*/, const int *targets, float dloss,
+                    const float *factors /*NULL: 1*/, int N, int V, int Vp, int write_dlogits, float softcap) {
     PARALLEL_FOR
     for (int n = 0; n < N; n++) {
-        float *x = logits + area(n, Vp);
+        float *x = logits + area(n, Vp), d = factors ? dloss * factors[n] : dloss;
         const int learned = targets[n] >= 0;
         const LogitSums s = classifier_sums(softcap_row(x, softcap, V), targets[n], V);
         losses[n] = learned ? s.highest + logf(s.sum) - s.target : 0;
-        if (write_dlogits) classifier_gradient(x, s, targets[n], learned ? dloss : 0, V, Vp, softcap);
+        if (write_dlogits) classifier_gradient(x, s, targets[n], learned ? d : 0, V, Vp, softcap);
     }
 }
 
@@ -705,7 +706,8 @@ static float *owned(const Model *m, Slot s, Span span);
 static void attend_cached(const Pass *p, const Block *b, int l);
 // Row t of a table of positions belongs to the tokens t of a pass: while generating, the rows of their places.
 static const float *of_positions(const Pass *p, const float *table, int width);
-static void classifier_of_ranks(Model *m, const int *targets, float *losses, float dloss, int rows, int backward);
+static void classifier_of_ranks(Model *m, const int *targets, float *losses, float dloss, const float *factors,
+                                int rows, int backward);
 static void update_bf16(const Model *m, const Param *t, Span s, AdamW a, float *u /*NULL: none*/);
 
 // Of N rows of the residual stream a rank has p->rows (llmc/cpu/ranks.h).
@@ -843,19 +845,20 @@ static void model_forward(Model *m, const Pass *p, const int *tokens) {
 // m->h_final -> m->losses; backward: the head's weight gradient, and that of h_final in m->branch (tp: a part of a
 // sum). Runs on head_rows rows at a time to bound the memory of the logits. Each sum over rows continues where the
 // previous chunk ended, so results do not depend on the chunks, if a micro-step has no more than LONG_SUM rows.
-static void head(Model *m, const Pass *p, const int *targets, float dloss, int backward) {
+static void head(Model *m, const Pass *p, const int *targets, float dloss, const float *factors /*NULL: 1*/,
+                 int backward) {
     Linear l = head_of(m, backward ? UNIT_BACKWARD : UNIT_FORWARD);
     const float *h_all = all_rows(m, p, m->h_final);
     for (int n0 = 0; n0 < p->N; n0 += m->head_rows) {
         int rows = min_int(p->N - n0, m->head_rows);
-        const float *h = h_all + area(n0, l.in);
+        const float *h = h_all + area(n0, l.in), *f = factors ? factors + n0 : NULL;
         watchdog_beat(PHASE_FORWARD, m->config.num_layers);
         linear_product(&l, m->logits, NULL, h, rows);
         if (m->mesh->tp.world > 1)
-            classifier_of_ranks(m, targets + n0, m->losses + n0, dloss, rows, backward);
+            classifier_of_ranks(m, targets + n0, m->losses + n0, dloss, f, rows, backward);
         else
-            classifier_cpu(m->logits, m->losses + n0, targets + n0, dloss, rows, m->config.vocab_size, l.out, backward,
-                           m->config.logit_softcap);
+            classifier_cpu(m->logits, m->losses + n0, targets + n0, dloss, f, rows, m->config.vocab_size, l.out,
+                           backward, m->config.logit_softcap);
         lap("classifier", 0);
         if (!backward) continue;
         linear_product_weight(&l, m->logits, h, rows, p->accumulate || n0 > 0);
@@ -986,13 +989,23 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     p.accumulate = micro > 0;
     p.reduce = micro == num_micro - 1 && m->mesh->job.world > 1;
     model_forward(m, &p, inputs);
-    head(m, &p, targets, 1 / m->tokens, 1);
+    head(m, &p, targets, 1 / m->tokens, NULL, 1);
     model_backward(m, &p, inputs);
     if (micro == 0) m->loss = m->masked = 0;
     for (int n = 0; n < p.N; n++) {
         m->loss += m->losses[n] / m->tokens;
         m->masked += targets[n] < 0;
     }
+}
+void model_gradient(Model *m, const int *inputs, const int *targets, const float *factors, int first, int last) {
+    Pass p = pass_of(m, m->B, m->T);
+    m->tokens = 1;
+    m->loss = m->masked = 0;
+    inputs = read_marks(m, &p, inputs);
+    p.accumulate = !first;
+    p.reduce = last && m->mesh->job.world > 1;
+    head(m, &p, targets, 1, factors, 1);
+    model_backward(m, &p, inputs);
 }
 
 // Of what this rank owns of the gradient.
@@ -1171,17 +1184,19 @@ void classifier_sums_cpu(LogitSums *sums /*(N) =*/, float *logits, const int *ta
     }
 }
 void classifier_ranks_cpu(float *logits, float *losses /*(N) =*/, const LogitSums *sums, const int *targets,
-                          float dloss, int ranks, int rank, int N, int V, int Vp, int write_dlogits, float softcap) {
+                          float dloss, const float *factors /*NULL: 1*/, int ranks, int rank, int N, int V, int Vp,
+                          int write_dlogits, float softcap) {
     PARALLEL_FOR
     for (int n = 0; n < N; n++) {
         const int learned = targets[n] >= 0, owner = learned ? targets[n] / Vp : 0, end = ranks * N;
         LogitSums s = {-INFINITY, 0, sums[owner * N + n].target};
+        const float d = factors ? dloss * factors[n] : dloss;
         for (int k = n; k < end; k += N) s.highest = fmaxf(s.highest, sums[k].highest);
         for (int k = n; k < end; k += N) s.sum += sums[k].sum * fast_exp(sums[k].highest - s.highest);
         losses[n] = learned ? s.highest + logf(s.sum) - s.target : 0;
         if (write_dlogits)
             classifier_gradient(logits + area(n, Vp), s, learned && owner == rank ? targets[n] % Vp : -1,
-                                learned ? dloss : 0, V, Vp, softcap);
+                                learned ? d : 0, V, Vp, softcap);
     }
 }
 
@@ -1314,7 +1329,8 @@ static void clear_gradients(Model *m, const Pass *p) {
 
 // ---- what training in fp32 on one rank does not need
 
-static void classifier_of_ranks(Model *m, const int *targets, float *losses, float dloss, int rows, int backward) {
+static void classifier_of_ranks(Model *m, const int *targets, float *losses, float dloss, const float *factors,
+                                int rows, int backward) {
     const Comm *tp = &m->mesh->tp;
     const Config *c = &m->local;
     const int V = c->vocab_size, Vp = c->padded_vocab_size;
@@ -1323,7 +1339,7 @@ static void classifier_of_ranks(Model *m, const int *targets, float *losses, flo
     lap("classifier", 0);
     comm_all_gather(tp, sums, rows * sizeof *sums);
     ranks_lap();
-    classifier_ranks_cpu(m->logits, losses, sums, targets, dloss, tp->world, tp->rank, rows, V, Vp, backward,
+    classifier_ranks_cpu(m->logits, losses, sums, targets, dloss, factors, tp->world, tp->rank, rows, V, Vp, backward,
                          c->logit_softcap);
 }
 
@@ -1466,7 +1482,7 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
     Pass p = pass_of(m, N / T, T);
     assert(T >= 1 && T <= m->T && N % T == 0);
     model_forward(m, &p, read_marks(m, &p, inputs));
-    head(m, &p, targets, 0, 0);
+    head(m, &p, targets, 0, NULL, 0);
     copy_floats(losses, m->losses, N);
 }
 
@@ -1791,6 +1807,10 @@ void model_close(Model *m) {
 // ---- what the training loop asks
 
 Model *model_new(void) { return new_zeros(Model, 1); }
+void model_scale_adapters(Model *m, float alpha) {
+    m->lora.alpha = alpha;
+    m->block_here = 0;
+}
 ModelFacts facts_of(const Model *m) {
     const ModelFacts facts = {&m->config, &m->table, &m->frozen, (Lora *)&m->lora, m->mesh};
     return facts;

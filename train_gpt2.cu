@@ -245,35 +245,37 @@ static Linear head_of(Model *m, const Pass *p) {
     return linear_of(&m->plan, &m->b, p, &u, &m->plan.head, tied ? ROLE_WTE : ROLE_HEADW, ROLE_HEADB, {NULL, 0}, NULL);
 }
 // Losses of rows from n0 on; m->b.logits becomes their gradient. Of several ranks each has some of the columns.
-static void head_losses(Model *m, const Pass *p, int n0, int rows, float dloss, int backward) {
+static void head_losses(Model *m, const Pass *p, int n0, int rows, float dloss, const float *factors, int backward) {
     const int rank = m->mesh->tp.rank, ranks = m->mesh->tp.world;
     const int V = m->plan.local.vocab_size, Vp = m->plan.local.padded_vocab_size;
     const float cap = m->config.logit_softcap;
     Buffers *b = &m->b;
     if (ranks == 1) {
-        classifier(b->logits, b->losses + n0, b->targets + n0, dloss, rows, V, Vp, backward, p->stream, cap);
+        classifier(b->logits, b->losses + n0, b->targets + n0, dloss, factors, rows, V, Vp, backward, p->stream, cap);
         return;
     }
     classifier_parts(b->parts + (size_t)rank * rows, b->logits, b->targets + n0, rank, rows, V, Vp, p->stream, cap);
     nccl_all_gather(&p->exchange->nccl, "gather", (float *)b->parts, (size_t)rows * (sizeof *b->parts / sizeof(float)));
-    classifier_ranks(b->logits, b->losses + n0, b->parts, b->targets + n0, dloss, ranks, rank, rows, V, Vp, backward,
-                     p->stream, cap);
+    classifier_ranks(b->logits, b->losses + n0, b->parts, b->targets + n0, dloss, factors, ranks, rank, rows, V, Vp,
+                     backward, p->stream, cap);
 }
 // m->b.h_final, m->b.targets -> m->b.losses; backward: the head's weight gradient, and that of h_final in p->branch (a
 // part of a sum over ranks). With fewer rows than N targets and losses are in m->b.order; so are h in p->branch and its
 // gradient in m->b.dx, which is free until the final norm's backward. Rows that are left out have the gradient 0.
-static void head(Model *m, const Pass *p, float dloss, int backward) {
+// factors (N): each row's own beside dloss, after a pass without backward, whose logits are still there if they are of
+// one part; NULL: 1.
+static void head(Model *m, const Pass *p, float dloss, const float *factors, int backward) {
     Range range("head");
     const Linear l = head_of(m, p);
-    const int compacts = p->logit_rows < p->N;
+    const int compacts = p->logit_rows < p->N, has_logits = factors && p->logit_rows <= m->plan.head_rows;
     const floatX *h_all = compacts ? p->branch : rows_gather(p, m->b.h_final);
     floatX *dh_all = compacts ? m->b.dx : p->branch;
     if (compacts) rows_pick(p->branch, m->b.h_final, m->b.order, p->logit_rows, p->N, p->C, p->stream);
     for (int n0 = 0; n0 < p->logit_rows; n0 += m->plan.head_rows) {
         const int rows = std::min(p->logit_rows - n0, m->plan.head_rows);
         const floatX *h = h_all + (size_t)n0 * p->C;
-        linear_product(p, &l, m->b.logits, h, 0, rows);
-        head_losses(m, p, n0, rows, dloss, backward);
+        if (!has_logits) linear_product(p, &l, m->b.logits, h, 0, rows);
+        head_losses(m, p, n0, rows, dloss, factors ? factors + n0 : NULL, backward);
         if (!backward) continue;
         linear_product_weight(p, &l, {m->b.logits, NULL}, h, rows, p->accumulate || n0 > 0);
         if (l.dbias) bias_backward(l.dbias, m->b.logits, rows, l.out, p->accumulate || n0 > 0, p->scratch, p->stream);
@@ -442,22 +444,26 @@ static void upload_tokens(Model *m, const int *inputs, const int *targets, size_
     if (targets) copy(m->b.targets, host + N, count);
     cudaCheck(cudaEventRecord(m->copied[m->token_buffer], s));
 }
+// How the gradients of one of a step's micro-steps join the others.
+static void sum_of_micro_steps(const Model *m, Pass *p, int first, int last) {
+    if (m->plan.sums_in_fp32 && !(first && last))
+        p->sum = first ? GRAD_SUM_FIRST : last ? GRAD_SUM_LAST : GRAD_SUM_MIDDLE;
+    else
+        p->accumulate = !first;
+    p->reduce = last && m->mesh->job.world > 1;
+}
 // Forward and backward of the tokens that were uploaded: micro-step `micro` of num_micro.
 static void micro_step(Model *m, int micro, int num_micro, int reduce, int logit_rows) {
     Pass p = pass_of(m, m->plan.B, m->plan.T);
-    const int last = micro == num_micro - 1;
     // of one token in the step's loss
     const float share = 1.0f / ((float)p.N * (float)num_micro * (float)m->mesh->dp.world);
-    if (m->plan.sums_in_fp32 && num_micro > 1)
-        p.sum = micro == 0 ? GRAD_SUM_FIRST : last ? GRAD_SUM_LAST : GRAD_SUM_MIDDLE;
-    else
-        p.accumulate = micro > 0;
+    sum_of_micro_steps(m, &p, micro == 0, micro == num_micro - 1);
     p.reduce = reduce;
     p.logit_rows = logit_rows;
     if (micro == 0) cudaCheck(cudaMemsetAsync(m->b.step, 0, sizeof *m->b.step, p.stream));
     p.quantises_weights = m->plan.fp8 && micro == 0;  // not by weights_changed: a graph repeats what it saw
     model_forward(m, &p);
-    head(m, &p, share, 1);
+    head(m, &p, share, NULL, 1);
     p.quantises_weights = 0;
     loss_sum(&m->b.step->loss, m->b.losses, p.logit_rows, share, p.stream);
     model_backward(m, &p);
@@ -484,6 +490,21 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     else
         graph_run(&m->graphs[kind], num_micro, m->gpu.compute, work);
     m->weights_changed = 0;
+}
+
+// The tokens are on the device since model_losses.
+void model_gradient(Model *m, const int *, const int *, const float *factors, int first, int last) {
+    Range range("gradient");
+    watchdog_beat(PHASE_MICRO_STEP, -1);
+    Pass p = pass_of(m, m->plan.B, m->plan.T);
+    m->step_tokens = 1;
+    m->masked = 0;
+    if (first) cudaCheck(cudaMemsetAsync(m->b.step, 0, sizeof *m->b.step, p.stream));
+    if (first) memset(&m->links.rows.met, 0, sizeof m->links.rows.met);
+    sum_of_micro_steps(m, &p, first, last);
+    upload(m->b.factors, factors, m->plan.N * sizeof(float), p.stream);
+    head(m, &p, 1, m->b.factors, 1);
+    model_backward(m, &p);
 }
 
 // The step's loss, the square of its gradient's norm and its masked tokens, of all ranks, in m->b.step. (A
@@ -633,7 +654,7 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
     upload_tokens(m, inputs, targets, N, T);
     model_forward(m, &p);
     m->weights_changed = 0;
-    head(m, &p, 0, 0);
+    head(m, &p, 0, NULL, 0);
     cudaCheck(cudaMemcpyAsync(m->b.host_losses, m->b.losses, N * sizeof(float), cudaMemcpyDeviceToHost, p.stream));
     cudaCheck(cudaStreamSynchronize(p.stream));
     memcpy(losses, m->b.host_losses, N * sizeof(float));
@@ -891,6 +912,10 @@ const char *model_dtype(const Model *) { return FLOATX_NAME; }
 const char *model_carriers(const Model *m) { return m->links.transports; }
 double model_memory_gib(const Model *m) {
     return (double)(m->memory.bytes.device + m->decoder.memory.bytes.device) / 1073741824.0;
+}
+void model_scale_adapters(Model *m, float alpha) {
+    m->lora.alpha = m->plan.lora.alpha = m->decoding.lora.alpha = alpha;
+    m->weights_changed = 1;  // products read the sums
 }
 double model_peak_bytes(const Model *) { return gpu_peak_bytes(); }
 double model_peak_flops(const Model *m) {

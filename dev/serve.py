@@ -30,7 +30,7 @@ import uuid
 from pathlib import Path
 
 import missing_package
-from doctor import gpus
+from program import NoProgram, trainer, under_mpirun
 from tool_output import outlive_reader
 
 missing_package.HINT = "python3 dev/venv.py serve; source .venv/bin/activate"
@@ -758,20 +758,16 @@ def stop(problem, hint):
 
 def commands(args, options):
     """(command, environment) of each child."""
-    program, cpu = Path(args.program or ROOT / "train_gpt2cu"), ROOT / "train_gpt2"
-    if not args.program and not (program.exists() and (gpus()[0] or not cpu.exists())):
-        program = cpu
-    if not program.exists():
-        stop(f"there is no {program}", "make train_gpt2cu, or make train_gpt2 without a GPU")
-    command = [str(program.resolve()), "-e", args.model, "--serve", str(args.slots), *options]
+    try:
+        program = trainer(args.program)
+    except NoProgram as e:
+        stop(*e.args)
+    command = [str(program), "-e", args.model, "--serve", str(args.slots), *options]
     if args.context:
         command += ["-t", str(args.context)]
     environment = dict(os.environ)
     if args.tp > 1:
-        config = ROOT / "build/config.mk"
-        found = re.search(r"^MPIRUN := (\S+)", config.read_text() if config.exists() else "", re.M)
-        command = [found[1] if found else "mpirun", "-np", str(args.tp), *command, "--tp", str(args.tp)]
-        environment.setdefault("HWLOC_COMPONENTS", "-opencl")  # as in scripts/common.sh, which says why
+        command, environment = under_mpirun(args.tp, [*command, "--tp", str(args.tp)], environment)
     if not args.gpus:
         return [(command, environment)]
     if len(args.gpus) % args.tp:

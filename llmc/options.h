@@ -175,6 +175,8 @@
         "exchange --tp's rows during matmuls: 0 no, 1 always (-1: where that is faster)") \
     ONE(reduce_dtype, "", '~', "bf16", "fp32|bf16", "sums of gradients over GPUs: bf16, or fp32 with one rounding") \
     INT(p2p, "", '~', 1, 0, 1, "short messages go into other GPUs' memory; 0: through NCCL") \
+    STR(calls, "", ' ', "", \
+        "a socket: instead of steps by itself the program does what is asked there (doc/python.md)") \
     SECTION("-pi mpi, -pn, -pr, -pg, -ps, -pf of llm.c's scripts: mpirun or srun says what they would", LETTERS) \
     ONE(init_method, "pi", ' ', "mpi", "mpi", "mpi: start ranks with mpirun or srun") \
     INT(num_processes, "pn", ' ', 1, 1, 1 << 20, "processes") \
@@ -464,16 +466,15 @@ __attribute__((noreturn)) static void option_unknown(const char *program, const 
 static void options_debug(Options *o, const char *program, const char *list) {
     for (const char *at = list; *at; at += *at == ',') {
         const size_t length = strcspn(at, ","), name = strcspn(at, ",=");
-        char word[64], value[64];
+        char word[64];
         snprintf(word, sizeof word, "--debug %.*s", (int)name, at);
         const OptionInfo *p = option_find(word, strlen(word));
         if (!p) option_unknown(program, word, strlen(word));
         require(name < length || option_is_switch(p), "%s needs a value\n%s", word, p->help);
-        if (name < length)
-            snprintf(value, sizeof value, "%.*s", (int)(length - name - 1), at + name + 1);
-        else
-            strcpy(value, "1");
+        // a text stays as long as the options
+        char *value = name < length ? strndup(at + name + 1, length - name - 1) : strdup("1");
         option_set(o, p, value);
+        if (p->kind != OPTION_STR || p->choices) free(value);
         at += length;
     }
 }

@@ -29,17 +29,18 @@ static void check_shape(int N, int V, int Vp, float std, float softcap = 0) {
     floatX *d_given = upload<floatX>(logits, n), *d_logits = upload<floatX>(logits, n);
     float *d_losses = device_new<float>((size_t)N);
     int *d_targets = upload_ints(targets, (size_t)N);
-    classifier(d_logits, d_losses, d_targets, dloss, N, V, Vp, 0, stream, softcap);
+    const float *factors = host_normal((size_t)N, 1), *d_factors = upload<float>(factors, (size_t)N);
+    classifier(d_logits, d_losses, d_targets, dloss, NULL, N, V, Vp, 0, stream, softcap);
     const float *untouched = download(d_logits, n);
     size_t changed = 0;
     for (size_t i = 0; i < n; i++) changed += (int)(i % Vp) < V && untouched[i] != logits[i];
     check_true(changed == 0, "%zu logits changed without write_dlogits", changed);
-    classifier_cpu(logits, losses, targets, dloss, N, V, Vp, 1, softcap);
+    classifier_cpu(logits, losses, targets, dloss, factors, N, V, Vp, 1, softcap);
     check("losses, forward only", d_losses, losses, N, 1, LOSS_BOUND, LOSS_WORST);
     poison(d_losses, N);
     auto run = [&] {
         cudaCheck(cudaMemcpyAsync(d_logits, d_given, n * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
-        classifier(d_logits, d_losses, d_targets, dloss, N, V, Vp, 1, stream, softcap);
+        classifier(d_logits, d_losses, d_targets, dloss, d_factors, N, V, Vp, 1, stream, softcap);
     };
     run();
     check("losses", d_losses, losses, N, 1, LOSS_BOUND, LOSS_WORST);
@@ -51,7 +52,7 @@ static void check_shape(int N, int V, int Vp, float std, float softcap = 0) {
                         cudaCheck(
                             cudaMemcpyAsync(d_logits, d_given, n * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
                         for (int n0 = 0, step = parts++ % 2 ? (N + 2) / 3 : N; n0 < N; n0 += step)
-                            classifier(d_logits + (size_t)n0 * Vp, d_losses + n0, d_targets + n0, dloss,
+                            classifier(d_logits + (size_t)n0 * Vp, d_losses + n0, d_targets + n0, dloss, d_factors + n0,
                                        N - n0 < step ? N - n0 : step, V, Vp, 1, stream, softcap);
                     });
 }
@@ -74,7 +75,7 @@ static void check_special(int V, int Vp) {
     row[8][7] = 3e38f;
     floatX *d_logits = upload<floatX>(logits, (size_t)ROWS * Vp);
     float *d_losses = device_new<float>(ROWS);
-    classifier(d_logits, d_losses, upload_ints(targets, ROWS), 1, ROWS, V, Vp, 1, ladder.gpu.compute);
+    classifier(d_logits, d_losses, upload_ints(targets, ROWS), 1, NULL, ROWS, V, Vp, 1, ladder.gpu.compute);
     const float *loss = download(d_losses, ROWS), *d = download(d_logits, (size_t)ROWS * Vp);
     check_true(isnan(loss[0]) && isnan(loss[1]), "NaN logit: loss %g, %g", (double)loss[0], (double)loss[1]);
     check_true(isnan(loss[2]), "+inf logit: loss %g", (double)loss[2]);
@@ -98,6 +99,7 @@ typedef struct {
     float *losses[8];
     ClassifierPart *parts;
     int *targets;
+    const float *factors;
 } Shared;
 static int words_of(const Shared *s, int r) {
     const int left = s->V - r * s->Vp;
@@ -130,7 +132,7 @@ static void run_shared(const Shared *s, float dloss, int write, int rows) {  // 
                              words_of(s, r), s->Vp, stream, s->softcap);
         for (int r = 0; r < s->ranks; r++)
             classifier_ranks(s->logits[r] + (size_t)n0 * s->Vp, s->losses[r] + n0, s->parts, s->targets + n0, dloss,
-                             s->ranks, r, n, words_of(s, r), s->Vp, write, stream, s->softcap);
+                             s->factors + n0, s->ranks, r, n, words_of(s, r), s->Vp, write, stream, s->softcap);
     }
 }
 static void check_shared(int ranks, int N, int V, float std, float softcap = 0) {
@@ -140,9 +142,11 @@ static void check_shared(int ranks, int N, int V, float std, float softcap = 0) 
     int *targets = host_ints((size_t)N, V);
     for (int i = 0; i < N; i++) targets[i] = i % 5 == 4 ? -1 : i % 5 == 3 ? (i % 2 ? V - 1 : 0) : targets[i];
     Shared s = share(ranks, N, V, logits, targets);
+    const float *factors = host_normal((size_t)N, 1);
+    s.factors = upload<float>(factors, (size_t)N);
     s.softcap = softcap;
     const size_t n = (size_t)N * s.Vp;
-    classifier_cpu(logits, losses, targets, dloss, N, V, V, 1, softcap);
+    classifier_cpu(logits, losses, targets, dloss, factors, N, V, V, 1, softcap);
     run_shared(&s, dloss, 0, N);
     for (int r = 0; r < ranks; r++) {
         const float *before = download(s.given[r], n), *after = download(s.logits[r], n);
@@ -217,10 +221,10 @@ static void check_large(void) try {
     const int begins[] = {0, N - rows};
     float *logits[2];
     for (int i = 0; i < 2; i++) logits[i] = download(d_logits + (size_t)begins[i] * Vp, (size_t)rows * Vp);
-    classifier(d_logits, d_losses, d_targets, 1, N, V, Vp, 1, ladder.gpu.compute);
+    classifier(d_logits, d_losses, d_targets, 1, NULL, N, V, Vp, 1, ladder.gpu.compute);
     for (int i = 0; i < 2; i++) {
         float losses[rows];
-        classifier_cpu(logits[i], losses, targets + begins[i], 1, rows, V, Vp, 1, 0);
+        classifier_cpu(logits[i], losses, targets + begins[i], 1, NULL, rows, V, Vp, 1, 0);
         check(i ? "last rows' losses" : "first rows' losses", d_losses + begins[i], losses, rows, 1, LOSS_BOUND,
               LOSS_WORST);
         check(i ? "last rows" : "first rows", d_logits + (size_t)begins[i] * Vp, logits[i], rows, Vp, dlogits_bound(),
@@ -252,11 +256,12 @@ static void bench_shape(int N, int V, const char *name) try {
     float *losses = device_new<float>((size_t)N), *total = device_normal<float>(1, 1.0f);
     int *targets = upload_ints(host_ints((size_t)N, V), (size_t)N);
     const double bytes = (double)N * Vp * sizeof(floatX);
-    bench("forward only", bytes, 0, [&] { classifier(logits, losses, targets, 1, N, V, Vp, 0, ladder.gpu.compute); });
+    bench("forward only", bytes, 0,
+          [&] { classifier(logits, losses, targets, 1, NULL, N, V, Vp, 0, ladder.gpu.compute); });
     bench("forward and dlogits", 2 * bytes, 0,
-          [&] { classifier(logits, losses, targets, 1, N, V, Vp, 1, ladder.gpu.compute); });
+          [&] { classifier(logits, losses, targets, 1, NULL, N, V, Vp, 1, ladder.gpu.compute); });
     bench("forward and dlogits, softcap", 2 * bytes, 0,
-          [&] { classifier(logits, losses, targets, 1, N, V, Vp, 1, ladder.gpu.compute, 15); });
+          [&] { classifier(logits, losses, targets, 1, NULL, N, V, Vp, 1, ladder.gpu.compute, 15); });
     bench("loss_sum", (double)N * sizeof(float), 0, [&] { loss_sum(total, losses, N, 1, ladder.gpu.compute); });
 } catch (const NoRoom &no) {
     ladder_skip(no);

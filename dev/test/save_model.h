@@ -9,7 +9,7 @@
 static inline uint64_t save_slots(const Model *m, const SlotName *slots, int num_slots, const char *path) {
     SlotFile f;
     int64_t progress = 0;
-    slots_declare(&f, m, slots, num_slots, path);
+    slots_declare(&f, m, slots, num_slots, NULL, path);
     if (m->mesh->job.rank == 0) st_begin(&f.file, 1);
     comm_barrier(&m->mesh->job);
     if (m->mesh->job.rank > 0) st_begin(&f.file, 0);

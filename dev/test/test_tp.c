@@ -148,16 +148,16 @@ static void test_classifier(float softcap) {
         logits[i] = same[i] = parts[i % Vp / (Vp / RANKS)][i / Vp * (Vp / RANKS) + i % (Vp / RANKS)] =
             i % Vp < V ? 5 * rand_normal(3, 1, (uint64_t)i) + (i / Vp % 2 && i % Vp >= Vp / RANKS ? 150 : 0) : 0;
     for (int n = 0; n < N; n++) targets[n] = n % 7 == 3 ? -1 : (n * 131) % V;
-    classifier_cpu(logits, losses, targets, 0.3f, N, V, Vp, 1, softcap);
+    classifier_cpu(logits, losses, targets, 0.3f, NULL, N, V, Vp, 1, softcap);
     classifier_sums_cpu(sums, same, targets, 0, N, V, Vp, softcap);
-    classifier_ranks_cpu(same, losses_one, sums, targets, 0.3f, 1, 0, N, V, Vp, 1, softcap);
+    classifier_ranks_cpu(same, losses_one, sums, targets, 0.3f, NULL, 1, 0, N, V, Vp, 1, softcap);
     check(memcmp(logits, same, sizeof logits) == 0 && memcmp(losses, losses_one, sizeof losses) == 0,
           "the classifier of a split vocabulary, softcap %g, on one rank: the same bits", (double)softcap);
     for (int r = 0; r < RANKS; r++)
         classifier_sums_cpu(sums + r * N, parts[r], targets, r, N, min_int(V - r * Vp / RANKS, Vp / RANKS), Vp / RANKS,
                             softcap);
     for (int r = 0; r < RANKS; r++) {
-        classifier_ranks_cpu(parts[r], losses_three, sums, targets, 0.3f, RANKS, r, N,
+        classifier_ranks_cpu(parts[r], losses_three, sums, targets, 0.3f, NULL, RANKS, r, N,
                              min_int(V - r * Vp / RANKS, Vp / RANKS), Vp / RANKS, 1, softcap);
         for (int n = 0; n < N; n++) worst_loss = fmax(worst_loss, fabs(losses[n] - losses_three[n]));
         for (int i = 0; i < N * Vp / RANKS; i++)

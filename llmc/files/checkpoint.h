@@ -682,11 +682,11 @@ static void checkpoint_begin(Checkpoint *c, Model *m, const char *output, const 
     c->folder = checkpoint_folder(output, s->step, "");
     c->writing = checkpoint_folder(output, s->step, ".tmp");
     int first = facts_of(m).mesh->job.rank == 0;
-    slots_declare(&c->files[0], m, weight_slot, 1,
+    slots_declare(&c->files[0], m, weight_slot, 1, NULL,
                   path_of(facts_of(m).frozen->count ? "%s/adapter_model.safetensors" : "%s/model.safetensors",
                           c->writing.text)
                       .text);
-    slots_declare(&c->files[1], m, checkpoint_states, num_checkpoint_states(m),
+    slots_declare(&c->files[1], m, checkpoint_states, num_checkpoint_states(m), NULL,
                   path_of("%s/optimizer.safetensors", c->writing.text).text);
     if (first) {
         checkpoint_make_folder(c);

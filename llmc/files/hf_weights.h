@@ -109,18 +109,24 @@ typedef struct {
     StWriter file;
     const SlotName *slots;
     int num_slots;
+    const char *only;  // a tensor's name; NULL: all
 } SlotFile;
+static int slot_file_has(const SlotFile *f, Slot s, const Param *p) {
+    return slot_holds(s, p) && (!f->only || !strcmp(f->only, p->name));
+}
 
-static void slots_declare(SlotFile *f, const Model *m, const SlotName *slots, int num_slots, const char *path) {
+static void slots_declare(SlotFile *f, const Model *m, const SlotName *slots, int num_slots, const char *only,
+                          const char *path) {
     const ModelFacts facts = facts_of(m);
     f->slots = slots;
+    f->only = only;
     f->num_slots = num_slots;
     st_create(&f->file, path);
     f->file.base = slots->slot == SLOT_WEIGHT ? facts.lora->base : 0;
     for (int k = 0; k < num_slots; k++)
         for (int i = 0; i < facts.table->count; i++) {
             const Param *p = &facts.table->params[i];
-            if (!slot_holds(slots[k].slot, p)) continue;
+            if (!slot_file_has(f, slots[k].slot, p)) continue;
             uint64_t shape[2];
             char name[112];
             int dims = param_shape(p, shape);
@@ -144,7 +150,7 @@ static void slots_write(SlotFile *f, const Model *m, SlotReader *read, int64_t *
     for (int k = 0; k < f->num_slots; k++)
         for (int i = 0; i < table->count; i++) {
             const Param *p = &table->params[i];
-            if (!slot_holds(f->slots[k].slot, p)) continue;
+            if (!slot_file_has(f, f->slots[k].slot, p)) continue;
             const ParamFile to = {NULL, NULL, &f->file, declared++};
             const Span mine = span_overlap(param_shard(table, p->unit, dp->rank, dp->world), p->offset, p->size);
             for (size_t at = mine.begin - p->offset, end = at + mine.count, n; at < end; at += n) {

@@ -1,8 +1,8 @@
 // Cross entropy and its gradient in one visit to each row of logits.
 //   losses[n] = lse - x[target],  lse = log(sum over v < V of exp(x[v]));  logits[v] <- (exp(x[v] - lse) - [v =
-//   target]) * dloss
-// logits (N,Vp) floatX, in place; losses (N) fp32; targets (N), < 0: ignored (loss 0, gradient 0). Columns V..Vp-1 are
-// padding:
+//   target]) * dloss * factors[n]
+// logits (N,Vp) floatX, in place; losses (N) fp32; factors (N) fp32, NULL: 1; targets (N), < 0: ignored (loss 0,
+// gradient 0). Columns V..Vp-1 are padding:
 // whatever they hold is left out of the sum and their gradient is 0.
 // One pass over a row finds its maximum and sum, online (Milakov and Gimelshein, arXiv:1805.02867), a second one writes
 // the gradient. Each logit is read from memory once: what the first pass has seen waits in shared memory for the
@@ -117,8 +117,8 @@ struct RowSum {
 // `cached` elements of the row, whole vectors, live in shared memory between the passes.
 template <int THREADS, bool WRITE_DLOGITS, typename Cap>
 __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
-    classifier_kernel(floatX *logits, float *losses, const int *targets, float dloss, int V, int Vp, int cached,
-                      const Cap cap) {
+    classifier_kernel(floatX *logits, float *losses, const int *targets, float dloss, const float *factors, int V,
+                      int Vp, int cached, const Cap cap) {
     constexpr int stride = THREADS * VecX::size, unroll = 4;
     extern __shared__ int4 shared_row[];
     __shared__ float scratch[WARP];
@@ -159,6 +159,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     all.sum = block_reduce<Sum>(online.sum * exp2_approx(online.offset - all.offset), scratch);
     if (threadIdx.x == 0) losses[blockIdx.x] = all.loss(cap(target_logit).y);
     if constexpr (WRITE_DLOGITS) {
+        if (factors) dloss *= factors[blockIdx.x];
         const float factor = dloss / all.sum;
         #pragma unroll 2
         for (int i = mine; i < Vp; i += stride) {  // every thread meets its own vectors again
@@ -217,8 +218,8 @@ __global__ void __launch_bounds__(THREADS)
 template <int THREADS, typename Cap>
 __global__ void __launch_bounds__(THREADS)
     classifier_ranks_kernel(floatX *logits, float *__restrict__ losses, const ClassifierPart *__restrict__ parts,
-                            const int *__restrict__ targets, float dloss, int ranks, int rank, int N, int V, int Vp,
-                            int write_dlogits, const Cap cap) {
+                            const int *__restrict__ targets, float dloss, const float *__restrict__ factors, int ranks,
+                            int rank, int N, int V, int Vp, int write_dlogits, const Cap cap) {
     constexpr int stride = THREADS * VecX::size;
     floatX *row = logits + (size_t)blockIdx.x * (size_t)Vp;
     const int target = targets[blockIdx.x], owner = target < 0 ? 0 : target / Vp,
@@ -234,6 +235,7 @@ __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0)
         losses[blockIdx.x] = target < 0 ? 0 : owner < ranks ? all.loss(parts[(size_t)owner * N].target) : NAN;
     if (!write_dlogits) return;
+    if (factors) dloss *= factors[blockIdx.x];
     const float factor = dloss / all.sum;
     #pragma unroll 2
     for (int i = threadIdx.x * VecX::size; i < Vp; i += stride) {
@@ -270,40 +272,41 @@ __global__ void softcap_kernel(float *logits, size_t n, const Softcap cap) {
 // ---- launchers
 
 template <int THREADS, typename Cap>
-static void classifier_launch(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp,
-                              int cached, Cap cap, cudaStream_t stream) {
+static void classifier_launch(floatX *logits, float *losses, const int *targets, float dloss, const float *factors,
+                              int N, int V, int Vp, int cached, Cap cap, cudaStream_t stream) {
     const size_t bytes = (size_t)cached * sizeof(floatX);
     const auto kernel = classifier_kernel<THREADS, true, Cap>;
     cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
     cudaCheck(
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-    kernel<<<(unsigned)N, THREADS, bytes, stream>>>(logits, losses, targets, dloss, V, Vp, cached, cap);
+    kernel<<<(unsigned)N, THREADS, bytes, stream>>>(logits, losses, targets, dloss, factors, V, Vp, cached, cap);
 }
 template <typename Cap>
-static void classifier_run(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp,
-                           int write_dlogits, Cap cap, cudaStream_t stream) {
+static void classifier_run(floatX *logits, float *losses, const int *targets, float dloss, const float *factors, int N,
+                           int V, int Vp, int write_dlogits, Cap cap, cudaStream_t stream) {
     const int reserved = 2048;  // the kernel's own shared memory and the driver's, per block
     const int per_sm = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
     const int per_block = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     const size_t row_bytes = (size_t)Vp * sizeof(floatX);
     const int room = per_block - (int)sizeof(float) * WARP;
     if (!write_dlogits)
-        classifier_kernel<512, false><<<(unsigned)N, 512, 0, stream>>>(logits, losses, targets, dloss, V, Vp, 0, cap);
+        classifier_kernel<512, false>
+            <<<(unsigned)N, 512, 0, stream>>>(logits, losses, targets, dloss, NULL, V, Vp, 0, cap);
     else if (row_bytes + reserved <= (size_t)per_sm / 2)
-        classifier_launch<512>(logits, losses, targets, dloss, N, V, Vp, Vp, cap, stream);
+        classifier_launch<512>(logits, losses, targets, dloss, factors, N, V, Vp, Vp, cap, stream);
     else {
         const size_t cached = row_bytes < (size_t)room ? (size_t)Vp : (size_t)(room / 16 * VecX::size);
-        classifier_launch<1024>(logits, losses, targets, dloss, N, V, Vp, (int)cached, cap, stream);
+        classifier_launch<1024>(logits, losses, targets, dloss, factors, N, V, Vp, (int)cached, cap, stream);
     }
 }
 // logits (N,Vp) become their own gradient if write_dlogits, else they are only read; losses (N) "="
-static void classifier(floatX *logits, float *losses, const int *targets, float dloss, int N, int V, int Vp,
-                       int write_dlogits, cudaStream_t stream, float softcap = 0) {
+static void classifier(floatX *logits, float *losses, const int *targets, float dloss, const float *factors, int N,
+                       int V, int Vp, int write_dlogits, cudaStream_t stream, float softcap = 0) {
     require(V > 0 && V <= Vp && Vp % VecX::size == 0,
             "%d logits in rows of %d\nrows must be padded to a multiple of %d", V, Vp, VecX::size);
     require((uintptr_t)logits % 16 == 0, "logits do not begin on 16 bytes\nallocate them with memory_request");
     with_softcap(softcap, [&](auto cap) {
-        classifier_run(logits, losses, targets, dloss, N, V, Vp, write_dlogits, cap, stream);
+        classifier_run(logits, losses, targets, dloss, factors, N, V, Vp, write_dlogits, cap, stream);
     });
     launchCheck();
     timing_lap("classifier", 0, (write_dlogits ? 2.0 : 1.0) * N * Vp * sizeof(floatX), stream);
@@ -322,11 +325,11 @@ static void classifier_parts(ClassifierPart *parts, const floatX *logits, const 
 }
 // losses (N) "=", and logits become their own gradient if write_dlogits. parts (ranks,N): of all ranks
 static void classifier_ranks(floatX *logits, float *losses, const ClassifierPart *parts, const int *targets,
-                             float dloss, int ranks, int rank, int N, int V, int Vp, int write_dlogits,
-                             cudaStream_t stream, float softcap = 0) {
+                             float dloss, const float *factors, int ranks, int rank, int N, int V, int Vp,
+                             int write_dlogits, cudaStream_t stream, float softcap = 0) {
     with_softcap(softcap, [&](auto cap) {
-        classifier_ranks_kernel<512><<<(unsigned)N, 512, 0, stream>>>(logits, losses, parts, targets, dloss, ranks,
-                                                                      rank, N, V, Vp, write_dlogits, cap);
+        classifier_ranks_kernel<512><<<(unsigned)N, 512, 0, stream>>>(logits, losses, parts, targets, dloss, factors,
+                                                                      ranks, rank, N, V, Vp, write_dlogits, cap);
     });
     launchCheck();
     timing_lap("classifier", 0, write_dlogits ? 2.0 * N * Vp * sizeof(floatX) : 0, stream);

@@ -100,7 +100,7 @@ static Lora lora_of(const Config *c, const Options *o) {
     return l;
 }
 static int weights_are_quantised(const Options *o) { return strcmp(o->weights, "native") != 0; }
-static int writes_text(const Options *o) { return o->generate || (o->sample_every && !o->evaluate); }
+static int writes_text(const Options *o) { return o->generate || *o->calls || (o->sample_every && !o->evaluate); }
 static int cache_is_fp8(const Options *o) { return strcmp(o->cache_dtype, "native") != 0; }
 // Whether checkpoints are written during training, from a copy in host memory. One at the end of a run needs no copy.
 static int saves_beside_training(const Options *o) { return o->save_every > 0 && o->save_async && !forward_only(o); }
@@ -152,13 +152,14 @@ void model_identify(HandshakeRecord *r);
 // Allocates everything for micro-steps of (o->batch_size, o->seq_len) tokens of this rank. Weights are zero afterwards.
 void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh);
 void model_close(Model *m);
-Model *model_new(void);                      // for model_open; free() it after model_close
-const char *model_device(const Model *m);    // for people: "NVIDIA H200", "CPU, 2 threads"
-const char *model_dtype(const Model *m);     // "fp32" or "bf16"
-const char *model_carriers(const Model *m);  // for people: the transports between ranks; "": there is no choice
-double model_peak_flops(const Model *m);     // FLOP/s of the hardware at that dtype, 0 if unknown
-double model_peak_bytes(const Model *m);     // bytes/s of its memory, 0 if unknown
-double model_memory_gib(const Model *m);     // all that was allocated
+Model *model_new(void);                            // for model_open; free() it after model_close
+const char *model_device(const Model *m);          // for people: "NVIDIA H200", "CPU, 2 threads"
+const char *model_dtype(const Model *m);           // "fp32" or "bf16"
+const char *model_carriers(const Model *m);        // for people: the transports between ranks; "": there is no choice
+double model_peak_flops(const Model *m);           // FLOP/s of the hardware at that dtype, 0 if unknown
+double model_peak_bytes(const Model *m);           // bytes/s of its memory, 0 if unknown
+double model_memory_gib(const Model *m);           // all that was allocated
+void model_scale_adapters(Model *m, float alpha);  // --lora: with another alpha; 0: as if there were none
 
 int model_has_slot(const Model *m, Slot s);
 int model_slot_is_bf16(const Model *m, Slot s);  // what it stores; else fp32
@@ -181,6 +182,10 @@ void model_tune(Model *m);
 // gradient is that of the sum of losses, divided by the num_micro * B * T tokens of all ranks; micro-step 0 overwrites
 // it.
 void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro);
+// Backward alone, after model_losses of these tokens in rows of seq_len, with nothing between: adds the gradient of the
+// sum of factors * losses. factors (B,T) fp32, finite. first: it overwrites; last: no other follows before
+// model_update, whose loss is then 0.
+void model_gradient(Model *m, const int *inputs, const int *targets, const float *factors, int first, int last);
 // Computes the mean loss of the step's learned tokens, of all ranks, and the global norm of its gradient (step.h),
 // where every weight counts once; either may be NaN or Inf. Then updates the weights if the verdict is STEP_APPLIED.
 // Bitwise identical on all ranks. Waits for the GPU once, after everything is queued.

@@ -109,6 +109,7 @@ typedef struct {
     int *host_tokens;                // (2, plan_token_buffer) inputs, targets, ranges, order
     ClassifierPart *parts;           // tp: (ranks, head_rows)
     float *losses, *host_losses;     // (B,T)
+    float *factors;                  // of the losses' gradients, of calls (B,T)
     StepScalars *step, *host_step;
     float *gathered_step;  // (ranks, STEP_SUMS) of all
 } Buffers;
@@ -561,6 +562,7 @@ static void request_tokens(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, &b->tokens, "inputs (B,T)", p->N);
     memory_request(m, &b->targets, "targets (B,T)", p->N);
     memory_request(m, &b->losses, "losses (B,T)", p->N);
+    if (*p->options.calls) memory_request(m, &b->factors, "factors of losses (B,T)", p->N);
     memory_request(m, &b->step, "loss, norm, clipping", 1);
     memory_request(m, &b->gathered_step, "loss, norm of all ranks", STEP_SUMS * (ranks > world ? ranks : world));
     if (p->ranged) memory_request(m, &b->ranges, "what each sees (3,B,T)", 3 * p->N);

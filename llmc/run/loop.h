@@ -5,8 +5,8 @@
 #ifndef LLMC_TRAINER_H
 #define LLMC_TRAINER_H
 
+#include "calls.h"
 #include "schedule.h"
-#include "report.h"
 
 static void score(Trainer *t) {
     TrainState *s = &t->state;
@@ -22,197 +22,8 @@ static void score(Trainer *t) {
     s->worse_evaluations = 0;
 }
 static int is_out_of_patience(const Trainer *t) { return t->o.patience && t->state.worse_evaluations >= t->o.patience; }
-static int is_best(const Trainer *t, int64_t step) { return t->o.patience && step && step == t->state.best_step; }
-// The checkpoint of this step is on the disk.
-static void link_if_best(const Trainer *t, int64_t step) {
-    if (is_best(t, step) && t->comm.rank == 0) link_best(t->o.output, step);
-}
-
-// ---- samples
-
-static int first_token(const Trainer *t) {
-    return t->has_tokenizer                             ? t->tokenizer.eot
-           : t->train.num_tokens && t->train.vocab_size ? t->train.eot
-                                                        : t->config.vocab_size - 1;
-}
-
-// With --generate the model needs room for a piece of the prompt, and for a token of each slot. It keeps no block's
-// activations, and the head runs on few rows.
-static Options options_of_model(Trainer *t) {
-    #ifdef __CUDACC__
-    enum { PIECE = 8192 };
-    #else
-    enum { PIECE = 512 };
-    #endif
-    Options o = t->o;
-    int most = o.seq_len < t->config.max_seq_len ? o.seq_len : t->config.max_seq_len, longest = generation_longest(&o);
-    if (*o.draft && t->draft_config.max_seq_len < most) most = t->draft_config.max_seq_len;
-    if (o.window > 0 && o.window < most) most = (int)o.window;  // what a sample's token saw in training
-    t->window = longest < most && !o.serve && !t->talks ? longest : most;
-    if (!o.generate) return o;
-    o.seq_len = t->window < PIECE ? t->window : PIECE;
-    o.batch_size = o.tp * ceil_div(generation_slots(&o), o.seq_len);  // each rank has all rows
-    o.recompute = 3;
-    o.head_chunks = o.seq_len;
-    return o;
-}
-// Whether this rank takes part in samples, which the first group writes.
-static int samples_here(const Trainer *t) { return t->mesh.dp.rank == 0 || computes_together(&t->o, &t->mesh.dp); }
-static int known_tokens(const Trainer *t) {
-    int V = t->config.vocab_size;
-    return t->has_tokenizer && t->tokenizer.vocab_size < V ? t->tokenizer.vocab_size : V;
-}
-// By the first of these folders with a generation_config.json: of the training data, where dev/data/chat.py writes one,
-// of adapters, of the model.
-static void find_ends(Trainer *t) {
-    static Ends ends;
-    const char *const folders[] = {t->state.data_folder.text, t->adapters.text, model_source(t)};
-    int i = 0;
-    while (i < 2 && (!*folders[i] || file_bytes(folders[i], "generation_config.json") < 0)) i++;
-    add_end_token(&ends, first_token(t));
-    ends_read(&ends, folders[i], t->has_tokenizer);
-    t->ends = &ends;
-}
-static Engine engine_of(Trainer *t) {
-    Engine e;
-    memset(&e, 0, sizeof e);
-    e.m = t->model;
-    e.draft = t->draft;
-    e.drafted = (int)t->o.draft_tokens;
-    e.slots = generation_slots(&t->o);
-    e.window = t->window;
-    e.keeps = (int)t->o.kv_cache;
-    e.eot = first_token(t);
-    e.tokenizer = t->has_tokenizer ? &t->tokenizer : NULL;
-    e.ends = t->ends;
-    return e;
-}
-static void sample(Trainer *t) {
-    Generation g;
-    memset(&g, 0, sizeof g);
-    g.engine = engine_of(t);
-    g.o = &t->o;
-    if (t->talks) {
-        const ChatTemplate *style = *t->adapters.text ? chat_template_of(t->adapters.text) : NULL;
-        chat(&g, style ? style : chat_template_of(model_source(t)));
-        return;
-    }
-    char *text = generate(&g, t->state.step, t->o.generate);
-    if (text) logger_event(&t->log, "sample", t->state.step, "text %s", text);
-    free(text);
-}
-static void serve_model(Trainer *t) {
-    Server s;
-    memset(&s, 0, sizeof s);
-    s.engine = engine_of(t);
-    s.seed = t->o.seed;
-    s.vocab = known_tokens(t);
-    s.out = t->out;
-    serve(&s, model_source(t));
-}
-// The draft's tokens must be the model's.
-static void open_draft(Trainer *t, const Options *o) {
-    const char *folder = t->o.draft;
-    const int vocab = t->draft_config.vocab_size, known = known_tokens(t);
-    const uint64_t hash = tokenizer_of_folder(folder).hash;
-    const int same = !t->has_tokenizer ? vocab == known : !hash || hash == t->tokenizer.hash;
-    require(same && vocab >= known,
-            "the draft '%s' has another tokenizer than the model (vocabulary of %d, the model's: %d)\n"
-            "name a draft with the model's own tokenizer",
-            folder, vocab, known);
-    checkpoint_require_intact(&t->comm, folder, 2);
-    t->draft = model_new();
-    model_open(t->draft, &t->draft_config, o, &t->mesh);
-    model_decode_open(t->draft, generation_slots(&t->o), t->window, known);
-    model_load_weights(t->draft, folder);
-}
-
-// ---- checkpoints
-
-static int save_is_busy(void *trainer) {
-    const Checkpoint *c = &((const Trainer *)trainer)->saving;
-    return c->m && !checkpoint_written(c);
-}
-// Removes older checkpoints once the newest is on the disk and a loss has been computed with its weights: a checkpoint
-// of a diverged run replaces none.
-static void rotate(Trainer *t) {
-    if (t->saving.m || t->unproven || !t->unrotated) return;
-    if (t->comm.rank == 0) remove_old_checkpoints(t->o.output, t->saved_step, t->o.save_keep, t->o.save_major);
-    t->unrotated = 0;
-}
-// All ranks: waits until the checkpoint that is being written, if any, is on the disk or has failed. After a failure it
-// is due again some steps later.
-static void save_finish(void *trainer) {
-    Trainer *t = (Trainer *)trainer;
-    if (!t->saving.m) return;
-    Path path = t->saving.folder;
-    double begin = now_seconds();
-    int64_t step = t->saving.state.step, wait = t->o.save_every > 10 ? t->o.save_every / 10 : 1;
-    int error = checkpoint_finish(&t->saving);
-    double now = now_seconds();
-    t->retry_step = error ? (t->state.step + wait < t->steps ? t->state.step + wait : t->steps) : 0;
-    t->unrotated = !error;
-    t->unproven &= !error;
-    console_overwrite("");
-    if (error)
-        report_failed_save(t, path.text, step, error);
-    else
-        report_save(t, path.text, step, now - t->save_begin, t->save_held + now - begin);
-    if (!error) link_if_best(t, step);
-    rotate(t);
-}
-static void save(Trainer *t) {
-    save_finish(t);
-    watchdog_beat(PHASE_SAVE, -1);
-    t->save_begin = now_seconds();
-    checkpoint_begin(&t->saving, t->model, t->o.output, &t->state, saves_beside_training(&t->o));
-    if (*t->diverged && t->comm.rank == 0 && !t->saving.error)
-        checkpoint_mark_diverged(t->saving.writing.text, t->diverged);
-    t->saved_step = t->state.step;
-    t->unproven = !*t->diverged;
-    t->save_held = now_seconds() - t->save_begin;
-    if (!saves_beside_training(&t->o)) save_finish(t);
-}
-// After a step. `ends`: it was the last one, or a signal stops the run.
-static int save_is_due(const Trainer *t, int ends) {
-    int64_t every = t->o.save_every, step = t->state.step;
-    if (!every || (step == t->saved_step && !t->retry_step)) return 0;
-    return ends || (every > 0 && step % every == 0) || (t->retry_step && step >= t->retry_step) || is_best(t, step);
-}
-// Called when the loss of a step is known: the first loss with a checkpoint's weights shows whether they have diverged.
-static void prove_checkpoint(Trainer *t) {
-    if (!t->unproven) return;
-    if (*t->diverged && t->comm.rank == 0) {
-        Path folder = checkpoint_folder(t->o.output, t->saved_step, "");
-        checkpoint_mark_diverged(t->saving.m ? t->saving.writing.text : folder.text, t->diverged);
-    }
-    t->unproven = 0;
-    rotate(t);
-}
 
 // ---- one step
-
-// NaN until the window is full.
-typedef struct { double mean, deviation; } Moments;
-static Moments window_moments(const StateWindow *w) {
-    double mean = 0, variance = 0;
-    for (int i = 0; i < STATE_WINDOW; i++) mean += w->values[i] / STATE_WINDOW;
-    for (int i = 0; i < STATE_WINDOW; i++) variance += (w->values[i] - mean) * (w->values[i] - mean) / STATE_WINDOW;
-    if (w->count < STATE_WINDOW) mean = variance = NAN;
-    const Moments m = {mean, sqrt(variance)};
-    return m;
-}
-// How many standard deviations x lies above the window's mean. x then joins the window.
-static double window_zscore(StateWindow *w, double x) {
-    const Moments m = window_moments(w);
-    w->values[w->count++ % STATE_WINDOW] = x;
-    return m.deviation == 0 ? 0 : (x - m.mean) / m.deviation;
-}
-// What lies z standard deviations above the mean. Infinity: z is 0, or the window is not full.
-static double window_limit(const StateWindow *w, double z) {
-    const Moments m = window_moments(w);
-    return z > 0 && m.deviation > 0 ? m.mean + z * m.deviation : INFINITY;
-}
 
 static double learning_rate(const Trainer *t, double peak) {
     const Options *o = &t->o;
@@ -234,22 +45,6 @@ static UpdateParams update_params(const Trainer *t) {
     return p;
 }
 
-// Judges the run by the loss and the norm of a step.
-static void judge_step(Trainer *t, const StepResult *r) {
-    char why[100] = "";
-    int finite = r->verdict != STEP_NOT_FINITE;
-    if (!finite)
-        snprintf(why, sizeof why, ", gradient norm %g", r->norm);
-    else if (losses_have_diverged(&t->state.loss))
-        strcpy(why, " is far above the losses before it");
-    else if (r->loss > 2 * log(t->config.vocab_size))
-        strcpy(why, " is more than twice that of guessing");
-    *t->diverged = 0;
-    if (*why) snprintf(t->diverged, sizeof t->diverged, "step %lld: loss %g%s", t->state.step + 1ll, r->loss, why);
-    t->not_finite_in_a_row = finite ? 0 : t->not_finite_in_a_row + 1;
-    t->not_finite += !finite;
-    prove_checkpoint(t);
-}
 // Why steps that are not finite end the run; NULL: training goes on.
 static const char *reason_to_end(const Trainer *t) {
     enum { IN_A_ROW = 10, IN_ALL = 100 };
@@ -304,28 +99,18 @@ static int train_step(Trainer *t, double *clock) {
         console_overwrite("");
         return stopped;
     }
-    StepReport r;
-    r.lr = learning_rate(t, o->learning_rate);
     const UpdateParams p = update_params(t);
-    r.result = model_update(t->model, &p);
-    console_overwrite("");
-    int finite = r.result.verdict != STEP_NOT_FINITE;
-    r.loss_z = finite ? window_zscore(&t->state.loss, r.result.loss) : NAN;
-    r.norm_z = finite ? window_zscore(&t->state.norm, r.result.norm) : NAN;
-    judge_step(t, &r.result);
+    StepReport r = update(t, &p, learning_rate(t, o->learning_rate), o->total_batch);
     if (reason_to_end(t)) end_diverged(t, reason_to_end(t));
     t->state.step++;
-    t->state.tokens += o->total_batch;
+    t->state.tokens += r.tokens;
     if (timed) {
         report_timing(t);
         report_overlap(t);
     }
     if (counted) report_fp8(t);
     dataloader_position(&t->train, &t->state.epoch, &t->state.row);
-    double now = now_seconds();
-    r.seconds = now - *clock;
-    *clock = now;
-    report_step(t, &r);
+    end_step(t, &r, clock);
     return 0;
 }
 
@@ -432,6 +217,7 @@ static void open_standard_streams(void) {
 
 // What the options ask for. Returns the exit status.
 static int run(Trainer *t) {
+    if (*t->o.calls) return answer_calls(t);
     if (!forward_only(&t->o)) return train(t);
     if (t->o.serve)
         serve_model(t);
@@ -446,7 +232,9 @@ static void open_models(Trainer *t) {
     const Options model_options = options_of_model(t);
     t->model = model_new();
     model_open(t->model, &t->config, &model_options, &t->mesh);
-    if (samples_here(t) && writes_text(o)) model_decode_open(t->model, generation_slots(o), t->window, known_tokens(t));
+    // the first call that generates opens it
+    if (samples_here(t) && writes_text(o) && !*o->calls)
+        model_decode_open(t->model, generation_slots(o), t->window, known_tokens(t));
     if (writes_text(o)) find_ends(t);
     comm_align(&t->comm);  // not all ranks have opened it
     load_or_init(t);
@@ -496,7 +284,7 @@ static int trainer_main(int argc, char **argv) {
     for (int i = 0; i < 2 && comm->rank > 0; i++)
         require(!(i ? t->out : stdout) || freopen("/dev/null", "w", i ? t->out : stdout),
                 "cannot open /dev/null: %s\ncheck the machine", strerror(errno));
-    catch_signals(forward_only(o));
+    catch_signals(forward_only(o) || *o->calls);
     find_checkpoint(t, argc, argv);
     take_options(t, argc, argv);
     settle_options(t);
@@ -511,7 +299,8 @@ static int trainer_main(int argc, char **argv) {
     t->mesh = mesh_open(comm, o->tp);
     choose_config(t);
     if (*o->draft) t->draft_config = config_from_json(o->draft);
-    if (!o->generate) open_data(t);
+    if (!o->generate && !*o->calls) open_data(t);
+    if (!forward_only(o)) count_steps(t);
     open_tokenizer(t);
     if (!o->generate) compare_tokenizers(t);
     handshake(t);
@@ -528,7 +317,7 @@ static int trainer_main(int argc, char **argv) {
     free(t->draft);
     if (t->has_tokenizer) tokenizer_close(&t->tokenizer);
     evaluation_close(&t->eval);
-    if (!o->generate && !o->evaluate) dataloader_close(&t->train);
+    if (t->train.num_shards) dataloader_close(&t->train);
     state_free(&t->state);
     state_free(&t->before);
     int rank = t->comm.rank, others = t->comm.world - 1;

@@ -49,7 +49,7 @@ static void print_start(const Trainer *t) {
     if (o->eval_every && !*o->val_data)
         printf("no validation loss: --val-data names no shards, and none lie beside the training data\n");
     evaluation_print(&t->eval);
-    if (o->evaluate) return;
+    if (o->evaluate || *o->calls) return;
     if (!o->save_every)
         printf("no checkpoint is saved, neither at the end nor when a signal stops the run: %s\n",
                *o->output ? "--save-every 0" : "there is no --output");
@@ -136,6 +136,8 @@ static void report_stop(const Trainer *t, const char *by) {
 typedef struct {
     StepResult result;
     double lr, loss_z, norm_z, seconds;
+    int64_t tokens;
+    const char *more;  // fields of the log beside ours, as JSON: ,"reward":0.5
 } StepReport;
 static void report_step(Trainer *t, const StepReport *r) {
     // Why an update was skipped, by verdict; NULL: it was made.
@@ -143,26 +145,32 @@ static void report_step(Trainer *t, const StepReport *r) {
                                           "gradient norm is an outlier"};
     float loss = r->result.loss, norm = r->result.norm;
     const char *skipped = reasons[r->result.verdict];
-    double tokens = t->o.total_batch, peak = t->comm.world * model_peak_flops(t->model);
+    double tokens = (double)r->tokens, peak = t->comm.world * model_peak_flops(t->model);
     double flops =
         tokens * flops_per_token(&t->config, facts_of(t->model).table, facts_of(t->model).frozen, t->o.seq_len);
     double mfu = peak > 0 ? flops / (r->seconds * peak) : NAN;
     t->step_seconds = t->steps_timed++ < 2 ? r->seconds : 0.95 * t->step_seconds + 0.05 * r->seconds;
-    char eta[32], z[64] = "", share[32] = "";
+    char eta[32], all[32] = "", left[40] = "", z[64] = "", share[32] = "";
     if (!isnan(r->loss_z)) snprintf(z, sizeof z, " (z %+.2f, %+.2f)", r->loss_z, r->norm_z);
     if (peak > 0) snprintf(share, sizeof share, " | %.1f%% MFU", 100 * mfu);
     duration_text((t->steps - t->state.step) * t->step_seconds, eta, sizeof eta);
+    if (t->steps) snprintf(all, sizeof all, "/%lld", t->steps);
+    if (t->steps) snprintf(left, sizeof left, " | ETA %s", eta);
     snprintf(t->step_line, sizeof t->step_line,
-             "step %6ld/%lld | loss %.4f | norm %.4f%s | lr %.2e | %.1f ms%s | %.0f tok/s | ETA %s%s%s", t->state.step,
-             t->steps, loss, norm, z, r->lr, 1e3 * r->seconds, share, tokens / t->step_seconds, eta,
+             "step %6ld%s | loss %.4f | norm %.4f%s | lr %.2e | %.1f ms%s | %.0f tok/s%s%s%s", t->state.step, all, loss,
+             norm, z, r->lr, 1e3 * r->seconds, share, tokens / t->step_seconds, left,
              skipped ? " | update skipped: " : "", skipped ? skipped : "");
     if (skipped || !console_columns() || t->state.step == t->steps) {
         puts(t->step_line);
         *t->step_line = 0;
     }
-    logger_event(&t->log, "step", t->state.step,
-                 "loss %g norm %g lr %g ms %g tok_s %g mfu %g tokens %ld mem_gib %g skipped %s", loss, norm, r->lr,
-                 1e3 * r->seconds, tokens / r->seconds, mfu, t->state.tokens, model_memory_gib(t->model), skipped);
+    FILE *f = logger_begin(&t->log, "step", t->state.step);
+    if (!f) return;
+    json_write_fields(f, "loss %g norm %g lr %g ms %g tok_s %g mfu %g tokens %ld mem_gib %g skipped %s", loss, norm,
+                      r->lr, 1e3 * r->seconds, tokens / r->seconds, mfu, t->state.tokens, model_memory_gib(t->model),
+                      skipped);
+    if (r->more) fputs(r->more, f);
+    logger_end(&t->log);
 }
 // After the first step: what it chose by measuring. The first line, how long that took, goes to the console, too.
 static void report_choices(Trainer *t) {

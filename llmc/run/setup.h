@@ -109,6 +109,8 @@ static void check_options(const Options *o) {
             "--max-steps 0 trains nothing\n"
             "give a number of steps, or -1 for --epochs; --evaluate 1 evaluates and stops");
     require(!o->generate || !o->evaluate, "--generate 1 and --evaluate 1 are two runs\nleave one of them out");
+    require(!*o->calls || !forward_only(o),
+            "--debug calls is a run of its own\nleave --generate, --serve and --evaluate out");
     require(!o->serve || !*o->prompt, "--serve reads its prompts from standard input\nleave --prompt out");
     require(!o->evaluate || *o->val_data || *o->choice_data || o->hellaswag,
             "--evaluate 1 has nothing to evaluate\ngive --val-data or --choice-data");
@@ -168,7 +170,7 @@ static void choose_config(Trainer *t) {
                                       file_bytes(t->adapters.text, "optimizer.safetensors") < 0 ? 2 : 3);
         t->config = config_from_json(model);
         if (model == t->resumed_from.text) require_resumed_model(t);
-    } else if (!config_parse(model, &t->config) && !t->o.generate && (*data || !t->o.evaluate)) {
+    } else if (!config_parse(model, &t->config) && !t->o.generate && (*data || !(t->o.evaluate || *t->o.calls))) {
         const int vocab_size = shards_vocabulary(data);
         if (vocab_size > 0 && vocab_size != t->config.vocab_size) {
             t->preset_vocab = t->config.vocab_size;
@@ -201,6 +203,11 @@ static void open_data(Trainer *t) {
     if (t->train.hash && evaluation_tokenizer(&t->eval))
         require(t->train.hash == evaluation_tokenizer(&t->eval),
                 "training and evaluation data were made with different tokenizers\nmake both with one");
+}
+// How many micro-steps a step has, and steps the run. (Of calls: 0, no last one is known.)
+static void count_steps(Trainer *t) {
+    Options *o = &t->o;
+    const Comm *dp = &t->mesh.dp;
     long long micro_tokens = o->batch_size * o->seq_len * dp->world;
     const char *before = state_option(&t->before, "total-batch");
     // The checkpoint records the number: a resumed run keeps its batch on any number of ranks.
@@ -216,6 +223,10 @@ static void open_data(Trainer *t) {
             total, before && atoll(before) == total ? " of the resumed run" : "", o->tp > 1 ? " / tp" : "",
             micro_tokens, (near < 1 ? 1 : near) * micro_tokens);
     t->num_micro = total / micro_tokens;
+    if (*o->calls) {
+        t->steps = o->max_steps != -1 ? o->max_steps : 0;
+        return;
+    }
     // As in llm.c, an epoch's last step may end with the next epoch's first rows.
     const int64_t places = t->train.kind.pack ? t->train.rows_per_epoch * o->seq_len : t->train.num_tokens;
     t->steps = o->max_steps != -1 ? o->max_steps : (long long)(o->epochs * (double)places / (double)total);
@@ -237,8 +248,8 @@ static Path find_tokenizer(const Trainer *t, int *guessed) {
     const struct {
         Path path;
         int skipped, guessed;
-    } places[] = {{path_of("%s/tokenizer.bin", model_source(t)), !o->generate, 0},
-                  {tokenizer_path(shard), 0, default_data},
+    } places[] = {{path_of("%s/tokenizer.bin", model_source(t)), !o->generate && !*o->calls, 0},
+                  {tokenizer_path(shard), *o->calls != 0, default_data},
                   {path_of("gpt2_tokenizer.bin"), 0, 1}};
     *guessed = 0;
     for (int i = 0; i < 3 && !*o->tokenizer; i++) {
@@ -349,6 +360,7 @@ static void report_changed_options(Trainer *t) {
     OPTION_EACH(p) {
         const char *before = state_option(&t->before, p->name), *now = state_option(s, p->name);
         if (!before || !strcmp(before, now) || !strcmp(p->name, "resume") || !strcmp(p->name, "output")) continue;
+        if (!strcmp(p->name, "calls")) continue;
         printf("changed since the checkpoint: %s%c%s -> %s\n", p->word, option_separator(p), before, now);
         if (!strcmp(p->name, "val-data") || !strcmp(p->name, "eval-steps") || !strcmp(p->name, "seq-len"))
             s->best_step = s->evaluated_step = s->worse_evaluations = 0;
@@ -384,7 +396,7 @@ static void take_options(Trainer *t, int argc, char **argv) {
         const int kept =
             !named || !strcmp(p->name, "tokenizer") || !strcmp(p->name, "train-data") || !strcmp(p->name, "window");
         if (!value || !kept) continue;
-        if (!strcmp(p->name, "reset-optimizer")) continue;  // of that one start
+        if (!strcmp(p->name, "reset-optimizer") || !strcmp(p->name, "calls")) continue;  // of that one start
         char *text = printable(st_text(value, "", ""), "\n\t");
         state_set_option(&t->before, p->name, text);  // a copy: those of `state` change during the run
         free(text);
@@ -422,6 +434,10 @@ static void find_validation_data(Trainer *t) {
 static void settle_options(Trainer *t) {
     Options *o = &t->o;
     o->generate |= o->serve > 0;
+    if (*o->calls) {  // rows and their order are the caller's
+        o->train_data = o->val_data = "";
+        o->eval_every = o->sample_every = 0;
+    }
     find_validation_data(t);
     if (!*o->output && o->save_every < 0 && !forward_only(o)) o->save_every = 0;
     check_options(o);

@@ -34,6 +34,8 @@ typedef struct Sequence {
     void *of;           // for the caller
     TextTail tail;      // for the caller, zero at first
     StopSearch search;  // as well
+    int end;            // after SEQUENCE_STOP: the token that ended it, which is not in `tokens`, and how likely it was
+    float end_logprob;
     // private
     int prompt;    // tokens of the prompt
     int slot;      // -1: it waits
@@ -97,6 +99,9 @@ static void engine_heard(Engine *e, Sequence *s, const Drawn *drawn) {
         !(s->ends && is_end_token(s->ends, drawn->token))) {
         s->tokens[s->count++] = drawn->token;
         if (!e->hear(e->caller, s, drawn, SEQUENCE_RUNS)) end = s->count == s->most ? SEQUENCE_LENGTH : SEQUENCE_RUNS;
+    } else {
+        s->end = drawn->token;
+        s->end_logprob = drawn->logprob;
     }
     if (end) engine_end(e, s, end);
 }

@@ -1,0 +1,470 @@
+"""llm.cu from Python: the trainer's own steps, with a loss, a schedule and data of one's own.
+
+    import llmc
+    with llmc.Trainer("gpt2:124M", batch_size=8, seq_len=1024) as t:
+        for tokens, targets in rows:                # int arrays (8, 1024)
+            t.train(tokens, targets)                # the built-in loss: the mean over targets >= 0
+            norm, verdict = t.step(learning_rate=3e-4)
+
+    logp = t.forward(tokens, targets)               # (8, 1024) float32: log p(target)
+    t.backward(weights)                             # adds the gradient of sum weights * logp
+    tokens, logp = t.generate(["Once upon"], n=4, max_tokens=100)
+
+A Trainer starts train_gpt2cu (train_gpt2 where there is no GPU) and tells it what to do; arrays pass through shared
+memory. Every function of log-probabilities of given tokens can be a loss: weights are its derivatives by logp. The
+mathematics, the options and the files are the program's: doc/python.md has examples, --help all the options.
+llmc/run/calls.h is the other side."""
+
+import contextlib
+import json
+import math
+import mmap
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+
+import numpy as np
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.append(os.path.join(ROOT, "dev"))
+from program import NoProgram, trainer, under_mpirun  # noqa: E402
+
+VERDICTS = ("applied", "not finite", "loss is an outlier", "norm is an outlier")
+STOP, LENGTH, NOT_FINITE = 1, 2, 4  # llmc/talk/engine.h: SequenceEnd
+
+
+class Error(RuntimeError):
+    """What is wrong, and what to do. `ended`: the program has ended, too; else the trainer can be used further."""
+
+    ended = False
+
+
+class Ended(Error):
+    ended = True
+
+
+class Step(tuple):
+    """(norm, verdict) of a step: the global norm of its gradient, and "applied" or why its update was left out. .loss: the
+    mean loss of train(), or what step() was given; .seconds since the step before."""
+
+    def __new__(cls, norm, verdict, loss, seconds):
+        step = super().__new__(cls, (norm, verdict))
+        step.loss, step.seconds = loss, seconds
+        return step
+
+
+class Samples(tuple):
+    """(tokens, logp): two lists with an array for each sequence, int32 and float32 of the same length; those of prompt p
+    are at p * n to p * n + n - 1. The prompt is not among them; the token that ended a sequence is its last. .ended: bool
+    (sequences), whether an end or a stop came before max_tokens."""
+
+    def __new__(cls, tokens, logp, ended):
+        samples = super().__new__(cls, (tokens, logp))
+        samples.ended = np.array(ended, bool)
+        return samples
+
+
+class Lines(threading.Thread):
+    """Reads an output of the program: keeps its last lines, and hands each on."""
+
+    def __init__(self, stream, show):
+        super().__init__(daemon=True)
+        self.stream, self.show, self.lines = stream, show, []
+        self.start()
+
+    def run(self):
+        for line in self.stream:
+            self.lines = [*self.lines[-199:], line.rstrip("\n")]
+            if self.show(line):
+                print(line, end="", file=sys.stderr if line.startswith("warning") else sys.stdout, flush=True)
+
+    def error(self):
+        """The program's last error, with its hint; "": there is none."""
+        lines = [line for line in self.lines if not line.startswith("  at ")]  # where in its source
+        at = [i for i, line in enumerate(lines) if line.startswith("error: ")]
+        return "\n".join(lines[at[-1] :][:6]).removeprefix("error: ") if at else "\n".join(lines[-3:])
+
+
+def end_program(life):
+    """The program ends by itself when its channel is closed; if it does not, it is killed."""
+    process = life["process"]
+    for channel in life["channels"]:
+        channel.close()
+    shutil.rmtree(life["folder"], ignore_errors=True)
+    try:
+        process.wait(life["patience"])
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # it has a session of its own: all ranks here
+        process.wait()
+
+
+def members(fields):
+    """Fields of a line of the log behind others: ,"reward":0.5. Numbers that are not finite are null."""
+    plain = lambda v: v.item() if isinstance(v, np.generic) else v
+    finite = lambda v: None if isinstance(v, float) and not math.isfinite(v) else v
+    text = json.dumps({k: finite(plain(v)) for k, v in fields.items()}, ensure_ascii=False)
+    return "," + text[1:-1] if fields else ""
+
+
+class Trainer:
+    """A model in training, held by the program.
+
+    model: a preset with random weights ("gpt2:124M", "d6,channels=128"), a Hugging Face folder, or a run's folder.
+    ranks: processes under mpirun, a GPU each. options: the program's long names with _ for -, such as batch_size,
+    seq_len, total_batch, output, resume, lora, matmul_dtype, zero_stage, tp; True is 1. debug: what --debug takes.
+    samples: sequences that generate() has at a time, at most 64. verbose: the program's own lines are printed.
+    launcher: instead of mpirun, such as ["srun", "-n8"]. Errors: Ended with the program's own text.
+
+    Attributes: rows, of a call at most (batch_size * groups of ranks); seq_len; micro_steps of a step (total_batch /
+    (rows * seq_len)); vocab, token ids; eot, the token before every text; context of generate(), tokens; steps_done and
+    tokens_done; facts, all that the program has said of itself."""
+
+    def __init__(self, model="gpt2:124M", ranks=1, *, program=None, verbose=False, launcher=None, environment=None,
+                 debug="", samples=64, **options):  # fmt: skip
+        try:
+            command = [str(trainer(program)), "--model", os.fspath(model)]
+        except NoProgram as e:
+            raise Error("\n  hint: ".join(e.args)) from None
+        for name, value in (options | {"samples": samples}).items():
+            value = int(value) if isinstance(value, bool) else value
+            if value is not None:
+                command += ["--" + name.replace("_", "-"), str(value)]
+        environment = {**os.environ, **(environment or {})}
+        folder = tempfile.mkdtemp(prefix="llmc-")
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(os.path.join(folder, "s"))
+        listener.listen(1)
+        command += ["--debug", ",".join(filter(None, [debug, f"calls={folder}/s"]))]
+        if launcher:
+            command = [*launcher, *command]
+        elif ranks > 1:
+            command, environment = under_mpirun(ranks, command, environment)
+        inherits = verbose and sys.stdout is sys.__stdout__  # so that a terminal has its live line; no notebook
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=None if inherits else subprocess.PIPE, stderr=subprocess.PIPE,
+                env=environment, text=True, errors="replace", start_new_session=True)  # fmt: skip
+        except OSError as e:
+            shutil.rmtree(folder)
+            raise Error(f"cannot start {command[0]}: {e}") from None
+        # a session of its own: Ctrl-C is for Python, which then ends it
+        self._life = {"process": process, "channels": [listener], "folder": folder, "patience": 60}
+        self._end = weakref.finalize(self, end_program, self._life)
+        self._owed, self._pending, self._forward = 0, None, None
+        if not inherits:
+            Lines(process.stdout, lambda line: verbose)
+        self._errors = Lines(process.stderr, lambda line: verbose or line.startswith("warning"))
+        try:
+            self._channel = self._accept(listener)
+            self._life["channels"].append(self._channel)
+            self._file = os.memfd_create("llmc")
+            self._room(1 << 18)
+            self._send(f"/proc/{os.getpid()}/fd/{self._file}")
+            self.facts = f = json.loads(self._answer()[1])
+        except BaseException:
+            self.close(patience=0)
+            raise
+        shutil.rmtree(folder)  # nothing stays behind, however Python ends
+        self.seq_len, self.micro_steps, self.vocab = f["seq_len"], f["micro_steps"], f["vocab"]
+        self.rows, self.eot, self.context = f["batch_size"] * f["groups"], f["eot"], f["context"]
+        self.steps_done, self.tokens_done = f["step"], f["tokens"]
+
+    # ---- the program
+
+    def _accept(self, listener):
+        listener.settimeout(0.05)
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return listener.accept()[0]
+            if self._life["process"].poll() is not None:
+                self._gone()
+
+    def _gone(self):
+        """The program has ended, or will in a moment: raises its error."""
+        process = self._life["process"]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        self._errors.join(2)
+        text = self._errors.error() or f"the program ended with status {process.poll()}\n  hint: verbose=True shows it"
+        self.close(patience=0)
+        raise Ended(text)
+
+    def _send(self, message):
+        if not self._end.alive:
+            raise Ended("this trainer is closed\n  hint: make another one")
+        try:
+            self._channel.send(message.encode())
+        except OSError:
+            self._gone()
+        self._owed += 1
+
+    def _answer(self):
+        """(numbers, text) of the newest answer. Those that an interrupt has left are read first, and dropped."""
+        while self._owed:
+            try:
+                message = self._channel.recv(1 << 18).decode(errors="replace")
+            except OSError:
+                message = ""
+            if not message:
+                self._gone()
+            self._owed -= 1
+        if message.startswith("error "):
+            raise Error(message.removeprefix("error ").replace("\n", "\n  hint: "))
+        numbers, _, text = message.partition("|")
+        return [float(x) for x in numbers.split()[1:]], text
+
+    def _ask(self, name, *numbers, text=""):
+        if len(text.encode()) >= 1 << 16:
+            raise Error("a text of more than 64 KiB\n  hint: shorten it")
+        self._send(" ".join([name, *(repr(float(x)) for x in numbers)]) + "|" + text)
+        return self._answer()
+
+    def _room(self, count):
+        """Makes the shared memory hold this many words of four bytes."""
+        size = max(1 << 20, 1 << (4 * count - 1).bit_length())
+        if not hasattr(self, "_memory") or size > len(self._memory):
+            os.ftruncate(self._file, size)
+            self._memory = mmap.mmap(self._file, size)
+
+    def _words(self, dtype, count, at=0):
+        return np.frombuffer(self._memory, dtype, count, 4 * at)
+
+    def close(self, patience=60):
+        """Ends the program, which is killed after so many seconds. A step that is half made is lost. The end of `with`
+        and that of Python do the same."""
+        self._life["patience"] = patience
+        if self._end() is None and getattr(self, "_file", -1) >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    # ---- steps
+
+    def _rows(self, tokens, targets):
+        """Checked int32 arrays of the same shape (rows, columns)."""
+        arrays = []
+        for name, given in (("tokens", tokens), ("targets", targets)):
+            a = np.asarray(given)
+            if a.ndim != 2 or a.size == 0 or not np.issubdtype(a.dtype, np.integer):
+                raise Error(f"{name} are {a.dtype} {a.shape}\n  hint: give whole numbers in rows: (rows, columns)")
+            if a.min() < -(1 << 31) or a.max() >= 1 << 31:
+                raise Error(f"{name} hold {a.max()}\n  hint: give ids of the vocabulary of {self.vocab}")
+            arrays.append(a)
+        if arrays[0].shape != arrays[1].shape:
+            raise Error(f"tokens are {arrays[0].shape}, targets {arrays[1].shape}\n  hint: targets are the tokens that "
+                        "follow, one for each")  # fmt: skip
+        if arrays[0].shape[1] > self.seq_len:
+            raise Error(f"rows of {arrays[0].shape[1]} tokens are longer than seq_len {self.seq_len}\n  hint: cut them, or "
+                        "start with a larger seq_len")  # fmt: skip
+        return arrays
+
+    def _put(self, tokens, targets, rows, width):
+        """Writes them into the memory as (rows, width), with padding that is not learned."""
+        count = rows * width
+        self._room(3 * count)
+        for at, array, fill in ((0, tokens, 0), (count, targets, -1)):
+            place = self._words(np.int32, count, at).reshape(rows, width)
+            if array.shape != place.shape:
+                place[:] = fill
+            place[: array.shape[0], : array.shape[1]] = array
+
+    def forward(self, tokens, targets, adapters=True):
+        """tokens, targets: (R,T) ints, T <= seq_len, any R -> (R,T) float32: the log-probability of each target after the
+        tokens up to its own, as evaluation computes it; 0 where the target is < 0. Of at most `rows` rows the activations
+        are kept for backward. adapters False: with lora, the model without them: the policy that training began with.
+        With documents=1 the first token of a document is given as ~token."""
+        self._flush(last=False)
+        tokens, targets = self._rows(tokens, targets)
+        R, T = tokens.shape
+        self._forward = None
+        if R <= self.rows:
+            width, rows = self.seq_len, self.rows
+        else:  # only scored: several short rows in the place of a long one
+            width = next(w for w in range(T, self.seq_len + 1) if self.seq_len % w == 0)
+            rows = self.rows * (self.seq_len // width)
+        logp = np.empty((R, T), np.float32)
+        for r in range(0, R, rows):
+            self._put(tokens[r : r + rows], targets[r : r + rows], rows, width)
+            self._ask("forward", width, adapters)
+            made = self._words(np.float32, rows * width, 2 * rows * width).reshape(rows, width)
+            np.subtract(0, made[: min(rows, R - r), :T], out=logp[r : r + rows])
+        self._forward = (R, T) if R <= self.rows and adapters else None
+        return logp
+
+    def backward(self, weights):
+        """weights: (R,T), of the last forward: adds the gradient of sum weights * logp, so that a step makes that sum
+        *smaller*: weights are the derivatives of a loss by logp. Once after each forward; several calls add up, at most
+        micro_steps. It is made when the next call comes, which says whether it was the step's last."""
+        if self._forward is None:
+            raise Error("backward needs the activations of a forward\n  hint: call forward before each backward, with at "
+                        f"most {self.rows} rows, adapters included and nothing between")  # fmt: skip
+        w = np.array(weights, np.float32)
+        if w.shape != self._forward:
+            raise Error(f"weights are {w.shape}, the rows of forward {self._forward}\n  hint: give one for each target")
+        bad = np.argwhere(~np.isfinite(w))
+        if len(bad):
+            raise Error(f"the weight of row {bad[0][0]}, column {bad[0][1]} is {w[tuple(bad[0])]}\n  hint: look at what the "
+                        "loss computes there")  # fmt: skip
+        self._pending, self._forward = w, None
+
+    def _flush(self, last):
+        if self._pending is None:
+            return
+        w, self._pending = self._pending, None
+        count = self.rows * self.seq_len
+        self._room(count)
+        factors = self._words(np.float32, count).reshape(self.rows, self.seq_len)
+        if w.shape != factors.shape:
+            factors[:] = 0
+        np.negative(w, out=factors[: w.shape[0], : w.shape[1]])
+        self._ask("backward", last)
+
+    def train(self, tokens, targets):
+        """Forward and backward of the built-in loss, the mean over the targets >= 0 of a step. tokens, targets: (R,T) ints,
+        R <= rows, T <= seq_len. A step has micro_steps of them. Returns at once: the GPU goes on."""
+        self._flush(last=False)
+        tokens, targets = self._rows(tokens, targets)
+        if len(tokens) > self.rows:
+            raise Error(f"{len(tokens)} rows are more than the {self.rows} of a call\n  hint: call train for each "
+                        f"{self.rows}, or start with a larger batch_size")  # fmt: skip
+        self._forward = None
+        self._put(tokens, targets, self.rows, self.seq_len)
+        self._ask("train")
+
+    def step(self, learning_rate, *, beta1=None, beta2=None, eps=None, weight_decay=None, clip=None, loss=math.nan,
+             **fields):  # fmt: skip
+        """Updates the weights -> Step, (norm, verdict). None: as the options say. Where groups of weights have rates or
+        decays of their own by options, learning_rate and weight_decay scale them. loss: of backward, for the line and the
+        log; fields, too: numbers and texts beside it in the log, which watch.py and plot.py read."""
+        nan = lambda x: math.nan if x is None else x
+        self._flush(last=True)
+        numbers = (learning_rate, nan(beta1), nan(beta2), nan(eps), nan(weight_decay), nan(clip), nan(loss))
+        (norm, verdict, loss, seconds), _ = self._ask("step", *numbers, text=members(fields))
+        self._forward = None
+        self.steps_done += 1
+        return Step(norm, VERDICTS[int(verdict)], loss, seconds)
+
+    # ---- texts
+
+    def encode(self, text, special=False):
+        """A text -> its ids, (n) int32. special: texts of special tokens in it, such as "<|im_end|>", are those tokens."""
+        data = np.frombuffer(text.encode(), np.uint8)
+        self._flush(last=False)
+        self._room(len(data) + 1)
+        self._words(np.uint8, len(data))[:] = data
+        n = int(self._ask("encode", len(data), special)[0][0])
+        return self._words(np.int32, n).copy()
+
+    def decode(self, ids):
+        """Ids -> their text."""
+        ids = np.asarray(ids, np.int32).ravel()
+        self._flush(last=False)
+        self._room(4 * len(ids) + 1)
+        self._words(np.int32, len(ids))[:] = ids
+        while True:
+            try:
+                n = int(self._ask("decode", len(ids))[0][0])
+                return self._words(np.uint8, n).tobytes().decode(errors="replace")
+            except Error as e:
+                if "bytes of memory" not in str(e):
+                    raise
+            self._room(len(self._memory))  # four times as long
+            self._words(np.int32, len(ids))[:] = ids
+
+    def generate(self, prompts, n=1, max_tokens=64, temperature=1.0, top_k=0, top_p=1.0, stop=(), seed=0):
+        """n texts after each prompt -> Samples, (tokens, logp). prompts: a list of texts, or of lists of ids. Ends: the
+        model's own (generation_config.json; eot), and stop, a list of ids and texts. top_k 0, top_p 1: all tokens.
+        temperature 0: the likeliest. logp is that of the model, at temperature 1 over all tokens. The same seed gives the
+        same texts, whatever stands beside them."""
+        if isinstance(prompts, (str, bytes)) or not len(prompts):
+            raise Error("prompts are no list\n  hint: give a list of texts, or of lists of ids")
+        prompts = [np.append(self.eot, self.encode(p)) if isinstance(p, str) else np.asarray(p).ravel() for p in prompts]
+        for i, p in enumerate(prompts):
+            if not len(p) or not np.issubdtype(p.dtype, np.integer):
+                raise Error(f"prompt {i} has no tokens\n  hint: give it one, such as eot ({self.eot})")
+        stops, texts = [s for s in stop if not isinstance(s, str)], [s for s in stop if isinstance(s, str)]
+        self._flush(last=False)
+        self._forward = None
+        ends = np.asarray(stops, np.int64)
+        given = np.concatenate([ends, *([len(p)] + p.tolist() for p in prompts)]).astype(np.int32)
+        count, record = n * len(prompts), 2 + 2 * max_tokens
+        self._room(max(len(given), count * record))
+        self._words(np.int32, len(given))[:] = given
+        self._ask("generate", len(prompts), n, max_tokens, temperature, top_k, top_p, seed, len(stops), len(given))
+        made = self._words(np.int32, count * record).reshape(count, record).copy()
+        tokens, logp, ended = [], [], []
+        for m in made:
+            if m[1] == NOT_FINITE:
+                raise Error("no token can be drawn: the model's logits are not finite\n  hint: its weights hold NaN or "
+                            "infinity, or lead to them: load another checkpoint")  # fmt: skip
+            k, at_end = m[0], m[1] == STOP
+            if texts and (cut := self._cut(m[2 : 2 + k], texts)) is not None:
+                k, at_end = cut, True
+            tokens.append(m[2 : 2 + k])
+            logp.append(m[2 + max_tokens : 2 + max_tokens + k].view(np.float32))
+            ended.append(at_end)
+        return Samples(tokens, logp, ended)
+
+    def _cut(self, ids, texts):
+        """How many of the ids a text has up to the first stop text; None: it has none."""
+        whole = self.decode(ids)
+        if not any(t in whole for t in texts):
+            return None
+        low, high = 1, len(ids)
+        while low < high:  # the fewest ids whose text has one
+            middle = (low + high) // 2
+            part = self.decode(ids[:middle])
+            low, high = (low, middle) if any(t in part for t in texts) else (middle + 1, high)
+        return low
+
+    # ---- checkpoints and weights
+
+    def save(self):
+        """Writes a checkpoint into output -> its folder: a Hugging Face folder that resume=1 goes on from."""
+        self._flush(last=False)
+        return self._ask("save")[1]
+
+    def load(self, folder, optimizer=False):
+        """Takes the weights of a folder of this model; optimizer: of a checkpoint, also the states, steps and tokens."""
+        self._flush(last=False)
+        self._forward = None
+        steps, tokens = self._ask("load", optimizer, text=os.path.abspath(folder))[0]
+        self.steps_done, self.tokens_done = int(steps), int(tokens)
+
+    def names(self):
+        """The names of all tensors that are trained, as Hugging Face has them (with lora: the adapters, as peft)."""
+        self._flush(last=False)
+        self._room(1 << 20)
+        n = int(self._ask("names")[0][0])
+        return self._words(np.uint8, n).tobytes().decode().split()
+
+    def weights(self, name=None):
+        """One tensor as float32, in Hugging Face's shape and orientation; without a name {name: array} of all. Of bf16
+        weights with masters: the masters' bits are those of save(); these are the weights that products read."""
+        self._flush(last=False)
+        self._forward = None
+        with tempfile.TemporaryDirectory(prefix="llmc-") as folder:
+            file = os.path.join(folder, "weights.safetensors")
+            self._ask("weights", text=f"{file}\n{name or ''}")
+            with open(file, "rb") as f:
+                header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+                data = np.frombuffer(f.read(), np.uint8)
+        header.pop("__metadata__", None)
+        view = {k: data[slice(*v["data_offsets"])].view(np.float32).reshape(v["shape"]) for k, v in header.items()}
+        return view[name] if name else view
+
+    def log(self, event, **fields):
+        """A line of main.jsonl in output, beside the program's: log("eval", loss=2.1) is drawn as a validation loss."""
+        self._flush(last=False)
+        self._ask("log", text=f"{event}\n{members(fields)}")

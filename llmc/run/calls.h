@@ -1,0 +1,558 @@
+// --debug calls=SOCKET: another program makes the steps of a run, by calls; llmc/__init__.py is its side, with all that
+// a call takes and gives. Rank 0 connects to the socket, of Unix's SOCK_SEQPACKET: a message is a call or its answer.
+//
+//   memory PATH     once: of the file that both map, in which a call's arrays lie one after the other. It may grow.
+//   NAME x...|TEXT  a call: up to CALL_NUMBERS numbers, and a text
+//   ok x...         or
+//   error WHAT\nHINT  nothing has changed, and the next call may come
+//
+// Rank 0 tells the others what it reads; all look at it alike, and so agree on what is refused. What cannot be refused
+// any more ends the program, as everywhere (require). When the caller has gone, the program ends.
+//
+// forward, backward, train and step are the steps of the training loop (loop.h) by other hands: the same functions of
+// backend.h, the same update.h.
+#ifndef LLMC_RUN_CALLS_H
+#define LLMC_RUN_CALLS_H
+
+#include "samples.h"
+#include "update.h"
+
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+enum { CALL_NUMBERS = 10, CALL_TEXT = 1 << 16 };
+typedef struct {
+    char name[16];
+    double x[CALL_NUMBERS];  // 0: not given
+    size_t bytes;            // of the file
+    char text[CALL_TEXT];
+} Call;
+typedef enum { STEP_EMPTY, STEP_OF_LOSSES, STEP_OF_WEIGHTS } StepKind;
+typedef struct {
+    Trainer *t;
+    int socket, file;  // rank 0
+    char *memory;      // rank 0: the file, mapped
+    size_t mapped;
+    Call call;               // the one that is answered
+    int *inputs, *targets;   // of the last tokens (dp,B,T)
+    float *values;           // losses, factors (dp,B,T)
+    int has_forward;         // the activations of these tokens are there, of the weights as they are trained
+    StepKind kind;           // by what the step has got its gradients so far
+    int micro, is_complete;  // micro-steps of the step so far; no other may follow
+    int generates;           // has an engine
+    double clock;
+} Calls;
+
+static const Comm *calls_dp(const Calls *c) { return &c->t->mesh.dp; }
+static size_t calls_own(const Calls *c) { return (size_t)c->t->o.batch_size * c->t->o.seq_len; }
+static size_t calls_all(const Calls *c) { return calls_own(c) * calls_dp(c)->world; }
+
+// ---- messages
+
+__attribute__((format(printf, 2, 3))) static void calls_answer(const Calls *c, const char *format, ...) {
+    char text[1200];
+    va_list args;
+    va_start(args, format);
+    int n = vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    if (n >= (int)sizeof text) n = sizeof text - 1;
+    if (c->socket >= 0) (void)!send(c->socket, text, n, MSG_NOSIGNAL);  // whether it has gone, the next read says
+}
+// For `if (!good) return calls_refuse(...)`: on all ranks alike.
+#define calls_refuse(c, format, ...) calls_answer(c, "error " format __VA_OPT__(, ) __VA_ARGS__)
+
+static void calls_map(Calls *c) {
+    struct stat s;
+    require(!fstat(c->file, &s), "cannot use the memory of calls: %s\nstart again", strerror(errno));
+    c->call.bytes = s.st_size;
+    if (c->call.bytes == c->mapped) return;
+    if (c->mapped) munmap(c->memory, c->mapped);
+    c->mapped = c->call.bytes;
+    c->memory = (char *)mmap(NULL, c->mapped, PROT_READ | PROT_WRITE, MAP_SHARED, c->file, 0);
+    require(c->memory != MAP_FAILED, "cannot map the memory of calls: %s\nclose other programs", strerror(errno));
+}
+// Rank 0: "NAME x...|TEXT" becomes the call.
+static void calls_parse(Calls *c, const char *message) {
+    Call *q = &c->call;
+    int n = 0, read = 0;
+    const char *bar = strchr(message, '|');
+    memset(q->x, 0, sizeof q->x);
+    snprintf(q->text, sizeof q->text, "%s", bar ? bar + 1 : "");
+    sscanf(message, "%15[^ |]%n", q->name, &n);
+    for (int i = 0; i < CALL_NUMBERS && sscanf(message + n, "%lf%n", &q->x[i], &read) == 1; i++) n += read;
+    calls_map(c);
+}
+// All ranks: waits for a call. Returns 0 when no more come.
+static int calls_next(Calls *c) {
+    enum { SOON = 20 /*ms, without sleep*/ };
+    static char message[CALL_TEXT + 256];
+    const Comm *job = &c->t->comm;
+    const double begin = now_seconds();
+    int n = 0;
+    do {
+        struct pollfd in = {c->socket, POLLIN, 0};
+        const int idle = now_seconds() - begin > 1e-3 * SOON;
+        watchdog_beat(PHASE_DATA, -1);
+        if (job->rank == 0) {
+            n = poll(&in, 1, job->world == 1 || idle ? 1000 : SOON) > 0;
+            if (n) n = (int)recv(c->socket, message, sizeof message - 1, 0);
+            if (in.revents && n <= 0) n = -1;
+        }
+        (idle ? comm_broadcast_idle : comm_broadcast)(job, &n, sizeof n, 0);
+    } while (n == 0);
+    if (n < 0) return 0;
+    message[n] = 0;
+    if (job->rank == 0) calls_parse(c, message);
+    comm_broadcast(job, &c->call, offsetof(Call, text), 0);
+    comm_broadcast(job, &n, sizeof n, 0);
+    comm_broadcast(job, c->call.text, n < CALL_TEXT ? n : CALL_TEXT, 0);
+    return 1;
+}
+// Bytes of the memory from `at` on, on all ranks.
+static void calls_take(const Calls *c, void *to, size_t at, size_t bytes) {
+    if (c->t->comm.rank == 0) memcpy(to, c->memory + at, bytes);
+    comm_broadcast(&c->t->comm, to, bytes, 0);
+}
+static void calls_give(const Calls *c, size_t at, const void *from, size_t bytes) {
+    if (c->t->comm.rank == 0) memcpy(c->memory + at, from, bytes);
+}
+static int calls_has_room(const Calls *c, size_t bytes) {
+    if (bytes <= c->call.bytes) return 1;
+    calls_refuse(c, "the arrays need %zu bytes of memory, and there are %zu\nmake the file longer", bytes,
+                 c->call.bytes);
+    return 0;
+}
+
+// ---- forward, backward, train, step
+
+// Takes inputs and targets, rows of T. Returns whether they are good.
+static int calls_tokens(Calls *c, int T) {
+    const int V = c->t->config.vocab_size, marked = c->t->o.documents > 0;
+    const size_t count = calls_all(c);
+    if (!calls_has_room(c, 2 * count * sizeof(int))) return 0;
+    c->has_forward = 0;
+    calls_take(c, c->inputs, 0, count * sizeof(int));
+    calls_take(c, c->targets, count * sizeof(int), count * sizeof(int));
+    for (size_t i = 0; i < count; i++) {
+        const int id = marked && c->inputs[i] < 0 ? ~c->inputs[i] : c->inputs[i], target = c->targets[i];
+        if (id >= 0 && id < V && target < V) continue;
+        const int bad = id >= 0 && id < V;
+        calls_refuse(c, "%s %d at row %zu, column %zu is not in the vocabulary of %d\nuse the model's own tokenizer",
+                     bad ? "target" : "token", bad ? target : id, i / T, i % T, V);
+        return 0;
+    }
+    return 1;
+}
+// forward T adapters: rows of T tokens; adapters 0: without them -> losses (R,T) behind inputs and targets (R,T)
+static void call_forward(Calls *c) {
+    Trainer *t = c->t;
+    const Call *q = &c->call;
+    const int T = (int)q->x[0], without = q->x[1] == 0;
+    const size_t own = calls_own(c), all = calls_all(c), first = own * calls_dp(c)->rank;
+    if (T < 1 || t->o.seq_len % T)
+        return calls_refuse(c, "rows of %d tokens\nuse --seq-len %lld, or a divisor of it", T, t->o.seq_len);
+    if (!calls_has_room(c, 3 * all * sizeof(int)) || !calls_tokens(c, T)) return;
+    const float alpha = facts_of(t->model).lora->alpha;
+    if (without) model_scale_adapters(t->model, 0);
+    model_losses(t->model, c->inputs + first, c->targets + first, T, c->values + first);
+    if (without) model_scale_adapters(t->model, alpha);
+    c->has_forward = T == t->o.seq_len && !without;
+    comm_all_gather(calls_dp(c), c->values, own * sizeof(float));
+    calls_give(c, 2 * all * sizeof(int), c->values, all * sizeof(float));
+    calls_answer(c, "ok");
+}
+// Whether a step may get another micro-step of this kind.
+static int calls_may_add(Calls *c, StepKind kind) {
+    const int most = c->t->num_micro;
+    if (c->kind == STEP_EMPTY || (c->kind == kind && c->micro < most && !c->is_complete)) return 1;
+    if (c->kind != kind)
+        calls_refuse(c, "train and backward are two ways to a step's gradients\ncall step between them");
+    else
+        calls_refuse(c,
+                     "the step has its %d micro-steps: --total-batch / (--batch-size * --seq-len * ranks)\n"
+                     "call step, or start with a larger --total-batch",
+                     most);
+    return 0;
+}
+// backward last: factors (R,T) of the losses
+static void call_backward(Calls *c) {
+    Trainer *t = c->t;
+    const size_t own = calls_own(c), all = calls_all(c), first = own * calls_dp(c)->rank;
+    if (!c->has_forward)
+        return calls_refuse(c, "backward needs the activations of its forward\ncall forward before each backward, with "
+                               "rows of --seq-len tokens, adapters included and nothing between");
+    if (!calls_may_add(c, STEP_OF_WEIGHTS) || !calls_has_room(c, all * sizeof(float))) return;
+    calls_take(c, c->values, 0, all * sizeof(float));
+    for (size_t i = 0; i < all; i++)
+        if (!isfinite(c->values[i]))
+            return calls_refuse(c, "the weight at row %lld, column %lld is %g\nlook at what your loss computes there",
+                                (long long)i / t->o.seq_len, (long long)i % t->o.seq_len, c->values[i]);
+    c->has_forward = 0;
+    c->is_complete = c->call.x[0] != 0;
+    model_gradient(t->model, c->inputs + first, c->targets + first, c->values + first, c->micro == 0, c->is_complete);
+    c->kind = STEP_OF_WEIGHTS;
+    c->micro++;
+    calls_answer(c, "ok");
+}
+static void call_train(Calls *c) {
+    Trainer *t = c->t;
+    const size_t first = calls_own(c) * calls_dp(c)->rank;
+    if (!calls_may_add(c, STEP_OF_LOSSES) || !calls_tokens(c, (int)t->o.seq_len)) return;
+    model_micro_step(t->model, c->inputs + first, c->targets + first, c->micro, t->num_micro);
+    c->kind = STEP_OF_LOSSES;
+    c->is_complete = ++c->micro == t->num_micro;
+    calls_answer(c, "ok");
+}
+// step learning-rate beta1 beta2 eps decay clip loss|FIELDS: NaN: as the options say. loss: of backward, to show.
+static void call_step(Calls *c) {
+    Trainer *t = c->t;
+    const Options *o = &t->o;
+    const double *x = c->call.x;
+    const double given[] = {base_lr(o), o->beta1, o->beta2, o->adam_eps, base_decay(o), o->grad_clip};
+    double use[6];
+    for (int i = 0; i < 6; i++) use[i] = isnan(x[i]) ? given[i] : x[i];
+    if (c->kind == STEP_EMPTY) return calls_refuse(c, "step has no gradients\ncall train or backward before");
+    if (!c->is_complete)
+        return calls_refuse(c, "the step has %d of %d micro-steps, and the mean is over all\ncall train again, or start "
+                               "with --total-batch %lld",
+                            c->micro, t->num_micro, (long long)calls_all(c) * c->micro);
+    for (int i = 0; i < 6; i++)
+        if (!(use[i] >= 0 && use[i] < (i == 1 || i == 2 ? 1 : 1e30)))
+            return calls_refuse(c, "the step has the number %g for its %s\ngive one that an optimiser can use", use[i],
+                                ((const char *[]){"learning rate", "beta1", "beta2", "epsilon", "weight decay",
+                                                  "gradient clip"})[i]);
+    UpdateParams p;
+    p.lr = (float)use[0];
+    p.beta1 = (float)use[1];
+    p.beta2 = (float)use[2];
+    p.eps = (float)use[3];
+    p.weight_decay = (float)use[4];
+    p.clip = use[5];
+    p.most_loss = window_limit(&t->state.loss, o->skip_loss_z);
+    p.most_norm = window_limit(&t->state.norm, o->skip_norm_z);
+    p.step = (int)(t->state.step + 1 - t->state.optimizer_begin);
+    watchdog_step(t->state.step + 1);
+    StepReport r = update(t, &p, use[0], (int64_t)calls_all(c) * c->micro);
+    if (c->kind == STEP_OF_WEIGHTS) {
+        r.result.loss = (float)x[6];
+        r.loss_z = NAN;
+    }
+    r.more = c->call.text;
+    c->kind = STEP_EMPTY;
+    c->micro = c->is_complete = c->has_forward = 0;
+    t->state.step++;
+    t->state.tokens += r.tokens;
+    end_step(t, &r, &c->clock);
+    if (t->state.step == 1) report_choices(t);
+    calls_answer(c, "ok %.9g %d %.9g %.9g", r.result.norm, (int)r.result.verdict, r.result.loss, r.seconds);
+}
+
+// ---- generate
+
+// A sequence and what has become of it: a record of ints, as the caller sees it.
+enum { MADE_COUNT, MADE_REASON, MADE_TOKENS };
+typedef struct {
+    int *made;  // (MADE_TOKENS + most + most): count, reason, tokens, their logp as floats
+    int most;
+} Made;
+static void calls_made(const Made *x, int token, float logprob) {
+    const int i = x->made[MADE_COUNT]++;
+    x->made[MADE_TOKENS + i] = token;
+    memcpy(x->made + MADE_TOKENS + x->most + i, &logprob, sizeof logprob);
+}
+static int calls_hear(void *caller, Sequence *s, const Drawn *drawn, SequenceEnd end) {
+    const Made *x = (const Made *)s->of;
+    (void)caller;
+    if (drawn)
+        calls_made(x, drawn->token, drawn->logprob);
+    else
+        x->made[MADE_REASON] = (int)end;
+    if (end == SEQUENCE_STOP) calls_made(x, s->end, s->end_logprob);
+    return 0;
+}
+static void calls_open_engine(Calls *c) {
+    Trainer *t = c->t;
+    if (c->generates) return;
+    model_decode_open(t->model, generation_slots(&t->o), t->window, known_tokens(t));
+    c->generates = 1;
+}
+// Rank 0: the caller has gone, or wants an end.
+static void calls_look_up(const Calls *c) {
+    struct pollfd in = {c->socket, POLLIN, 0};
+    if (c->socket >= 0 && poll(&in, 1, 0) > 0) stop_signal = SIGTERM;
+}
+// All groups: their own sequences. `mine` of them begin at `first`.
+static int calls_generate(Calls *c, Sequence *sequences, int first, int mine) {
+    Engine e = engine_of(c->t);
+    e.hear = calls_hear;
+    for (int i = 0; i < mine; i++) engine_add(&e, &sequences[first + i]);
+    int stopped = 0, on = 1;
+    for (int step = 1; on; step++) {
+        const int more = engine_step(&e);
+        if (more && step % GENERATE_MEETING) continue;
+        calls_look_up(c);
+        const int all = stop_meet(&c->t->comm, more ? MEET_ON : 0);
+        stopped = (all & MEET_STOP) != 0;
+        if (stopped) engine_clear(&e);
+        on = !stopped && all & MEET_ON;
+    }
+    if (c->t->mesh.tp.world > 1) comm_align(&c->t->comm);
+    stop_signal = 0;
+    return stopped;
+}
+// generate prompts n most temperature top-k top-p seed ends ints: in the memory, `ints` of them, the ids that end a
+// text, then of each prompt its length and its ids -> from the first byte on n records (Made) of each prompt
+static void call_generate(Calls *c) {
+    Trainer *t = c->t;
+    const double *x = c->call.x;
+    const int prompts = (int)x[0], n = (int)x[1], most = (int)x[2], ends = (int)x[7], record = MADE_TOKENS + 2 * most;
+    const Comm *dp = calls_dp(c);
+    const int together = computes_together(&t->o, dp), parts = together ? 1 : dp->world;
+    if (prompts < 1 || n < 1 || most < 1 || ends < 0)
+        return calls_refuse(c, "%d prompts, %d samples of each, %d tokens\ngive at least one of each", prompts, n, most);
+    const size_t count = (size_t)prompts * n, each = (count + parts - 1) / parts;
+    const int ints = (int)x[8];
+    if (!calls_has_room(c, count * record * sizeof(int)) || !calls_has_room(c, ints * sizeof(int))) return;
+    int *given = new_array(int, ints), *made = new_zeros(int, each * parts * record), at = ends;
+    calls_take(c, given, 0, ints * sizeof(int));
+    const char *problem = NULL;
+    int which = 0;
+    for (; which < prompts && !problem; which++) {
+        const int length = at < ints ? given[at++] : 0;
+        if (length > ints - at) problem = "is not all there\nuse the llmc package of this version";
+        if (length < 1) problem = "has no tokens\ngive it one, such as end-of-text";
+        if (length >= t->window) problem = "does not fit into the context with a token to follow\nshorten it";
+        for (int i = 0; i < length && !problem; i++)
+            if (given[at + i] < 0 || given[at + i] >= known_tokens(t))
+                problem = "has an id that is not in the vocabulary\nuse the model's own tokenizer";
+        at += length;
+    }
+    if (problem) {
+        calls_refuse(c, "prompt %d %s", which - 1, problem);
+    } else {
+        calls_open_engine(c);
+        c->has_forward = 0;
+        const Ends own = {given, ends, NULL, 0};
+        Sequence *sequences = new_zeros(Sequence, count);
+        Made *records = new_array(Made, count);
+        at = ends;
+        for (size_t i = 0; i < count; i++) {
+            Sequence *s = &sequences[i];
+            const int length = given[at];
+            s->count = length;
+            s->most = length + most < t->window ? length + most : t->window;
+            s->tokens = new_array(int, s->most);
+            memcpy(s->tokens, given + at + 1, length * sizeof(int));
+            const Draw draw = {(float)x[3], (int)x[4], (float)x[5], (uint64_t)x[6], rand_stream(RAND_SAMPLE, i), 0};
+            s->draw = draw;
+            s->ends = &own;
+            records[i].made = made + i * record;
+            records[i].most = most;
+            s->of = &records[i];
+            if (i % n == (size_t)n - 1) at += 1 + length;
+        }
+        const size_t first = together ? 0 : each * dp->rank, left = first < count ? count - first : 0;
+        const int stopped = calls_generate(c, sequences, (int)first, (int)(left < each ? left : each));
+        if (!together) comm_all_gather(dp, made, each * record * sizeof(int));
+        calls_give(c, 0, made, count * record * sizeof(int));
+        if (stopped)
+            calls_refuse(c, "generation was stopped\ncall it again");
+        else
+            calls_answer(c, "ok %d", record);
+        for (size_t i = 0; i < count; i++) free(sequences[i].tokens);
+        free(sequences);
+        free(records);
+    }
+    free(given);
+    free(made);
+}
+
+// ---- checkpoints, weights, texts
+
+static void call_save(Calls *c) {
+    Trainer *t = c->t;
+    if (!*t->o.output) return calls_refuse(c, "checkpoints need a folder\nstart with --output FOLDER");
+    if (c->kind != STEP_EMPTY) return calls_refuse(c, "a step is half made\ncall step before save");
+    c->has_forward = 0;
+    save(t);
+    save_finish(t);
+    if (t->retry_step) return calls_refuse(c, "the checkpoint was not written, see above\nmake room and save again");
+    calls_answer(c, "ok|%s", checkpoint_folder(t->o.output, t->state.step, "").text);
+}
+// load|FOLDER: weights, and what training needs to go on if the folder has it and x is 1
+static void call_load(Calls *c) {
+    Trainer *t = c->t;
+    const char *folder = c->call.text;
+    char why[WHY_BYTES];
+    const int whole = c->call.x[0] != 0;
+    int good = t->comm.rank > 0 || (whole ? checkpoint_is_whole(folder, -1, why) : is_directory(folder));
+    comm_broadcast(&t->comm, &good, sizeof good, 0);
+    if (!good) return calls_refuse(c, "'%s' is no %s\nname the folder of one", folder, whole ? "checkpoint" : "model");
+    checkpoint_require_intact(&t->comm, folder, whole ? 3 : 2);
+    if (whole) {
+        TrainState s;
+        memset(&s, 0, sizeof s);
+        checkpoint_load_state(folder, &s);
+        checkpoint_load(t->model, folder, &s);
+        memcpy(s.options, t->state.options, sizeof s.options);  // of this run
+        s.tokenizer = t->state.tokenizer;
+        t->state = s;
+    } else
+        model_load_weights(t->model, folder);
+    c->kind = STEP_EMPTY;
+    c->micro = c->is_complete = c->has_forward = 0;
+    calls_answer(c, "ok %lld %lld", (long long)t->state.step, (long long)t->state.tokens);
+}
+// weights|FILE\nNAME: of a tensor, or of all if the name is "", into a new safetensors file
+static void call_weights(Calls *c) {
+    Trainer *t = c->t;
+    char *file = c->call.text, *name = strchr(file, '\n');
+    const ParamTable *table = facts_of(t->model).table;
+    int found = 0;
+    if (name) *name++ = 0;
+    for (int i = 0; name && i < table->count; i++) found |= !*name || !strcmp(table->params[i].name, name);
+    if (!found) return calls_refuse(c, "there is no tensor '%s'\nnames() has them all", name ? name : "");
+    SlotFile f;
+    int64_t progress = 0;
+    slots_declare(&f, t->model, weight_slot, 1, *name ? name : NULL, file);
+    if (t->comm.rank == 0) st_begin(&f.file, 1);
+    comm_barrier(&t->comm);
+    if (t->comm.rank > 0) st_begin(&f.file, 0);
+    slots_write(&f, t->model, model_read, &progress);
+    const int failed = comm_or(&t->comm, st_finish(&f.file) != 0);
+    c->has_forward = 0;
+    if (failed) return calls_refuse(c, "the weights were not written, see above\nmake room for '%s'", file);
+    calls_answer(c, "ok");
+}
+// names -> the names of all tensors, a line each
+static void call_names(Calls *c) {
+    const ParamTable *table = facts_of(c->t->model).table;
+    Text text;
+    FILE *f = text_open(&text);
+    for (int i = 0; i < table->count; i++) fprintf(f, "%s\n", table->params[i].name);
+    char *bytes = text_close(&text);
+    const size_t length = strlen(bytes);
+    if (calls_has_room(c, length)) {
+        calls_give(c, 0, bytes, length);
+        calls_answer(c, "ok %zu", length);
+    }
+    free(bytes);
+}
+static int calls_has_text(const Calls *c) {
+    const int has = c->t->has_tokenizer && c->t->tokenizer.kind != TOKENIZER_UNKNOWN;
+    if (!has) calls_refuse(c, "the model has no tokenizer for text\nstart with --tokenizer FILE, or give token ids");
+    return has;
+}
+// encode bytes special: a text -> its ids, from the first byte on
+static void call_encode(Calls *c) {
+    const size_t bytes = (size_t)c->call.x[0];
+    if (!calls_has_text(c) || !calls_has_room(c, bytes)) return;
+    char *text = new_zeros(char, bytes + 1);
+    calls_take(c, text, 0, bytes);
+    int *ids = new_array(int, 1 + tokenizer_most(text, (int)bytes));
+    const int n = tokenizer_encode_text(&c->t->tokenizer, text, (int)bytes, c->call.x[1] != 0, ids);
+    if (calls_has_room(c, n * sizeof(int))) {
+        calls_give(c, 0, ids, n * sizeof(int));
+        calls_answer(c, "ok %d", n);
+    }
+    free(text);
+    free(ids);
+}
+// decode count: ids -> their text, from the first byte on
+static void call_decode(Calls *c) {
+    const int n = (int)c->call.x[0];
+    if (!calls_has_text(c) || !calls_has_room(c, n * sizeof(int))) return;
+    int *ids = new_array(int, n), good = 1;
+    calls_take(c, ids, 0, n * sizeof(int));
+    for (int i = 0; i < n; i++) good &= ids[i] >= 0 && ids[i] < c->t->config.vocab_size;
+    char *text = good ? tokenizer_text(&c->t->tokenizer, ids, n, 0) : NULL;
+    const size_t length = text ? strlen(text) : 0;
+    if (!good)
+        calls_refuse(c, "a token id is not in the vocabulary\nuse ids of this model's tokenizer");
+    else if (calls_has_room(c, length)) {
+        calls_give(c, 0, text, length);
+        calls_answer(c, "ok %zu", length);
+    }
+    free(text);
+    free(ids);
+}
+// log|EVENT\nFIELDS: a line of the log
+static void call_log(Calls *c) {
+    char *fields = strchr(c->call.text, '\n');
+    if (fields) *fields++ = 0;
+    FILE *f = logger_begin(&c->t->log, c->call.text, c->t->state.step);
+    if (f && fields) fputs(fields, f);
+    if (f) logger_end(&c->t->log);
+    calls_answer(c, "ok");
+}
+
+// ---- all calls
+
+static void calls_open(Calls *c) {
+    Trainer *t = c->t;
+    const size_t all = calls_all(c);
+    c->socket = -1;
+    c->inputs = new_zeros(int, 2 * all);
+    c->targets = c->inputs + all;
+    c->values = new_zeros(float, all);
+    c->clock = now_seconds();
+    t->saved_step = t->state.step;
+    if (t->comm.rank > 0) return;
+    struct sockaddr_un to;
+    memset(&to, 0, sizeof to);
+    to.sun_family = AF_UNIX;
+    snprintf(to.sun_path, sizeof to.sun_path, "%s", t->o.calls);
+    c->socket = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    require(c->socket >= 0 && !connect(c->socket, (struct sockaddr *)&to, sizeof to),
+            "cannot connect to '%s': %s\n--debug calls is for programs: import llmc in Python", t->o.calls,
+            strerror(errno));
+    char path[PATH_MAX] = "";
+    (void)!recv(c->socket, path, sizeof path - 1, 0);
+    c->file = open_or_die(path, O_RDWR | O_CLOEXEC, "start the program that calls again");
+    calls_map(c);
+    Text text;
+    FILE *f = text_open(&text);
+    fputs("ok|{\"ranks\":", f);
+    fprintf(f, "%d", t->comm.world);
+    json_write_fields(f, "groups %d batch_size %lld seq_len %lld micro_steps %d vocab %d eot %d context %d step %ld",
+                      t->mesh.dp.world, t->o.batch_size, t->o.seq_len, t->num_micro, known_tokens(t), first_token(t),
+                      t->window, t->state.step);
+    json_write_fields(f, "tokens %ld steps %lld device %s dtype %s parameters %ld memory_gib %g tokenizer %d",
+                      t->state.tokens, t->steps, model_device(t->model), model_dtype(t->model),
+                      facts_of(t->model).table->num_weights, model_memory_gib(t->model), t->has_tokenizer);
+    fputs("}", f);
+    char *ready = text_close(&text);
+    (void)!send(c->socket, ready, strlen(ready), MSG_NOSIGNAL);
+    free(ready);
+}
+// Until no more calls come. Returns the exit status.
+static int answer_calls(Trainer *t) {
+    static const struct {
+        const char *name;
+        void (*answer)(Calls *);
+    } calls[] = {{"forward", call_forward}, {"backward", call_backward}, {"train", call_train},
+                 {"step", call_step},       {"generate", call_generate}, {"save", call_save},
+                 {"load", call_load},       {"weights", call_weights},   {"names", call_names},
+                 {"encode", call_encode},   {"decode", call_decode},     {"log", call_log}};
+    Calls *c = new_zeros(Calls, 1);
+    c->t = t;
+    calls_open(c);
+    while (calls_next(c)) {
+        int i = 0;
+        while (i < COUNT_OF(calls) && strcmp(calls[i].name, c->call.name)) i++;
+        if (i < COUNT_OF(calls))
+            calls[i].answer(c);
+        else
+            calls_refuse(c, "there is no call '%s'\nuse the llmc package of this version", c->call.name);
+    }
+    save_finish(t);
+    logger_event(&t->log, "end", t->state.step, "reason %s status %d", "all calls done", EXIT_SUCCESS);
+    free(c->inputs);
+    free(c->values);
+    free(c);
+    return EXIT_SUCCESS;
+}
+
+#endif

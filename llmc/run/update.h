@@ -1,0 +1,67 @@
+// The update that ends an optimiser step, and what is known of the run by it.
+#ifndef LLMC_RUN_UPDATE_H
+#define LLMC_RUN_UPDATE_H
+
+#include "saving.h"
+
+// NaN until the window is full.
+typedef struct { double mean, deviation; } Moments;
+static Moments window_moments(const StateWindow *w) {
+    double mean = 0, variance = 0;
+    for (int i = 0; i < STATE_WINDOW; i++) mean += w->values[i] / STATE_WINDOW;
+    for (int i = 0; i < STATE_WINDOW; i++) variance += (w->values[i] - mean) * (w->values[i] - mean) / STATE_WINDOW;
+    if (w->count < STATE_WINDOW) mean = variance = NAN;
+    const Moments m = {mean, sqrt(variance)};
+    return m;
+}
+// How many standard deviations x lies above the window's mean. x then joins the window.
+static double window_zscore(StateWindow *w, double x) {
+    const Moments m = window_moments(w);
+    w->values[w->count++ % STATE_WINDOW] = x;
+    return m.deviation == 0 ? 0 : (x - m.mean) / m.deviation;
+}
+// What lies z standard deviations above the mean. Infinity: z is 0, or the window is not full.
+static double window_limit(const StateWindow *w, double z) {
+    const Moments m = window_moments(w);
+    return z > 0 && m.deviation > 0 ? m.mean + z * m.deviation : INFINITY;
+}
+
+// Judges the run by the loss and the norm of a step.
+static void judge_step(Trainer *t, const StepResult *r) {
+    char why[100] = "";
+    int finite = r->verdict != STEP_NOT_FINITE;
+    if (!finite)
+        snprintf(why, sizeof why, ", gradient norm %g", r->norm);
+    else if (losses_have_diverged(&t->state.loss))
+        strcpy(why, " is far above the losses before it");
+    else if (r->loss > 2 * log(t->config.vocab_size))
+        strcpy(why, " is more than twice that of guessing");
+    *t->diverged = 0;
+    if (*why) snprintf(t->diverged, sizeof t->diverged, "step %lld: loss %g%s", t->state.step + 1ll, r->loss, why);
+    t->not_finite_in_a_row = finite ? 0 : t->not_finite_in_a_row + 1;
+    t->not_finite += !finite;
+    prove_checkpoint(t);
+}
+// The gradients of a step of so many tokens are complete. lr: for the report.
+static StepReport update(Trainer *t, const UpdateParams *p, double lr, int64_t tokens) {
+    StepReport r;
+    memset(&r, 0, sizeof r);
+    r.lr = lr;
+    r.tokens = tokens;
+    r.result = model_update(t->model, p);
+    console_overwrite("");
+    const int finite = r.result.verdict != STEP_NOT_FINITE;
+    r.loss_z = finite ? window_zscore(&t->state.loss, r.result.loss) : NAN;
+    r.norm_z = finite ? window_zscore(&t->state.norm, r.result.norm) : NAN;
+    judge_step(t, &r.result);
+    return r;
+}
+// clock: when the step before had ended; becomes now.
+static void end_step(Trainer *t, StepReport *r, double *clock) {
+    const double now = now_seconds();
+    r->seconds = now - *clock;
+    *clock = now;
+    report_step(t, r);
+}
+
+#endif
