@@ -1516,7 +1516,11 @@ static int most_rows(const Model *m) { return m->B * m->T / m->mesh->tp.world; }
 void model_decode_open(Model *m, int slots, int room, int known) {
     const Config *c = &m->local;
     const int NKV = c->num_kv_heads, HD = c->head_dim;
-    assert(!m->cache && room <= c->max_seq_len && known <= m->config.vocab_size);
+    assert(room <= c->max_seq_len && known <= m->config.vocab_size);
+    if (m->cache) {
+        memset(m->cache->length, 0, slots * sizeof(int));
+        return;
+    }
     KvCache *k = m->cache = (KvCache *)floats(m, sizeof *k / sizeof(float));
     k->layers = (KvLayer *)floats(m, c->num_layers * sizeof(KvLayer) / sizeof(float));
     for (int l = 0; l < c->num_layers; l++) {

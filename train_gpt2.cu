@@ -90,9 +90,12 @@ static float *stream_absmax(const Model *m, int l) {
     return layer_absmax(&m->plan, &m->b, ABSMAX_GRADIENT, l + 1, ROLE_FCPROJW);
 }
 static const floatX *block_input(const Model *m, int l) { return l == 0 ? m->b.x_embedding : m->b.blocks[l - 1].x_out; }
+// A pass of generation keeps nothing for backward: all its blocks use the first one's place, and a cache of keys and
+// values may have that of the others (decoder_place).
+static const BlockActs *block_acts(const Model *m, const Pass *p, int l) { return &m->b.blocks[p->cache ? 0 : l]; }
 static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     const Plan *plan = p->cache ? &m->decoding : &m->plan;
-    const BlockActs *a = &m->b.blocks[l];
+    const BlockActs *a = block_acts(m, p, l);
     const Unit u = unit_get(m, p, l + 1, use);
     input_get(&m->offload, p, l, use);
     const int normalises_qk = plan_normalises_qk(plan);
@@ -168,7 +171,7 @@ static void attend(const Model *m, const Pass *p, const Block *b, int l) {
 }
 // A block up to its activation: all that backward reads of it, so all that --recompute 3 makes again.
 static void block_inside(const Model *m, const Pass *p, const Block *b, int l, Residual *x) {
-    residual_norm(p, &b->norm1, b->h1, l ? m->b.blocks[l - 1].x_out : NULL, x);
+    residual_norm(p, &b->norm1, b->h1, l ? block_acts(m, p, l - 1)->x_out : NULL, x);
     linear_forward(p, &b->qkv, b->q_k_v, b->h1);
     attend(m, p, b, l);
     x->branch = linear_project(p, &b->proj, b->y);
@@ -234,7 +237,7 @@ static void model_forward(Model *m, const Pass *p) {
     const Unit last = unit_get(m, p, L + 1, UNIT_FORWARD);
     input_get(&m->offload, p, L, UNIT_FORWARD);
     const Norm norm = final_norm(m, &last);
-    residual_norm(p, &norm, m->b.h_final, m->b.blocks[L - 1].x_out, &x);
+    residual_norm(p, &norm, m->b.h_final, block_acts(m, p, L - 1)->x_out, &x);
 }
 
 // ---- head: forward and its own backward
@@ -662,7 +665,10 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
 
 void model_decode_open(Model *m, int slots, int room, int known) {
     const int reaches = m->links.p2p[SHORT_TENSOR].opened;
-    decoder_open(&m->decoder, &m->plan, &m->b, reaches, slots, room, known, m->gpu.compute);
+    if (m->decoder.cache.keys)
+        decoder_clear(&m->decoder, &m->plan, m->gpu.compute);
+    else
+        decoder_open(&m->decoder, &m->plan, &m->b, reaches, slots, room, known, m->gpu.compute);
 }
 int model_length(const Model *m, int slot) { return m->decoder.length[slot]; }
 void model_forget(Model *m, int slot, int length) { m->decoder.length[slot] = length; }

@@ -450,8 +450,8 @@ class Trainer:
         return self._words(np.uint8, n).tobytes().decode().split()
 
     def weights(self, name=None):
-        """One tensor as float32, in Hugging Face's shape and orientation; without a name {name: array} of all. Of bf16
-        weights with masters: the masters' bits are those of save(); these are the weights that products read."""
+        """One tensor as float32, in Hugging Face's shape and orientation; without a name {name: array} of all: the weights
+        that products read, of bf16 on a GPU."""
         self._flush(last=False)
         self._forward = None
         with tempfile.TemporaryDirectory(prefix="llmc-") as folder:
@@ -461,8 +461,13 @@ class Trainer:
                 header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
                 data = np.frombuffer(f.read(), np.uint8)
         header.pop("__metadata__", None)
-        view = {k: data[slice(*v["data_offsets"])].view(np.float32).reshape(v["shape"]) for k, v in header.items()}
-        return view[name] if name else view
+        made = {}
+        for key, entry in header.items():
+            raw = data[slice(*entry["data_offsets"])]
+            if entry["dtype"] == "BF16":  # the upper half of a float32
+                raw = (raw.view(np.uint16).astype(np.uint32) << 16)
+            made[key] = raw.view(np.float32).reshape(entry["shape"])
+        return made[name] if name else made
 
     def log(self, event, **fields):
         """A line of main.jsonl in output, beside the program's: log("eval", loss=2.1) is drawn as a validation loss."""

@@ -46,17 +46,45 @@ typedef struct {
 
 // ---- before the first step
 
-static void decoder_request(const Plan *p, Decoder *d) {
+typedef struct { size_t keys, scales; } CacheBytes;
+// Bytes of the keys, which are those of the values, and of the scales of both.
+static CacheBytes decoder_cache(const Plan *p, const KvCache *k) {
+    const Config *c = &p->local;
+    const size_t heads = (size_t)c->num_kv_heads * (size_t)c->head_dim,
+                 size = (size_t)c->num_layers * (size_t)k->slots * (size_t)k->room * heads;
+    const int fp8 = cache_is_fp8(&p->options);
+    return {round_up(fp8 ? size : size * sizeof(floatX), 512), fp8 ? size / (size_t)c->head_dim : 0};
+}
+// Of a run of calls, where training and generation take turns, the cache may lie in the activations that blocks but the
+// first keep for backward. Returns whether it fits.
+static int decoder_place(const Plan *p, const Buffers *b, Decoder *d) {
+    const CacheBytes cache = decoder_cache(p, &d->cache);
+    const size_t block = round_up(saved_block_size(p) * sizeof(floatX), 512), all = block * (size_t)p->config.num_layers;
+    if (!*p->options.calls || p->recomputes_blocks || cache.scales || 2 * cache.keys + block > all) return 0;
+    d->cache.keys = (char *)b->saved_block + block;
+    d->cache.values = (char *)d->cache.keys + cache.keys;
+    return 1;
+}
+// Nothing that was there before is read, not even as 0 times NaN.
+static void decoder_clear(Decoder *d, const Plan *p, cudaStream_t stream) {
+    const CacheBytes cache = decoder_cache(p, &d->cache);
+    assert(!d->queued);
+    cudaCheck(cudaMemsetAsync(d->cache.keys, 0, cache.keys, stream));
+    cudaCheck(cudaMemsetAsync(d->cache.values, 0, cache.keys, stream));
+    memset(d->length, 0, sizeof d->length);
+}
+static void decoder_request(const Plan *p, const Buffers *b, Decoder *d) {
     const Config *c = &p->local;
     KvCache *k = &d->cache;
     Memory *m = &d->memory;
-    const size_t heads = (size_t)c->num_kv_heads * (size_t)c->head_dim, rows = prompt_rows(k->room),
-                 size = (size_t)c->num_layers * (size_t)k->slots * (size_t)k->room * heads,
-                 fp8 = (size_t)cache_is_fp8(&p->options), bytes = fp8 ? size : size * sizeof(floatX);
+    const size_t rows = prompt_rows(k->room);
+    const CacheBytes cache = decoder_cache(p, k);
     memory_group(m, "samples");
-    memory_request(m, (char **)&k->keys, "keys (L,slots,NKV,room,HD)", bytes);
-    memory_request(m, (char **)&k->values, "values (L,slots,NKV,room,HD)", bytes);
-    if (fp8) memory_request(m, &k->scales, "their scales (L,slots,NKV,room,2)", size / (size_t)c->head_dim);
+    if (!decoder_place(p, b, d)) {
+        memory_request(m, (char **)&k->keys, "keys (L,slots,NKV,room,HD)", cache.keys);
+        memory_request(m, (char **)&k->values, "values (L,slots,NKV,room,HD)", cache.keys);
+    }
+    if (cache.scales) memory_request(m, &k->scales, "their scales (L,slots,NKV,room,2)", cache.scales);
     memory_request(m, &k->qkv, "a prompt's q, k, v", rows * (size_t)qkv_width(c));
     memory_request(m, &k->y, "a prompt's attention", rows * (size_t)(c->num_heads * c->head_dim));
     memory_request(m, &k->lse, "a prompt's lse", rows * (size_t)c->num_heads);
@@ -132,8 +160,9 @@ static void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int reache
     kernel->slots = slots;
     kernel->room = room;
     d->has_kernel = plan_has_decode_kernel(p) && (!plan_is_split(p) || reaches);
-    decoder_request(p, d);
+    decoder_request(p, b, d);
     memory_allocate(&d->memory, memory_room(1), stdout, decode_memory_hint, (void *)p);
+    decoder_clear(d, p, stream);
     if (k->cos_sin) upload_rope_table(c, k->cos_sin, room, stream);
     for (cudaEvent_t &e : d->done) cudaCheck(cudaEventCreateWithFlags(&e, cudaEventDisableTiming));
     if (!d->has_kernel) return;

@@ -41,7 +41,6 @@ typedef struct {
     int has_forward;         // the activations of these tokens are there, of the weights as they are trained
     StepKind kind;           // by what the step has got its gradients so far
     int micro, is_complete;  // micro-steps of the step so far; no other may follow
-    int generates;           // has an engine
     double clock;
 } Calls;
 
@@ -272,12 +271,6 @@ static int calls_hear(void *caller, Sequence *s, const Drawn *drawn, SequenceEnd
     if (end == SEQUENCE_STOP) calls_made(x, s->end, s->end_logprob);
     return 0;
 }
-static void calls_open_engine(Calls *c) {
-    Trainer *t = c->t;
-    if (c->generates) return;
-    model_decode_open(t->model, generation_slots(&t->o), t->window, known_tokens(t));
-    c->generates = 1;
-}
 // Rank 0: the caller has gone, or wants an end.
 static void calls_look_up(const Calls *c) {
     struct pollfd in = {c->socket, POLLIN, 0};
@@ -332,7 +325,7 @@ static void call_generate(Calls *c) {
     if (problem) {
         calls_refuse(c, "prompt %d %s", which - 1, problem);
     } else {
-        calls_open_engine(c);
+        model_decode_open(t->model, generation_slots(&t->o), t->window, known_tokens(t));
         c->has_forward = 0;
         const Ends own = {given, ends, NULL, 0};
         Sequence *sequences = new_zeros(Sequence, count);
