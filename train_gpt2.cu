@@ -663,12 +663,30 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
     memcpy(losses, m->b.host_losses, N * sizeof(float));
 }
 
+// --lora: what the kernel of a step reads.
+static void merge_blocks(Model *m) {
+    const Plan *plan = &m->plan;
+    const Linear *layers[] = {&plan->qkv, &plan->proj, &plan->fc, &plan->fcproj};
+    const Pass p = pass_of(m, 1, 1);
+    for (int unit = 1; unit <= m->config.num_layers; unit++) {
+        const Unit u = unit_get(m, &p, unit, UNIT_FORWARD);
+        for (int i = 0; i < 4; i++) {
+            const Role role = (Role)(ROLE_QKVW + i);
+            Linear l = *layers[i];
+            l.weight = unit_param(&u, u.weights, role);
+            l.adapters = layer_adapters(plan, &u, role, l.in);
+            merge_weight(decoder_matrix(plan, &m->decoder, unit, role), plan, &m->b, &u, &l, role, m->gpu.compute);
+        }
+        unit_release(m, &p, &u, UNIT_FORWARD);
+    }
+}
 void model_decode_open(Model *m, int slots, int room, int known) {
     const int reaches = m->links.p2p[SHORT_TENSOR].opened;
     if (m->decoder.cache.keys)
         decoder_clear(&m->decoder, &m->plan, m->gpu.compute);
     else
         decoder_open(&m->decoder, &m->plan, &m->b, reaches, slots, room, known, m->gpu.compute);
+    if (decoder_merges(&m->plan, &m->decoder)) merge_blocks(m);
 }
 int model_length(const Model *m, int slot) { return m->decoder.length[slot]; }
 void model_forget(Model *m, int slot, int length) { m->decoder.length[slot] = length; }

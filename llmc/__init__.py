@@ -32,7 +32,7 @@ import weakref
 import numpy as np
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.append(os.path.join(ROOT, "dev"))
+sys.path += [os.path.join(ROOT, "dev"), ROOT]  # dev.data.rows, too
 from program import NoProgram, trainer, under_mpirun  # noqa: E402
 
 VERDICTS = ("applied", "not finite", "loss is an outlier", "norm is an outlier")

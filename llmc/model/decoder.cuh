@@ -33,6 +33,7 @@ typedef struct {
     int known, width;              // see model_decode_open; floats from row to row of the logits
     float *logits;                 // (DECODE_ROWS,width) of the last step
     floatX *gathered;              // --tp, row by row: a row's logits of all ranks
+    floatX *merged;                // --lora: all blocks' matrices
     int *drawn;                    // (slots) on the device
     DecodeTold *told, *host_told;  // (1), pinned (DECODE_STEPS)
     Drawn *host_drawn;             // pinned (DECODE_STEPS,DECODE_ROWS)
@@ -55,14 +56,19 @@ static CacheBytes decoder_cache(const Plan *p, const KvCache *k) {
     const int fp8 = cache_is_fp8(&p->options);
     return {round_up(fp8 ? size : size * sizeof(floatX), 512), fp8 ? size / (size_t)c->head_dim : 0};
 }
-// Of a run of calls, where training and generation take turns, the cache may lie in the activations that blocks but the
-// first keep for backward. Returns whether it fits.
+// With --lora the kernel reads all blocks' matrices with their adapters merged into them.
+static int decoder_merges(const Plan *p, const Decoder *d) { return d->has_kernel && p->lora.rank; }
+static size_t decoder_merged(const Plan *p) { return (size_t)p->config.num_layers * block_matrices(p); }
+// Of a run of calls, where training and generation take turns, cache and merged matrices may lie in the activations that
+// blocks but the first keep for backward. Returns whether they fit.
 static int decoder_place(const Plan *p, const Buffers *b, Decoder *d) {
     const CacheBytes cache = decoder_cache(p, &d->cache);
     const size_t block = round_up(saved_block_size(p) * sizeof(floatX), 512), all = block * (size_t)p->config.num_layers;
-    if (!*p->options.calls || p->recomputes_blocks || cache.scales || 2 * cache.keys + block > all) return 0;
+    const size_t merged = decoder_merges(p, d) ? decoder_merged(p) * sizeof(floatX) : 0;
+    if (!*p->options.calls || p->recomputes_blocks || cache.scales || block + 2 * cache.keys + merged > all) return 0;
     d->cache.keys = (char *)b->saved_block + block;
     d->cache.values = (char *)d->cache.keys + cache.keys;
+    d->merged = (floatX *)((char *)d->cache.values + cache.keys);
     return 1;
 }
 // Nothing that was there before is read, not even as 0 times NaN.
@@ -83,6 +89,7 @@ static void decoder_request(const Plan *p, const Buffers *b, Decoder *d) {
     if (!decoder_place(p, b, d)) {
         memory_request(m, (char **)&k->keys, "keys (L,slots,NKV,room,HD)", cache.keys);
         memory_request(m, (char **)&k->values, "values (L,slots,NKV,room,HD)", cache.keys);
+        if (decoder_merges(p, d)) memory_request(m, &d->merged, "blocks' matrices, merged", decoder_merged(p));
     }
     if (cache.scales) memory_request(m, &k->scales, "their scales (L,slots,NKV,room,2)", cache.scales);
     memory_request(m, &k->qkv, "a prompt's q, k, v", rows * (size_t)qkv_width(c));
@@ -104,10 +111,14 @@ static void decoder_request(const Plan *p, const Buffers *b, Decoder *d) {
     if (ranks > 1) p2p_request(&d->p2p, m, ranks, 0, decode_lines_bytes(&d->kernel, ranks), "exchanges of a step");
 }
 static const floatX *weights_of_role(const Plan *p, const Buffers *b, int unit, Role role) {
-    const size_t at = param_at(p->table, unit, role);
-    return at == NO_PARAM ? NULL : b->weights + plan_index(p, SLOT_WEIGHT, unit, at);
+    const Slot s = plan_base_slot(p);
+    const size_t at = param_at(p->base, unit, role);
+    return at == NO_PARAM ? NULL : (const floatX *)slot_pointer(b, s) + plan_index(p, s, unit, at);
 }
-static void decoder_upload_matrices(const Plan *p, const Buffers *b, DecodeMatrix *to, cudaStream_t stream) {
+static floatX *decoder_matrix(const Plan *p, const Decoder *d, int unit, Role role) {
+    return d->merged + (size_t)(unit - 1) * block_matrices(p) + param_at(p->base, unit, role) - p->base->unit_begin[unit];
+}
+static void decoder_upload_matrices(const Plan *p, const Buffers *b, const Decoder *d, cudaStream_t stream) {
     static const struct {
         Role weight, bias, gain, norm_bias, head_gains;
     } roles[] = {{ROLE_QKVW, ROLE_QKVB, ROLE_LN1W, ROLE_LN1B, ROLE_QKNORMW},
@@ -115,21 +126,23 @@ static void decoder_upload_matrices(const Plan *p, const Buffers *b, DecodeMatri
                  {ROLE_FCW, ROLE_FCB, ROLE_LN2W, ROLE_LN2B, NUM_ROLES},
                  {ROLE_FCPROJW, ROLE_FCPROJB, NUM_ROLES, NUM_ROLES, NUM_ROLES},
                  {ROLE_HEADW, ROLE_HEADB, ROLE_LNFW, ROLE_LNFB, NUM_ROLES}};
-    const int count = quantised_count(p), final = p->table->num_units - 1;
+    const int count = quantised_count(p), final = p->base->num_units - 1;
     DecodeMatrix *table = new_array(DecodeMatrix, count);
     for (int i = 0; i < count; i++) {
         const int head = i == count - 1, unit = head ? final : 1 + i / 4, tied = head && p->config.tied;
         const auto &r = roles[head ? 4 : i % 4];
         const auto vector = [&](Role role) { return role == NUM_ROLES ? NULL : weights_of_role(p, b, unit, role); };
         table[i] = {NULL, NULL, vector(r.bias), vector(r.gain), vector(r.norm_bias), vector(r.head_gains)};
-        if (p->weights == WEIGHTS_FP32) {
+        if (!head && p->lora.rank) {
+            table[i].weights = decoder_matrix(p, d, unit, r.weight);
+        } else if (p->weights == WEIGHTS_FP32) {
             table[i].weights = weights_of_role(p, b, tied ? 0 : unit, tied ? ROLE_WTE : r.weight);
         } else {
             table[i].weights = b->quantised.matrix[i].codes;
             table[i].scales = b->quantised.matrix[i].scales;
         }
     }
-    upload(to, table, (size_t)count * sizeof *table, stream);
+    upload(d->matrices, table, (size_t)count * sizeof *table, stream);
     free(table);
 }
 static void decode_memory_hint(char *text, size_t size, MemoryBytes, const Memory *, void *plan) {
@@ -166,7 +179,7 @@ static void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int reache
     if (k->cos_sin) upload_rope_table(c, k->cos_sin, room, stream);
     for (cudaEvent_t &e : d->done) cudaCheck(cudaEventCreateWithFlags(&e, cudaEventDisableTiming));
     if (!d->has_kernel) return;
-    decoder_upload_matrices(p, b, d->matrices, stream);
+    decoder_upload_matrices(p, b, d, stream);
     kernel->matrix = d->matrices;
     kernel->wte = weights_of_role(p, b, 0, ROLE_WTE);
     kernel->wpe = weights_of_role(p, b, 0, ROLE_WPE);

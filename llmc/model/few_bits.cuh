@@ -66,14 +66,17 @@ static Decode decode_of_plan(const Plan *p) {
     d.mlp = c->mlp;
     d.qk_norm = c->qk_norm != QK_NORM_NONE;
     d.query_scale = query_scale(c);
-    for (int &dtype : d.dtype) dtype = decode_dtype(p->weights);
+    for (int kind = 0; kind < DECODE_KINDS; kind++)  // matrices with adapters are merged, into floatX
+        d.dtype[kind] = p->lora.rank && kind != DECODE_HEAD ? DECODE_NATIVE : decode_dtype(p->weights);
     return d;
 }
-// Products in fp8 have none: samples are in the arithmetic that trained. Nor have weights that are merged. With --tp
-// ranks must be able to write to each other's memory, which is known when links are open.
+// Samples of training are in the arithmetic that trained: products in fp8 have no kernel, nor have weights that are
+// merged block by block. Calls want many texts soon: of weights as they are, or merged before (decoder_merges). With
+// --tp ranks must be able to write to each other's memory, which is known when links are open.
 static int plan_has_decode_kernel(const Plan *p) {
     const Decode sizes = decode_of_plan(p);
-    return p->zero_stage < 3 && !p->fp8 && !p->lora.rank && decode_fits(&sizes);
+    const int trains_alike = !p->fp8 && !p->lora.rank;
+    return p->zero_stage < 3 && (trains_alike || *p->options.calls) && decode_fits(&sizes);
 }
 
 // ---- where
@@ -92,8 +95,9 @@ static void quantised_request(const Plan *p, Quantised *q, Memory *m) {
     memory_request(m, &q->scales, "their scales", scales);
 }
 // Elements of the buffer for matrices that are widened or merged: those of a block, and the head.
+static size_t block_matrices(const Plan *p) { return param_at(p->base, 1, ROLE_LN1W) - p->base->unit_begin[1]; }
 static size_t merged_elements(const Plan *p) {
-    const size_t block = param_at(p->base, 1, ROLE_LN1W) - p->base->unit_begin[1],
+    const size_t block = block_matrices(p),
                  head = (size_t)p->head.out * (size_t)p->head.in;
     // The head is widened for all but the kernel of a step.
     const int has_kernel = plan_has_decode_kernel(p) && !plan_is_split(p);

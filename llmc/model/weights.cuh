@@ -15,7 +15,7 @@
 // "After an update": in the first forward pass after it, which is told by p->quantises_weights. "In each pass": forward
 // and backward make it anew, block by block. zero_get (zero.cuh) is the get of a unit; the others are made here.
 // Embedding, norms and biases are floatX always. --offload moves no weights. A step of generation is one kernel, which
-// reads weights as they are kept (kernels/decode_stream.cuh).
+// reads weights as they are kept (kernels/decode_stream.cuh); with --lora, in a run of calls, all blocks' merged.
 #ifndef LLMC_WEIGHTS_CUH
 #define LLMC_WEIGHTS_CUH
 
@@ -66,16 +66,21 @@ static float *layer_absmax(const Plan *p, const Buffers *b, AbsmaxOf of, int uni
 
 // ---- of a layer
 
+// to (out,in) = what is kept of a layer's weight, in few bits or not, and what its adapters add
+static void merge_weight(floatX *to, const Plan *plan, const Buffers *b, const Unit *u, const Linear *l, Role role,
+                         cudaStream_t stream) {
+    const int number = quantised_number(plan, u->number, role);
+    const QuantMatrix native = {WEIGHTS_FP32, l->out, l->in, (uint8_t *)l->weight, NULL};
+    lora_merge(to, number < 0 ? &native : &b->quantised.matrix[number], &l->adapters, stream);
+}
 // What is in few bits or has adapters, as floatX: in b->merged, which has room for one block or the head; else where it
 // is. The four matrices of a block are merged together, and again when something else was there.
 static const floatX *merged_weight(const Plan *plan, Buffers *b, const Pass *p, const Unit *u, const Linear *l,
                                    Role role) {
     const int number = quantised_number(plan, u->number, role), is_block = unit_is_block(u->table, u->number);
-    const QuantMatrix native = {WEIGHTS_FP32, l->out, l->in, (uint8_t *)l->weight, NULL};
     if (number < 0 && !l->adapters.count) return l->weight;
     floatX *to = is_block ? unit_param(u, b->merged, role) : b->merged;
-    if (!is_block || b->merged_block != u->number)
-        lora_merge(to, number < 0 ? &native : &b->quantised.matrix[number], &l->adapters, p->stream);
+    if (!is_block || b->merged_block != u->number) merge_weight(to, plan, b, u, l, role, p->stream);
     if (!is_block) b->merged_block = 0;
     return to;
 }
