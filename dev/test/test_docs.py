@@ -188,6 +188,16 @@ def test_pages_run(tree, page):
         assert said in re.sub(r" +", " ", output), (said, output)
 
 
+def test_the_program_of_python_md_runs(tree):
+    """After the page's commands: its pieces are one program."""
+    test_pages_run(tree, ROOT / "doc/python.md")
+    pieces = re.findall(r"^```python\n((?:.*\n)*?)```$", (ROOT / "doc/python.md").read_text(), re.M)
+    (tree / "page.py").write_text("\n".join(pieces))
+    done = launcher.run([sys.executable, "page.py"], cwd=tree, env=ENVIRONMENT | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0 and "right: " in done.stdout, done.stdout + done.stderr[-3000:]
+    assert (tree / "log/python.png").stat().st_size > 1000
+
+
 # ---- what is mentioned
 
 

@@ -1,0 +1,144 @@
+"""What scripts/dpo.py, grpo.py and distill.py share: their command lines, the order of their data, their end."""
+
+import argparse
+import math
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+
+from checked_json import BadFile, open_regular, parse_object
+
+NUMBERS = (  # name, default, least, what it is
+    ("steps", 100, 1, "in all, with those that --resume finds"),
+    ("learning-rate", 1e-6, 0, "(adapters bear 1e-5 to 1e-4)"),
+    ("warmup", 0, 0, "updates in which it rises"),
+    ("batch-size", 8, 1, "rows of a micro-step on a GPU"),
+    ("seq-len", 1024, 2, "tokens of a row"),
+    ("seed", 1337, 0, "of all that is random"),
+    ("save-every", 0, 0, "steps; 0: at the end alone"),
+)
+
+
+def parse(argv, doc, add, numbers):
+    """-> the options, and those of llmc.Trainer behind --. add(parser): adds options that are no numbers."""
+    p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", required=True, help="what the trainer's --model takes: a Hugging Face folder, a run's")
+    p.add_argument("--output", default="", help="folder of log and checkpoints")
+    p.add_argument("--resume", action="store_true", help="go on from --output's newest checkpoint")
+    add(p)
+    numbers = {n[0]: n for n in (*NUMBERS, *numbers)}.values()  # one's own replace those here
+    for name, default, _, text in numbers:
+        p.add_argument("--" + name, type=type(default), default=default, metavar="N", help=f"{text} [{default:g}]")
+    at = argv.index("--") if "--" in argv else len(argv)
+    a, options, name = p.parse_args(argv[:at]), {}, ""
+    for number, _, least, _ in numbers:
+        if not getattr(a, number.replace("-", "_")) >= least:
+            p.error(f"--{number} is less than {least:g}: give more")
+    for word in argv[at + 1 :]:
+        name, _, value = word[2:].partition("=") if word.startswith("--") else (name, "", word)
+        options[name.replace("-", "_")] = int(value) if value.isdigit() else value or True
+    return a, options
+
+
+def trainer_options(a, options, rows_of_step, updates=1):
+    """Of llmc.Trainer, for steps of so many rows."""
+    groups = options.get("ranks", 1) // options.get("tp", 1)
+    rows = a.batch_size * groups
+    own = dict(batch_size=a.batch_size, seq_len=a.seq_len, total_batch=rows * a.seq_len * math.ceil(rows_of_step / rows),
+               max_steps=a.steps * updates, output=a.output, resume=a.resume, seed=a.seed, verbose=True)  # fmt: skip
+    return own | options
+
+
+def of_step(items, count, seed, step):
+    """All items pass by, each time in another order, which follows from seed and step alone."""
+    passes, places = np.divmod(np.arange(step * count, (step + 1) * count), len(items))
+    orders = {i: np.random.default_rng([seed, i]).permutation(len(items)) for i in set(passes.tolist())}
+    return [items[orders[i][place]] for i, place in zip(passes.tolist(), places)]
+
+
+def rate_of(a, t):
+    """The learning rate of the update that comes."""
+    return a.learning_rate * min(1, (t.steps_done + 1) / max(a.warmup, 1))
+
+
+def save_if_due(a, t, step):
+    if a.output and (step + 1 == a.steps or a.save_every and (step + 1) % a.save_every == 0):
+        t.save()
+
+
+def warn(lines):
+    for line in lines[:5] + ([f"... and {len(lines) - 5} more"] if len(lines) > 5 else []):
+        print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
+# ---- prompts
+
+
+@dataclass
+class Prompt:
+    where: str  # file:line
+    given: object  # a text, or ids
+    fields: dict  # the others of its line
+    ids: object = None
+
+
+def read_prompts(path):
+    """A .jsonl file: {"prompt": a text or a list of ids, ...} in each line."""
+    prompts = []
+    with open_regular(path) as f:
+        for i, line in enumerate(f, 1):
+            if line.strip():
+                fields = parse_object(line, f"{path}:{i}")
+                given = fields.read("prompt", (str, list))
+                if isinstance(given, list):
+                    fields.read_list("prompt", int)
+                if not given:
+                    raise BadFile(f"{path}:{i} has no prompt\n  hint: a line is {{\"prompt\": a text or ids, other fields}}")
+                del fields["prompt"]
+                prompts.append(Prompt(f"{path}:{i}", given, fields))
+    if not prompts:
+        raise BadFile(f"{path} is empty\n  hint: give a line for each prompt")
+    return prompts
+
+
+def tokenised(t, prompts, max_tokens):
+    """Those that with their completion fit into a row of the llmc.Trainer t, with their ids; the others are named. A text
+    stands behind end-of-text."""
+    most = min(t.seq_len, t.context) - max_tokens
+    for p in prompts:
+        p.ids = [t.eot, *t.encode(p.given).tolist()] if isinstance(p.given, str) else p.given
+        if min(p.ids) < 0 or max(p.ids) >= t.vocab:
+            raise BadFile(f"{p.where} has an id outside the vocabulary of {t.vocab}\n  hint: use the model's own tokenizer")
+    room = f"--seq-len leaves {max(most, 0)} beside --max-tokens"
+    warn([f"{p.where} is left out: it has {len(p.ids)} tokens, and {room}" for p in prompts if len(p.ids) > most])
+    fit = [p for p in prompts if len(p.ids) <= most]
+    if not fit:
+        raise BadFile(f"no prompt fits: {room}\n  hint: a larger --seq-len (context: {t.context}), or fewer --max-tokens")
+    return fit
+
+
+def rows_of(prompts, completions, values):
+    """-> tokens, targets and values (R,T) of completions behind their prompts. Targets elsewhere are -1, values 0."""
+    T = max(len(p.ids) + len(c) for p, c in zip(prompts, completions)) - 1
+    tokens, targets, placed = (np.full((len(prompts), T), fill) for fill in (0, -1, 0.0))
+    for r, (p, c, v) in enumerate(zip(prompts, completions, values)):
+        both, begin = np.concatenate([p.ids, c]), len(p.ids) - 1
+        tokens[r, : len(both) - 1] = both[:-1]
+        targets[r, begin : len(both) - 1], placed[r, begin : len(both) - 1] = c, v
+    return tokens, targets, placed
+
+
+# ---- the end
+
+
+def end_of(run, *errors):
+    """The exit status of run(); its errors are for people."""
+    try:
+        run()
+    except errors as e:
+        print(f"error: {e}" + ("" if "hint:" in str(e) else "\n  hint: see --help"), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # the trainer has ended
+        return 130
+    return 0

@@ -1,0 +1,181 @@
+"""scripts/dpo.py and scripts/distill.py: what they teach, their mathematics beside torch.autograd, resuming, bad input."""
+
+import json
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_build import ROOT
+
+sys.path += [str(ROOT), str(ROOT / "scripts"), str(ROOT / "dev")]
+import distill  # noqa: E402
+import dpo  # noqa: E402
+import llmc  # noqa: E402
+
+CPU = str(ROOT / "build/train_gpt2")
+MODEL = "d2,channels=64,heads=2,vocab=300,seq=64"
+SMALL = ["--", "--program", CPU, "--threads", "1"]
+draw = np.random.default_rng(0)
+
+
+# ---- the mathematics
+
+
+def textbook(loss, c, r, c0, r0, beta, gamma):
+    h = (c - c0) - (r - r0)
+    if loss == "dpo":
+        return -F.logsigmoid(beta * h)
+    if loss == "ipo":
+        return (h - 1 / (2 * beta)) ** 2
+    if loss == "kto":
+        kl_c, kl_r = (c - c0).mean().clamp(min=0).detach(), (r - r0).mean().clamp(min=0).detach()
+        return 1 - torch.sigmoid(beta * (c - c0 - kl_r)) + 1 - torch.sigmoid(beta * (kl_c - (r - r0)))
+    if loss == "simpo":
+        return -F.logsigmoid(beta * (c - r - gamma / beta))
+    odds = (c - r) - (torch.log1p(-torch.exp(c)) - torch.log1p(-torch.exp(r)))
+    return -c - beta * F.logsigmoid(odds)
+
+
+@pytest.mark.parametrize("loss", dpo.BETAS)
+def test_losses_are_the_textbooks(loss):
+    P, T, beta = 5, 7, dpo.BETAS[loss]
+    logp, first = -draw.exponential(1, (2, 2 * P, T))
+    mask = draw.random((2 * P, T)) < 0.7
+    x = torch.tensor(logp, requires_grad=True)
+    m, length = torch.tensor(mask), torch.tensor(mask.sum(1).clip(1))
+    score = lambda a: (a * m).sum(1) / (length if loss in dpo.AVERAGED else 1)
+    c, r = score(x).view(P, 2).T
+    c0, r0 = score(torch.tensor(first)).view(P, 2).T
+    expected = textbook(loss, c, r, c0, r0, beta, 0.5)
+    expected.mean().backward()
+    s, share = dpo.scores(loss, logp, mask)
+    s0 = dpo.scores(loss, first, mask)[0]
+    value, by_c, by_r = dpo.loss_of_pairs(loss, *s.reshape(P, 2).T, *s0.reshape(P, 2).T, beta, 0.5)
+    weights = np.stack([by_c, by_r], 1).reshape(-1, 1) * share / P
+    np.testing.assert_allclose(value, expected.detach(), atol=1e-9)
+    np.testing.assert_allclose(weights, x.grad, atol=1e-9)
+
+
+# ---- preferences
+
+
+def write_lines(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A model that writes a for b and the other way round, in both ways alike, with a tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("start")
+    tokenizer = folder / "tokenizer.bin"
+    from dev.data.data_common import make_tokenizer
+
+    make_tokenizer("bytes").write(folder)
+    with llmc.Trainer(MODEL, program=CPU, batch_size=4, seq_len=64, threads=1, output=folder / "run",
+                      tokenizer=tokenizer) as t:  # fmt: skip
+        t.train(draw.integers(97, 110, (4, 64)), draw.integers(97, 110, (4, 64)))
+        t.step(1e-3)
+        made = t.save()
+    shutil.copy(tokenizer, made)
+    return made
+
+
+def pairs_file(path, n=24):
+    words = ["".join(chr(97 + i) for i in draw.integers(0, 13, 5)) for _ in range(3 * n)]
+    return write_lines(path, [{"prompt": words[3 * i], "chosen": words[3 * i + 1], "rejected": words[3 * i + 2]}
+                              for i in range(n)])  # fmt: skip
+
+
+def ahead(model, data, trained=None, **options):
+    """How much likelier each chosen answer is than the rejected one, with the weights or adapters of a folder."""
+    with llmc.Trainer(model, program=CPU, batch_size=8, seq_len=64, threads=1, **options) as t:
+        if trained:
+            t.load(trained)
+        tokens, targets = dpo.arrays(dpo.read_pairs(data, t, model), 64)
+        s = dpo.scores("dpo", t.forward(tokens, targets), targets >= 0)[0].reshape(-1, 2)
+    return s[:, 0] - s[:, 1]
+
+
+def run_dpo(start, data, *more, tail=()):
+    words = ["--model", start, "--data", data, "--batch", "8", "--batch-size", "8", "--seq-len", "64", "--seed", "1",
+             "--learning-rate", "1e-3", *map(str, more), *SMALL, *tail]  # fmt: skip
+    return dpo.main(words)
+
+
+def steps_of(output):
+    return [e for e in map(json.loads, open(output / "main.jsonl")) if e["event"] == "step"]
+
+
+@pytest.mark.parametrize("how", ["whole", "lora"])
+def test_preferences_are_turned_round(start, tmp_path, how):
+    data = pairs_file(tmp_path / "pairs.jsonl")
+    turned = [json.loads(line) for line in open(data)]
+    for pair, gain in zip(turned, ahead(start, data)):  # of both answers the likelier one is rejected
+        pair |= {"chosen": pair["rejected"], "rejected": pair["chosen"]} if gain > 0 else {}
+    write_lines(tmp_path / "pairs.jsonl", turned)
+    tail = ("--lora", "8") if how == "lora" else ()
+    rate = ("--learning-rate", "5e-3" if how == "lora" else "1e-3")
+    assert run_dpo(start, data, "--steps", 60, *rate, "--output", tmp_path / "run", tail=tail) == 0
+    steps = steps_of(tmp_path / "run")
+    assert abs(steps[0]["loss"] - np.log(2)) < 1e-4 and abs(steps[0]["margin"]) < 1e-4  # the first policy is the model
+    assert steps[-1]["accuracy"] > 0.95
+    before, after = ahead(start, data), ahead(start, data, tmp_path / "run/step_00000060", lora=8 * (how == "lora"))
+    assert (before <= 0).all() and (after > 0).mean() > 0.95
+
+
+def test_a_resumed_run_has_the_same_digits(start, tmp_path):
+    data = pairs_file(tmp_path / "pairs.jsonl")
+    common = ("--steps", 6, "--save-every", 3)
+    assert run_dpo(start, data, *common, "--output", tmp_path / "whole") == 0
+    assert run_dpo(start, data, *common, "--output", tmp_path / "cut") == 0
+    shutil.rmtree(tmp_path / "cut/step_00000006")
+    assert run_dpo(start, data, *common, "--output", tmp_path / "cut", "--resume") == 0
+    same = lambda folder: [(e["step"], e["loss"], e["norm"]) for e in steps_of(tmp_path / folder)][-3:]
+    assert same("whole") == same("cut")
+
+
+def test_bad_pairs(start, tmp_path, capfd):
+    message = lambda *answers: [{"role": "user", "content": "q"}, *({"role": "assistant", "content": a} for a in answers)]
+    for line, said in (
+        ({"prompt": "a", "chosen": "b"}, "chosen and rejected are not two texts"),
+        ({"prompt": "a", "chosen": "b" * 90, "rejected": "c"}, "has no pair"),
+    ):
+        data = write_lines(tmp_path / "bad.jsonl", [line])
+        assert run_dpo(start, data, "--steps", 2) == 1
+        assert said in capfd.readouterr().err
+    fields = {"chosen": message("x", "a"), "rejected": message("b")}
+    with pytest.raises(dpo.BadFile, match="different prompts"):
+        dpo.conversations(fields, None, None, "f:1")
+
+
+# ---- distillation
+
+
+def test_distillation_brings_the_kl_near_0(start, tmp_path):
+    with llmc.Trainer(start, program=CPU, batch_size=8, seq_len=64, threads=1, output=tmp_path / "teacher") as t:
+        rows = (np.arange(65)[None] + draw.integers(0, 8, (8, 1))) % 8 + 97
+        for _ in range(55):
+            t.train(rows[:, :-1], rows[:, 1:])
+            t.step(2e-3)
+        teacher = t.save()
+    prompts = write_lines(tmp_path / "prompts.jsonl", [{"prompt": [97 + i % 8, 97 + (i + 1) % 8]} for i in range(32)])
+    words = ["--model", start, "--teacher", teacher, "--prompts", prompts, "--steps", "120", "--batch", "32", "--batch-size",
+             "32", "--seq-len", "32", "--max-tokens", "16", "--learning-rate", "3e-3", "--output", str(tmp_path / "run")]
+    assert distill.main([*words, *SMALL]) == 0
+    loss = [e["loss"] for e in steps_of(tmp_path / "run")]
+    assert loss[0] > 0.5 and abs(np.mean(loss[-20:])) < 0.05, loss
+
+
+def test_a_teacher_of_another_vocabulary(start, tmp_path, capfd):
+    prompts = write_lines(tmp_path / "prompts.jsonl", [{"prompt": [1]}])
+    with llmc.Trainer("d1,channels=64,heads=2,vocab=200,seq=64", program=CPU, batch_size=1, seq_len=64,
+                      output=tmp_path / "other") as t:  # fmt: skip
+        teacher = t.save()
+    words = ["--model", start, "--teacher", teacher, "--prompts", prompts,
+             "--max-tokens", "4", "--seq-len", "32"]  # fmt: skip
+    assert distill.main([*words, *SMALL]) == 1
+    assert "the student's own tokenizer" in capfd.readouterr().err

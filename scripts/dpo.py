@@ -1,0 +1,200 @@
+"""Learning from preferences: DPO, IPO, KTO, ORPO or SimPO, as TRL defines them.
+
+  python scripts/dpo.py --model models/qwen --data pairs.jsonl --output log/mine -- --lora 16
+
+pairs.jsonl     a line each: {"prompt": text, "chosen": text, "rejected": text}, or {"chosen": messages, "rejected":
+                messages} of conversations that differ in what is said last, which the model's chat template writes
+behind --       options of llmc.Trainer, named as the trainer's: --lora 16 --ranks 8 --matmul-dtype fp8
+
+The policy that training began with is the model without its adapters; without --lora its log-probabilities are computed
+ahead, and kept in --output. The order follows from --seed and the step: a resumed run makes the same digits. The log has
+loss, accuracy (of pairs whose chosen answer has gained more), margin, chosen and rejected: gains, times beta."""
+
+import math
+import os
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import llmc  # noqa: E402, which finds dev/
+from chat_template import Renderer, TemplateError, read_template  # noqa: E402
+from checked_json import BadFile, open_regular, parse_object  # noqa: E402
+from post_training import end_of, of_step, parse, rate_of, save_if_due, trainer_options, warn  # noqa: E402
+
+# ---- the mathematics
+
+BETAS = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0}
+AVERAGED = ("ipo", "orpo", "simpo")  # the score of an answer is the mean of its log-probabilities, else their sum
+ALONE = ("orpo", "simpo")  # know no policy that training began with
+
+
+def logistic(x):
+    """log sigmoid(x), and its derivative."""
+    return -np.logaddexp(0, -x), 1 / (1 + np.exp(x))
+
+
+def loss_of_pairs(loss, c, r, c0, r0, beta, gamma=0.5):
+    """c, r, c0, r0 (P): scores of the chosen and the rejected answers, now and by the first policy -> the loss of each
+    pair, and its derivatives by c and by r."""
+    h = (c - c0) - (r - r0)
+    if loss == "dpo":  # Rafailov et al., arXiv:2305.18290
+        value, slope = logistic(beta * h)
+        return -value, -beta * slope, beta * slope
+    if loss == "ipo":  # Azar et al., arXiv:2310.12036
+        d = h - 1 / (2 * beta)
+        return d**2, 2 * d, -2 * d
+    if loss == "kto":  # Ethayarajh et al., arXiv:2402.01306, on pairs: the KL of one side is the reference of the other
+        kl_c, kl_r = max((c - c0).mean(), 0), max((r - r0).mean(), 0)
+        good, bad = 1 / (1 + np.exp(-beta * (c - c0 - kl_r))), 1 / (1 + np.exp(-beta * (kl_c - (r - r0))))
+        return (1 - good) + (1 - bad), -beta * good * (1 - good), beta * bad * (1 - bad)
+    if loss == "simpo":  # Meng et al., arXiv:2405.14734
+        value, slope = logistic(beta * (c - r) - gamma)
+        return -value, -beta * slope, beta * slope
+    # ORPO, Hong et al., arXiv:2403.07691: log odds, beside the mean log-probability of the chosen answers
+    odds = lambda x: (x - np.log1p(-np.exp(x)), 1 / (1 - np.exp(x)))
+    (of_c, by_c), (of_r, by_r) = odds(c), odds(r)
+    value, slope = logistic(of_c - of_r)
+    return -c - beta * value, -1 - beta * slope * by_c, beta * slope * by_r
+
+
+def scores(loss, logp, mask):
+    """logp, mask (R,T) -> the score of each row, and what of it a token is."""
+    share = mask / np.maximum(mask.sum(1, keepdims=True), 1) if loss in AVERAGED else mask.astype(float)
+    return (logp * share).sum(1, dtype=np.float64), share
+
+
+# ---- pairs
+
+
+@dataclass
+class Pair:
+    where: str  # file:line
+    rows: list  # of chosen, rejected: (ids, how many of them are the prompt's)
+    number: int = 0
+
+
+def read_pairs(path, t, model):
+    pairs, left_out, cut, renderer = [], [], 0, None
+    with open_regular(path) as f:
+        for number, line in enumerate(f, 1):
+            if not line.strip():
+                continue
+            where, fields, rows = f"{path}:{number}", parse_object(line, f"{path}:{number}"), []
+            kinds = {type(fields.get(k)) for k in ("chosen", "rejected")}
+            if kinds == {list}:
+                renderer = renderer or Renderer(*read_template(model))
+                rows = conversations(fields, renderer, t, where)
+            elif kinds == {str} and isinstance(fields.get("prompt", ""), str):
+                prompt = [t.eot, *t.encode(fields.get("prompt", ""))]
+                rows = [([*prompt, *t.encode(fields[k]), t.eot], len(prompt)) for k in ("chosen", "rejected")]
+            else:
+                raise BadFile(f"{where}: chosen and rejected are not two texts or two lists of messages\n  hint: a line is "
+                              '{"prompt": "...", "chosen": "...", "rejected": "..."}')  # fmt: skip
+            over = max(len(ids) for ids, _ in rows) - 1 - t.seq_len
+            if over >= min(prompt for _, prompt in rows):
+                left_out.append(f"{where} is left out: an answer does not fit into --seq-len {t.seq_len}")
+                continue
+            cut += over > 0
+            pairs.append(Pair(where, [(ids[max(over, 0) :], prompt - max(over, 0)) for ids, prompt in rows], len(pairs)))
+    warn(left_out + ([f"{cut} prompts lose their beginnings: longer than --seq-len {t.seq_len}"] if cut else []))
+    if not pairs:
+        raise BadFile(f"{path} has no pair\n  hint: give pairs, and a larger --seq-len if they are longer")
+    return pairs
+
+
+def conversations(fields, renderer, t, where):
+    """The two rows of a pair in messages, which must be the same but for the last one."""
+    before = fields.get("prompt") if isinstance(fields.get("prompt"), list) else []
+    chosen, rejected = ([*before, *fields[k]] for k in ("chosen", "rejected"))
+    if len(chosen) < 2 or chosen[:-1] != rejected[:-1]:
+        raise BadFile(f"{where}: chosen and rejected answer different prompts\n  hint: give both the same messages before "
+                      "their last one")  # fmt: skip
+    prompt = t.encode(renderer.render(chosen[:-1]), special=True).tolist()
+    rows = [(t.encode(renderer.render(m, prompt=False), special=True).tolist(), len(prompt)) for m in (chosen, rejected)]
+    if any(ids[: len(prompt)] != prompt for ids, _ in rows):
+        raise BadFile(f"{where}: the chat template writes the prompt otherwise when it is answered\n  hint: give texts")
+    return rows
+
+
+def arrays(pairs, seq_len):
+    """-> tokens, targets (2P,T): chosen and rejected of each pair below each other. The prompt is not learned."""
+    rows = [row for pair in pairs for row in pair.rows]
+    T = min(max(len(ids) for ids, _ in rows) - 1, seq_len)
+    tokens, targets = np.zeros((len(rows), T), int), np.full((len(rows), T), -1)
+    for r, (ids, prompt) in enumerate(rows):
+        tokens[r, : len(ids) - 1] = ids[:-1]
+        targets[r, prompt - 1 : len(ids) - 1] = ids[prompt:]
+    return tokens, targets
+
+
+# ---- the program
+
+
+def reference_of(t, a, pairs):
+    """(pairs, 2) scores of the first policy, from the file of this run or computed before its first step."""
+    path = os.path.join(a.output, "reference.npy")
+    if a.resume and a.output and os.path.exists(path):
+        made = np.load(path)
+        if made.shape == (len(pairs), 2):
+            return made
+        raise llmc.Error(f"'{path}' is of other data\n  hint: resume with the data that the run began with")
+    if t.steps_done:
+        raise llmc.Error("the first policy's log-probabilities are gone with '" + path + "'\n  hint: start a new run")
+    made = np.empty((len(pairs), 2))
+    for i in range(0, len(pairs), 64):
+        tokens, targets = arrays(pairs[i : i + 64], t.seq_len)
+        made[i : i + 64] = scores(a.loss, t.forward(tokens, targets), targets >= 0)[0].reshape(-1, 2)
+    if a.output:
+        np.save(path, made)
+    return made
+
+
+def make_step(t, a, pairs, reference, adapters, step):
+    drawn, sums = of_step(pairs, a.batch, a.seed, step), np.zeros(4)
+    each = t.rows // 2
+    for i in range(0, len(drawn), each):
+        part = drawn[i : i + each]
+        tokens, targets = arrays(part, t.seq_len)
+        mask, first = targets >= 0, np.zeros((len(part), 2))
+        if a.loss not in ALONE:
+            first = scores(a.loss, t.forward(tokens, targets, adapters=False), mask)[0].reshape(-1, 2) if adapters else \
+                reference[[p.number for p in part]]  # fmt: skip
+        s, share = scores(a.loss, t.forward(tokens, targets), mask)
+        gain = s.reshape(-1, 2) - first
+        loss, by_c, by_r = loss_of_pairs(a.loss, *s.reshape(-1, 2).T, *first.T, a.beta, a.gamma)
+        t.backward(np.stack([by_c, by_r], 1).reshape(-1, 1) * share / len(drawn))
+        sums += [loss.sum(), (gain[:, 0] > gain[:, 1]).sum(), *(a.beta * gain.sum(0))]
+    loss, accuracy, chosen, rejected = sums / len(drawn)
+    rate = rate_of(a, t) * (1 - step / a.steps if a.schedule == "linear" else 1)
+    return t.step(rate, loss=loss, accuracy=accuracy, chosen=chosen, rejected=rejected, margin=chosen - rejected)
+
+
+def add_arguments(p):
+    p.add_argument("--data", required=True, help="the .jsonl file")
+    p.add_argument("--loss", choices=BETAS, default="dpo")
+    p.add_argument("--schedule", choices=("linear", "constant"), default="linear", help="of the rate after --warmup")
+
+
+def main(argv=None):
+    numbers = (("batch", 32, 1, "pairs of a step"), ("batch-size", 8, 2, "rows of a micro-step on a GPU, two a pair"),
+               ("beta", 0.0, 0, "0: by --loss: 0.1, SimPO 2"), ("gamma", 0.5, 0, "SimPO's margin"))  # fmt: skip
+    a, options = parse(sys.argv[1:] if argv is None else argv, __doc__, add_arguments, numbers)
+    a.beta = a.beta or BETAS[a.loss]
+
+    def run():
+        per_step = math.ceil(a.batch / (a.batch_size // 2)) * a.batch_size
+        with llmc.Trainer(a.model, **trainer_options(a, options, per_step)) as t:
+            pairs, adapters = read_pairs(a.data, t, a.model), bool(options.get("lora"))
+            needs = not adapters and a.loss not in ALONE
+            reference = reference_of(t, a, pairs) if needs else None
+            for step in range(t.steps_done, a.steps):
+                make_step(t, a, pairs, reference, adapters, step)
+                save_if_due(a, t, step)
+
+    return end_of(run, llmc.Error, BadFile, TemplateError, OSError)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
