@@ -83,23 +83,28 @@ static void calls_parse(Calls *c, const char *message) {
     for (int i = 0; i < CALL_NUMBERS && sscanf(message + n, "%lf%n", &q->x[i], &read) == 1; i++) n += read;
     calls_map(c);
 }
-// All ranks: waits for a call. Returns 0 when no more come.
+// All ranks: waits for a call. Returns 0 when no more come. Rank 0 says how the next wait is made: an idle broadcast does
+// not match another.
 static int calls_next(Calls *c) {
     enum { SOON = 20 /*ms, without sleep*/ };
     static char message[CALL_TEXT + 256];
     const Comm *job = &c->t->comm;
     const double begin = now_seconds();
-    int n = 0;
+    int n = 0, idle = 0;
     do {
         struct pollfd in = {c->socket, POLLIN, 0};
-        const int idle = now_seconds() - begin > 1e-3 * SOON;
+        int look[2] = {0};  // n, and whether the next wait is idle
         watchdog_beat(PHASE_DATA, -1);
         if (job->rank == 0) {
             n = poll(&in, 1, job->world == 1 || idle ? 1000 : SOON) > 0;
             if (n) n = (int)recv(c->socket, message, sizeof message - 1, 0);
             if (in.revents && n <= 0) n = -1;
+            look[0] = n;
+            look[1] = now_seconds() - begin > 1e-3 * SOON;
         }
-        (idle ? comm_broadcast_idle : comm_broadcast)(job, &n, sizeof n, 0);
+        (idle ? comm_broadcast_idle : comm_broadcast)(job, look, sizeof look, 0);
+        n = look[0];
+        idle = look[1];
     } while (n == 0);
     if (n < 0) return 0;
     message[n] = 0;
