@@ -250,7 +250,7 @@ static void call_step(Calls *c) {
     t->state.tokens += r.tokens;
     end_step(t, &r, &c->clock);
     if (t->state.step == 1) report_choices(t);
-    calls_answer(c, "ok %.9g %d %.9g %.9g", r.result.norm, (int)r.result.verdict, r.result.loss, r.seconds);
+    calls_answer(c, "ok %.17g %d %.17g %.9g", r.result.norm, (int)r.result.verdict, r.result.loss, r.seconds);
 }
 
 // ---- generate
