@@ -84,11 +84,15 @@ class Lines(threading.Thread):
             if self.show(line):
                 print(line, end="", file=sys.stderr if line.startswith("warning") else sys.stdout, flush=True)
 
-    def error(self):
-        """The program's last error, with its hint; "": there is none."""
-        lines = [line for line in self.lines if not line.startswith("  at ")]  # where in its source
+    def error(self, status):
+        """The program's last error, with its hint, or its status and its last lines."""
+        # without rules, and where in its source
+        lines = [line for line in self.lines if line.strip(" -") and not line.startswith("  at ")]
         at = [i for i, line in enumerate(lines) if line.startswith("error: ")]
-        return "\n".join(lines[at[-1] :][:6]).removeprefix("error: ") if at else "\n".join(lines[-3:])
+        if at:
+            return "\n".join(lines[at[-1] :][:6]).removeprefix("error: ")
+        hint = "  hint: verbose=True shows all of its lines"
+        return "\n".join([f"the program ended with status {status}", *lines[-3:], hint])
 
 
 def end_program(life):
@@ -96,6 +100,8 @@ def end_program(life):
     process = life["process"]
     for channel in life["channels"]:
         channel.close()
+    if "file" in life:
+        os.close(life.pop("file"))
     shutil.rmtree(life["folder"], ignore_errors=True)
     try:
         process.wait(life["patience"])
@@ -163,9 +169,9 @@ class Trainer:
         try:
             self._channel = self._accept(listener)
             self._life["channels"].append(self._channel)
-            self._file = os.memfd_create("llmc")
+            self._life["file"] = os.memfd_create("llmc")
             self._room(1 << 18)
-            self._send(f"/proc/{os.getpid()}/fd/{self._file}")
+            self._send(f"/proc/{os.getpid()}/fd/{self._life['file']}")
             self.facts = f = json.loads(self._answer()[1])
         except BaseException:
             self.close(patience=0)
@@ -191,11 +197,11 @@ class Trainer:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
         self._errors.join(2)
-        text = self._errors.error() or f"the program ended with status {process.poll()}\n  hint: verbose=True shows it"
+        text = self._errors.error(process.poll())
         self.close(patience=0)
         raise Ended(text)
 
-    def _send(self, message):
+    def _require_open(self):
         if not self._end.alive:
             raise Ended("this trainer is closed\n  hint: make another one")
         try:
@@ -206,6 +212,9 @@ class Trainer:
 
     def _answer(self):
         """(numbers, text) of the newest answer. Those that an interrupt has left are read first, and dropped."""
+
+    def _send(self, message):
+        self._require_open()
         while self._owed:
             try:
                 message = self._channel.recv(1 << 18).decode(errors="replace")
@@ -226,11 +235,19 @@ class Trainer:
         return self._answer()
 
     def _room(self, count):
-        """Makes the shared memory hold this many words of four bytes."""
+        """Makes the shared memory hold this many words of four bytes, and be ours to write to: after an interrupt the
+        program may still write there, until it has answered. Any call ends a generation."""
+        self._require_open()
+        if self._owed:
+            try:
+                self._ask("none")
+            except Error as e:  # there is no such call
+                if e.ended:
+                    raise
         size = max(1 << 20, 1 << (4 * count - 1).bit_length())
         if not hasattr(self, "_memory") or size > len(self._memory):
-            os.ftruncate(self._file, size)
-            self._memory = mmap.mmap(self._file, size)
+            os.ftruncate(self._life["file"], size)
+            self._memory = mmap.mmap(self._life["file"], size)
 
     def _words(self, dtype, count, at=0):
         return np.frombuffer(self._memory, dtype, count, 4 * at)
@@ -239,9 +256,7 @@ class Trainer:
         """Ends the program, which is killed after so many seconds. A step that is half made is lost. The end of `with`
         and that of Python do the same."""
         self._life["patience"] = patience
-        if self._end() is None and getattr(self, "_file", -1) >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._end()
 
     def __enter__(self):
         return self
@@ -459,7 +474,7 @@ class Trainer:
             self._ask("weights", text=f"{file}\n{name or ''}")
             with open(file, "rb") as f:
                 header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-                data = np.frombuffer(f.read(), np.uint8)
+                data = np.fromfile(f, np.uint8)
         header.pop("__metadata__", None)
         made = {}
         for key, entry in header.items():
