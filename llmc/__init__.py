@@ -412,7 +412,8 @@ class Trainer:
         self._flush(last=False)
         self._forward = None
         ends = np.asarray(stops, np.int64)
-        given = np.concatenate([ends, *([len(p)] + p.tolist() for p in prompts)]).astype(np.int32)
+        given = np.concatenate([ends, *([len(p)] + p.tolist() for p in prompts)])
+        given = given.clip(-1, (1 << 31) - 1).astype(np.int32)  # neither is an id
         count, record = n * len(prompts), 2 + 2 * max_tokens
         self._room(max(len(given), count * record))
         self._words(np.int32, len(given))[:] = given
@@ -434,6 +435,7 @@ class Trainer:
     def _cut(self, ids, texts):
         """How many of the ids a text has up to the first stop text; None: it has none."""
         whole = self.decode(ids)
+        stop = [stop] if isinstance(stop, str) else stop
         if not any(t in whole for t in texts):
             return None
         low, high = 1, len(ids)

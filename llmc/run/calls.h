@@ -311,6 +311,14 @@ static void call_generate(Calls *c) {
     if (prompts < 1 || n < 1 || most < 1 || ends < 0)
         return calls_refuse(c, "%d prompts, %d samples of each, %d tokens\ngive at least one of each", prompts, n, most);
     const size_t count = (size_t)prompts * n, each = (count + parts - 1) / parts;
+    static const char *const draws[] = {"--temperature", "--top-k", "--top-p"};
+    for (int i = 0; i < 3; i++) {
+        const OptionInfo *o = option_find(draws[i], strlen(draws[i]));
+        if (!(x[3 + i] >= o->low && x[3 + i] <= o->high))
+            return calls_refuse(c, "%s %g is outside %.10g to %.10g\n%s", draws[i], x[3 + i], o->low, o->high, o->help);
+    }
+    if (!(x[6] >= 0 && x[6] <= 0x1p53))
+        return calls_refuse(c, "seed %g is outside 0 to 2^53\ngive a whole number there", x[6]);
     const int ints = (int)x[8];
     if (!calls_has_room(c, count * record * sizeof(int)) || !calls_has_room(c, ints * sizeof(int))) return;
     int *given = new_array(int, ints), *made = new_zeros(int, each * parts * record), at = ends;
