@@ -118,6 +118,12 @@ def members(fields):
     return "," + text[1:-1] if fields else ""
 
 
+def fitting(text):
+    if len(text.encode()) >= 1 << 16:
+        raise Error("a text of more than 64 KiB\n  hint: shorten it")
+    return text
+
+
 class Trainer:
     """A model in training, held by the program.
 
@@ -163,6 +169,8 @@ class Trainer:
         self._life = {"process": process, "channels": [listener], "folder": folder, "patience": 60}
         self._end = weakref.finalize(self, end_program, self._life)
         self._owed, self._pending, self._forward = 0, None, None
+        self._made = "", 0  # by what the step has got gradients so far, and how many times
+        self._open = False  # a backward was made, and none that is the step's last
         if not inherits:
             Lines(process.stdout, lambda line: verbose)
         self._errors = Lines(process.stderr, lambda line: verbose or line.startswith("warning"))
@@ -204,6 +212,9 @@ class Trainer:
     def _require_open(self):
         if not self._end.alive:
             raise Ended("this trainer is closed\n  hint: make another one")
+
+    def _send(self, message):
+        self._require_open()
         try:
             self._channel.send(message.encode())
         except OSError:
@@ -212,9 +223,6 @@ class Trainer:
 
     def _answer(self):
         """(numbers, text) of the newest answer. Those that an interrupt has left are read first, and dropped."""
-
-    def _send(self, message):
-        self._require_open()
         while self._owed:
             try:
                 message = self._channel.recv(1 << 18).decode(errors="replace")
@@ -229,9 +237,7 @@ class Trainer:
         return [float(x) for x in numbers.split()[1:]], text
 
     def _ask(self, name, *numbers, text=""):
-        if len(text.encode()) >= 1 << 16:
-            raise Error("a text of more than 64 KiB\n  hint: shorten it")
-        self._send(" ".join([name, *(repr(float(x)) for x in numbers)]) + "|" + text)
+        self._send(" ".join([name, *(repr(float(x)) for x in numbers)]) + "|" + fitting(text))
         return self._answer()
 
     def _room(self, count):
@@ -320,11 +326,16 @@ class Trainer:
     def backward(self, weights):
         """weights: (R,T), of the last forward: adds the gradient of sum weights * logp, so that a step makes that sum
         *smaller*: weights are the derivatives of a loss by logp. Once after each forward; several calls add up, at most
-        micro_steps. It is made when the next call comes, which says whether it was the step's last."""
+        micro_steps. It is made when the next call of the model comes, which says whether it was the step's last."""
         if self._forward is None:
             raise Error("backward needs the activations of a forward\n  hint: call forward before each backward, with at "
                         f"most {self.rows} rows, adapters included and nothing between")  # fmt: skip
-        w = np.array(weights, np.float32)
+        kind, micro = self._made
+        if kind == "train" or micro == self.micro_steps:
+            raise Error(f"the step has gradients of {kind}() already, {micro} of {self.micro_steps}\n  hint: call step "
+                        "between train and backward; a larger total_batch allows more of them")  # fmt: skip
+        with np.errstate(over="ignore"):
+            w = np.array(weights, np.float32)
         if w.shape != self._forward:
             raise Error(f"weights are {w.shape}, the rows of forward {self._forward}\n  hint: give one for each target")
         bad = np.argwhere(~np.isfinite(w))
@@ -334,16 +345,19 @@ class Trainer:
         self._pending, self._forward = w, None
 
     def _flush(self, last):
+        """Makes the backward that waits. last: of its step, which one that fills the step is, too."""
         if self._pending is None:
             return
         w, self._pending = self._pending, None
+        self._made = "backward", self._made[1] + 1
+        self._open = not last and self._made[1] < self.micro_steps
         count = self.rows * self.seq_len
         self._room(count)
         factors = self._words(np.float32, count).reshape(self.rows, self.seq_len)
         if w.shape != factors.shape:
             factors[:] = 0
         np.negative(w, out=factors[: w.shape[0], : w.shape[1]])
-        self._ask("backward", last)
+        self._ask("backward", not self._open)
 
     def train(self, tokens, targets):
         """Forward and backward of the built-in loss, the mean over the targets >= 0 of a step. tokens, targets: (R,T) ints,
@@ -356,18 +370,32 @@ class Trainer:
         self._forward = None
         self._put(tokens, targets, self.rows, self.seq_len)
         self._ask("train")
+        self._made = "train", self._made[1] + 1
 
     def step(self, learning_rate, *, beta1=None, beta2=None, eps=None, weight_decay=None, clip=None, loss=math.nan,
              **fields):  # fmt: skip
         """Updates the weights -> Step, (norm, verdict). None: as the options say. Where groups of weights have rates or
         decays of their own by options, learning_rate and weight_decay scale them. loss: of backward, for the line and the
         log; fields, too: numbers and texts beside it in the log, which watch.py and plot.py read."""
-        nan = lambda x: math.nan if x is None else x
+        numbers = {"learning rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": eps}
+        numbers |= {"weight decay": weight_decay, "gradient clip": clip}
+        for name, x in numbers.items():
+            if x is not None and not 0 <= x < (1 if name.startswith("beta") else 1e30):
+                raise Error(f"the step has the number {x} for its {name}\n  hint: give one that an optimiser can use")
+        text = fitting(members(fields))
+        if self._pending is None and self._open:  # what came between could not know that the backward was the last
+            self.forward(np.zeros((1, 1), int), np.full((1, 1), -1))
+            self.backward(np.zeros((1, 1)))
         self._flush(last=True)
-        numbers = (learning_rate, nan(beta1), nan(beta2), nan(eps), nan(weight_decay), nan(clip), nan(loss))
-        (norm, verdict, loss, seconds), _ = self._ask("step", *numbers, text=members(fields))
+        made, self._made = self._made, ("", 0)  # before an interrupt can come: the program makes the step
+        try:
+            numbers = [math.nan if x is None else x for x in numbers.values()]
+            (norm, verdict, loss, seconds, steps, tokens), _ = self._ask("step", *numbers, loss, text=text)
+        except Error:
+            self._made = made
+            raise
         self._forward = None
-        self.steps_done += 1
+        self.steps_done, self.tokens_done = int(steps), int(tokens)
         return Step(norm, VERDICTS[int(verdict)], loss, seconds)
 
     # ---- texts
@@ -375,7 +403,6 @@ class Trainer:
     def encode(self, text, special=False):
         """A text -> its ids, (n) int32. special: texts of special tokens in it, such as "<|im_end|>", are those tokens."""
         data = np.frombuffer(text.encode(), np.uint8)
-        self._flush(last=False)
         self._room(len(data) + 1)
         self._words(np.uint8, len(data))[:] = data
         n = int(self._ask("encode", len(data), special)[0][0])
@@ -384,7 +411,6 @@ class Trainer:
     def decode(self, ids):
         """Ids -> their text."""
         ids = np.asarray(ids, np.int32).ravel()
-        self._flush(last=False)
         self._room(4 * len(ids) + 1)
         self._words(np.int32, len(ids))[:] = ids
         while True:
@@ -408,6 +434,7 @@ class Trainer:
         for i, p in enumerate(prompts):
             if not len(p) or not np.issubdtype(p.dtype, np.integer):
                 raise Error(f"prompt {i} has no tokens\n  hint: give it one, such as eot ({self.eot})")
+        stop = [stop] if isinstance(stop, str) else stop
         stops, texts = [s for s in stop if not isinstance(s, str)], [s for s in stop if isinstance(s, str)]
         self._flush(last=False)
         self._forward = None
@@ -435,7 +462,6 @@ class Trainer:
     def _cut(self, ids, texts):
         """How many of the ids a text has up to the first stop text; None: it has none."""
         whole = self.decode(ids)
-        stop = [stop] if isinstance(stop, str) else stop
         if not any(t in whole for t in texts):
             return None
         low, high = 1, len(ids)
@@ -458,10 +484,10 @@ class Trainer:
         self._forward = None
         steps, tokens = self._ask("load", optimizer, text=os.path.abspath(folder))[0]
         self.steps_done, self.tokens_done = int(steps), int(tokens)
+        self._made, self._open = ("", 0), False
 
     def names(self):
         """The names of all tensors that are trained, as Hugging Face has them (with lora: the adapters, as peft)."""
-        self._flush(last=False)
         self._room(1 << 20)
         n = int(self._ask("names")[0][0])
         return self._words(np.uint8, n).tobytes().decode().split()
@@ -488,5 +514,4 @@ class Trainer:
 
     def log(self, event, **fields):
         """A line of main.jsonl in output, beside the program's: log("eval", loss=2.1) is drawn as a validation loss."""
-        self._flush(last=False)
         self._ask("log", text=f"{event}\n{members(fields)}")

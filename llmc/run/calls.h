@@ -250,7 +250,8 @@ static void call_step(Calls *c) {
     t->state.tokens += r.tokens;
     end_step(t, &r, &c->clock);
     if (t->state.step == 1) report_choices(t);
-    calls_answer(c, "ok %.17g %d %.17g %.9g", r.result.norm, (int)r.result.verdict, r.result.loss, r.seconds);
+    calls_answer(c, "ok %.17g %d %.17g %.9g %lld %lld", r.result.norm, (int)r.result.verdict, r.result.loss, r.seconds,
+                 (long long)t->state.step, (long long)t->state.tokens);
 }
 
 // ---- generate
@@ -310,7 +311,6 @@ static void call_generate(Calls *c) {
     const int together = computes_together(&t->o, dp), parts = together ? 1 : dp->world;
     if (prompts < 1 || n < 1 || most < 1 || ends < 0)
         return calls_refuse(c, "%d prompts, %d samples of each, %d tokens\ngive at least one of each", prompts, n, most);
-    const size_t count = (size_t)prompts * n, each = (count + parts - 1) / parts;
     static const char *const draws[] = {"--temperature", "--top-k", "--top-p"};
     for (int i = 0; i < 3; i++) {
         const OptionInfo *o = option_find(draws[i], strlen(draws[i]));
@@ -319,6 +319,7 @@ static void call_generate(Calls *c) {
     }
     if (!(x[6] >= 0 && x[6] <= 0x1p53))
         return calls_refuse(c, "seed %g is outside 0 to 2^53\ngive a whole number there", x[6]);
+    const size_t count = (size_t)prompts * n, each = (count + parts - 1) / parts;
     const int ints = (int)x[8];
     if (!calls_has_room(c, count * record * sizeof(int)) || !calls_has_room(c, ints * sizeof(int))) return;
     int *given = new_array(int, ints), *made = new_zeros(int, each * parts * record), at = ends;
