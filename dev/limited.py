@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 
-MOST_ANSWER = 64 << 20  # bytes
+MOST_ANSWER, MOST_SETUP = 64 << 20, 60  # bytes, seconds
 
 
 class Failed(Exception):
@@ -31,7 +31,8 @@ class Exceeded(Failed):
 
 class Limited:
     """target: "module:function" of the folders on `path` (dev/ by default). seconds: for one call, the start of the
-    child not counted. memory: bytes of address space of the child."""
+    child not counted. memory: bytes of address space of the child; None: as many as there are, and all processors, for
+    the user's own code."""
 
     def __init__(self, target, *setup, seconds=5, memory=1 << 30, path=(os.path.dirname(os.path.abspath(__file__)),)):
         self.start = [target, list(setup), seconds, memory, list(path)]
@@ -52,22 +53,25 @@ class Limited:
         how = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
         self.child, self.rest = subprocess.Popen(command, **how), b""
         try:
-            self.exchange(self.start, 60)
+            self.exchange(self.start, MOST_SETUP)
         except Failed:
             self.close()
             raise
 
     def exchange(self, message, seconds):
         """Sends a line and returns what the child answers."""
+        until = time.monotonic() + seconds
         try:
             out = self.child.stdin
             out.write(json.dumps(message).encode() + b"\n")
-            line = self.read_line(time.monotonic() + seconds)
+            line = self.read_line(until)
         except BrokenPipeError:
             line = b""
         if not line:
-            slow = self.child.poll() is None
+            slow = time.monotonic() >= until
             self.close()
+            if not slow and not self.memory:
+                raise Exceeded("it ended its process")
             limit = f"{seconds:g} s" if slow else f"{self.memory >> 20} MiB or {seconds:g} s of computing"
             raise Exceeded(f"it takes more than {limit}")
         answer = json.loads(line)
@@ -113,7 +117,7 @@ def answer(function, given, memory):
             return line
         problem, exceeded = f"the result is larger than {MOST_ANSWER >> 20} MiB", True
     except MemoryError:
-        problem, exceeded = f"it takes more than {memory >> 20} MiB", True
+        problem, exceeded = f"it takes more than {memory >> 20} MiB" if memory else "it needs more memory", True
     except RecursionError:
         problem, exceeded = "it is nested too deeply", False
     except Exception as e:
@@ -130,10 +134,12 @@ def main():
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     module, _, name = target.partition(":")
     function = getattr(importlib.import_module(module), name)
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    if memory:
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 
-    def say(call, given):
+    def say(call, given, seconds):
         # also where the parent has been killed and nobody ends this process
+        seconds *= 1 if memory else os.cpu_count()
         resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 2, resource.RLIM_INFINITY))
         out.write(answer(call, given, memory) + "\n")
         out.flush()
@@ -143,9 +149,9 @@ def main():
     def prepare(*given):
         made.append(function(*given))
 
-    say(prepare, setup)
+    say(prepare, setup, seconds if memory else MOST_SETUP)
     for line in lines:
-        say(made[0], json.loads(line))
+        say(made[0], json.loads(line), seconds)
 
 
 if __name__ == "__main__":
