@@ -71,7 +71,7 @@ class Samples(tuple):
 
 
 class Lines(threading.Thread):
-    """Reads an output of the program: keeps its last lines, and hands each on."""
+    """Reads an output of the program: keeps its last lines, and hands each on. An error is raised, so it is not shown."""
 
     def __init__(self, stream, show):
         super().__init__(daemon=True)
@@ -79,9 +79,11 @@ class Lines(threading.Thread):
         self.start()
 
     def run(self):
+        of_error = False
         for line in self.stream:
             self.lines = [*self.lines[-199:], line.rstrip("\n")]
-            if self.show(line):
+            of_error = line.startswith("error: ") or of_error and line.startswith("  ")
+            if self.show(line) and not of_error:
                 print(line, end="", file=sys.stderr if line.startswith("warning") else sys.stdout, flush=True)
 
     def error(self, status):
@@ -376,7 +378,8 @@ class Trainer:
              **fields):  # fmt: skip
         """Updates the weights -> Step, (norm, verdict). None: as the options say. Where groups of weights have rates or
         decays of their own by options, learning_rate and weight_decay scale them. loss: of backward, for the line and the
-        log; fields, too: numbers and texts beside it in the log, which watch.py and plot.py read."""
+        log; fields, too: numbers and texts beside it in the log, which watch.py and plot.py read (they know "reward"),
+        the first of them, if a number, in the line, too."""
         numbers = {"learning rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": eps}
         numbers |= {"weight decay": weight_decay, "gradient clip": clip}
         for name, x in numbers.items():

@@ -137,7 +137,7 @@ typedef struct {
     StepResult result;
     double lr, loss_z, norm_z, seconds;
     int64_t tokens;
-    const char *more;  // fields of the log beside ours, as JSON: ,"reward":0.5
+    const char *more;  // fields of the log beside ours, as JSON: ,"reward":0.5; the line has the first
 } StepReport;
 static void report_step(Trainer *t, const StepReport *r) {
     // Why an update was skipped, by verdict; NULL: it was made.
@@ -150,15 +150,18 @@ static void report_step(Trainer *t, const StepReport *r) {
         tokens * flops_per_token(&t->config, facts_of(t->model).table, facts_of(t->model).frozen, t->o.seq_len);
     double mfu = peak > 0 ? flops / (r->seconds * peak) : NAN;
     t->step_seconds = t->steps_timed++ < 2 ? r->seconds : 0.95 * t->step_seconds + 0.05 * r->seconds;
-    char eta[32], all[32] = "", left[40] = "", z[64] = "", share[32] = "";
+    char eta[32], all[32] = "", left[40] = "", z[64] = "", share[32] = "", name[24], more[48] = "";
+    double value;
+    if (r->more && sscanf(r->more, ",\"%23[^\"]\":%lf", name, &value) == 2)
+        snprintf(more, sizeof more, " | %s %.4g", name, value);
     if (!isnan(r->loss_z)) snprintf(z, sizeof z, " (z %+.2f, %+.2f)", r->loss_z, r->norm_z);
     if (peak > 0) snprintf(share, sizeof share, " | %.1f%% MFU", 100 * mfu);
     duration_text((t->steps - t->state.step) * t->step_seconds, eta, sizeof eta);
     if (t->steps) snprintf(all, sizeof all, "/%lld", t->steps);
     if (t->steps) snprintf(left, sizeof left, " | ETA %s", eta);
     snprintf(t->step_line, sizeof t->step_line,
-             "step %6ld%s | loss %.4f | norm %.4f%s | lr %.2e | %.1f ms%s | %.0f tok/s%s%s%s", t->state.step, all, loss,
-             norm, z, r->lr, 1e3 * r->seconds, share, tokens / t->step_seconds, left,
+             "step %6ld%s | loss %.4f%s | norm %.4f%s | lr %.2e | %.1f ms%s | %.0f tok/s%s%s%s", t->state.step, all,
+             loss, more, norm, z, r->lr, 1e3 * r->seconds, share, tokens / t->step_seconds, left,
              skipped ? " | update skipped: " : "", skipped ? skipped : "");
     if (skipped || !console_columns() || t->state.step == t->steps) {
         puts(t->step_line);
