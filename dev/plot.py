@@ -36,6 +36,7 @@ X_LABELS = {"step": "step", "tokens": "training tokens", "time": "training time"
 X_FIELDS = {"step": "step", "tokens": "tokens", "time": "elapsed"}
 PANELS = {
     "loss": ("loss", "loss"),
+    "reward": ("reward", "reward"),
     "accuracy": ("acc_norm", "accuracy"),
     "norm": ("norm", "gradient norm"),
     "speed": ("tok_s", "tokens/s"),
@@ -92,14 +93,17 @@ def read_log(path):
 
 
 def panels_with_data(runs, panels):
-    """Without "accuracy" where no run was scored: its axis would be empty."""
-    if any(len(series) for run in runs for series in run.choices.values()):
-        return panels
-    left = [panel for panel in panels if panel != "accuracy"]
+    """Without those that no run has anything for: their axes would be empty."""
+    lacks = {}
+    if not any(len(series) for run in runs for series in run.choices.values()):
+        lacks["accuracy"] = "--choice-data"
+    if not any(math.isfinite(v) for run in runs for v in run.step["reward"]):
+        lacks["reward"] = "scripts/grpo.py"
+    left = [panel for panel in panels if panel not in lacks]
     if not left:
-        fail("no run has an accuracy", "train with --choice-data, or name other --panels")
-    if left != panels:
-        print("not drawn: the panel accuracy, because no run has one (--choice-data)", file=sys.stderr)
+        fail(f"no run has data for the panel {panels[0]}", f"train with {lacks[panels[0]]}, or name other --panels")
+    for panel in set(panels) - set(left):
+        print(f"not drawn: the panel {panel}, because no run has one ({lacks[panel]})", file=sys.stderr)
     return left
 
 

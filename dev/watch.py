@@ -23,6 +23,7 @@ from tool_output import end_with_reader
 
 BLOCKS, PLAIN_BLOCKS = " ▁▂▃▄▅▆▇█", " ..:-=+*#"
 RECENT = 200  # steps that the smoothed figures look back on
+REWARDS = ("reward", "entropy", "kl")
 
 
 def duration_text(seconds):
@@ -124,7 +125,8 @@ def progress_line(log, done, width, blocks):
 def figures(log):
     """The step's values, two to a line."""
     recent = {
-        name: log.step[name][-RECENT:] for name in ("loss", "norm", "lr", "tok_s", "mfu", "ms", "tokens", "mem_gib")
+        name: log.step[name][-RECENT:]
+        for name in ("loss", "norm", "lr", "tok_s", "mfu", "ms", "tokens", "mem_gib", *REWARDS)
     }
     now = {name: column[-1] if len(column) else math.nan for name, column in recent.items()}
     speed, smoothed = last_finite(smooth(recent["tok_s"], 20)), last_finite(smooth(recent["loss"], 20))
@@ -143,6 +145,9 @@ def figures(log):
         f"memory   "
         f"{f'{memory:.2f} GiB' if memory > 0 else '-'}{f' on each of {ranks} ranks' if ranks > 1 else ', 1 rank'}",
     ]
+    if math.isfinite(now["reward"]):  # scripts/grpo.py
+        left.append(f"reward     {now['reward']:.4f}, smoothed {last_finite(smooth(recent['reward'], 20)):.4f}")
+        right.append(f"entropy  {value_text(now['entropy'], '.4g')}, KL {value_text(now['kl'], '.4g')}")
     return [f"{a:<39} {b}" for a, b in zip(left, right)]
 
 
@@ -190,7 +195,8 @@ def frame(log, width, height, now, changed, blocks=BLOCKS):
         text = " ".join(str(log.sample.get("text", "")).split())
         bottom = ["", f"sample of step {log.sample.get('step', '')}:", text[:width], text[width : 2 * width]]
     room = min(height - len(top) - len(bottom) - 1, 16)
-    curve = chart(log.step["loss"], width, room, blocks) if room >= 2 and len(log.step) > 1 else []
+    curve = "reward" if math.isfinite(last_finite(log.step["reward"])) else "loss"  # the loss of rewards is about 0
+    curve = chart(log.step[curve], width, room, blocks) if room >= 2 and len(log.step) > 1 else []
     return [cut(line, width) for line in [*top, *([""] + curve if curve else []), *bottom][:height]]
 
 

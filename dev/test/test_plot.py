@@ -327,7 +327,7 @@ def test_messages(tmp_path, capsys):
         ([empty], "no step or eval lines"),
         ([good, "--panels", "lost"], "unknown panel"),
         ([good, "--labels", "a,b"], "2 labels for 1 runs"),
-        ([good, "--panels", "accuracy"], "no run has an accuracy"),
+        ([good, "--panels", "accuracy"], "no run has data for the panel accuracy"),
     ):
         with pytest.raises(SystemExit) as e:
             plot.main([*arguments, "-o", str(tmp_path / "x.png")])
@@ -350,15 +350,19 @@ def test_messages(tmp_path, capsys):
 
 
 def test_a_panel_without_data_is_left_out(tmp_path, capsys, monkeypatch):
-    """No run was scored: the panel of accuracies would be empty. One scored run is enough to draw it."""
+    """No run was scored: the panel of accuracies would be empty. One scored run is enough to draw it. So with
+    rewards."""
     shown = []
     monkeypatch.setattr(plot, "draw", lambda runs, labels, output, kind, panels, *rest: shown.append(panels))
     good, scored = ordinary(tmp_path / "good"), ordinary(tmp_path / "scored", choices=True)
+    rewarded = write(tmp_path / "rewarded", [start(), *(step(n, 0.0, reward=n / 9) for n in range(1, 9))])
     for runs, panels, said in (
         ([good], ["loss", "lr"], "not drawn: the panel accuracy"),
-        ([good, scored], ["loss", "accuracy", "lr"], ""),
+        ([good], ["loss", "lr"], "not drawn: the panel reward"),
+        ([good, scored], ["loss", "accuracy", "lr"], "not drawn: the panel reward"),
+        ([good, scored, rewarded], ["loss", "accuracy", "reward", "lr"], ""),
     ):
-        plot.main([*runs, "-o", str(tmp_path / "x.png"), "--panels", "loss,accuracy,lr"])
+        plot.main([*runs, "-o", str(tmp_path / "x.png"), "--panels", "loss,accuracy,reward,lr"])
         assert shown.pop() == panels and said in capsys.readouterr().err
 
 

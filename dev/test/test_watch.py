@@ -87,6 +87,19 @@ RUN += [
 ]
 
 
+def test_a_run_of_rewards(tmp_path):
+    """Its curve is the reward's."""
+    fields = [{"loss": 0.0, "reward": i / 30, "kl": 0.01, "entropy": 1.25} for i in range(31)]
+    text = picture(tmp_path, [start()] + [step(i) | f for i, f in enumerate(fields)])
+    for words in (
+        "reward     1.0000, smoothed ",
+        "entropy  1.25, KL 0.01",
+        "       1 ",
+        "       0 ",
+    ):
+        assert words in text, (words, text)
+
+
 def test_an_ordinary_run(tmp_path):
     text = picture(tmp_path, RUN)
     smoothed = watch.smooth([r["loss"] for r in RUN if r["event"] == "step"][-200:], 20)[-1]
