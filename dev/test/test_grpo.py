@@ -1,0 +1,351 @@
+"""scripts/grpo.py: its losses are the textbook's, a model learns to add from rewards, a resumed run makes the same
+digits, and what is wrong with prompts and rewards is said."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import launcher
+import numpy as np
+import pytest
+
+from test_build import ROOT
+
+sys.path += [str(ROOT), str(ROOT / "scripts")]
+import grpo  # noqa: E402
+import llmc  # noqa: E402
+
+TRAINER = ROOT / "build/train_gpt2"
+DIGITS, PLUS, EQUALS = 4, 10, 11  # tokens of x + y = with x, y < DIGITS; the answer is one token, then end-of-text
+MODEL = "d2,channels=64,heads=2,vocab=16,seq=8"
+SHAPE = {"batch_size": 64, "seq_len": 8}
+REWARD = "def reward_sum(prompt, completion, answer):\n    return completion == [answer]\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def program():
+    subprocess.run(["make", f"PYTHON={sys.executable}", "build/train_gpt2"], cwd=ROOT, check=True, capture_output=True)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def problems(path, **more):
+    lines = [{"prompt": [x, PLUS, y, EQUALS], "answer": x + y} | more for x in range(DIGITS) for y in range(DIGITS)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def taught(program, tmp_path_factory):
+    """(a folder with prompts.jsonl, rewards.py and model: a model that answers with one token, mostly a wrong one)"""
+    folder = tmp_path_factory.mktemp("grpo")
+    problems(folder / "prompts.jsonl")
+    (folder / "rewards.py").write_text(REWARD)
+    rng = np.random.default_rng(0)
+    options = {"batch_size": 128, "seq_len": 8, "output": folder / "run", "threads": 1}
+    with llmc.Trainer(MODEL, program=TRAINER, **options) as t:
+        for _ in range(300):
+            x, y, other = rng.integers(0, (DIGITS, DIGITS, 2 * DIGITS - 1), (128, 3)).T
+            answer = np.where(rng.random(128) < 0.3, (x + y + 3) % (2 * DIGITS - 1), other)  # any, or 3 too many
+            rows = np.stack([x, 0 * x + PLUS, y, 0 * x + EQUALS, answer, 0 * x + t.eot], 1)
+            t.train(rows[:, :-1], np.where(np.arange(5) < 3, -1, rows[:, 1:]))
+            t.step(learning_rate=3e-3)
+        os.rename(t.save(), folder / "model")
+    return folder
+
+
+def command(taught, *words, model=None, **files):
+    files = {
+        name: files.get(name, taught / end) for name, end in (("prompts", "prompts.jsonl"), ("rewards", "rewards.py"))
+    }
+    fixed = ["--groups", 16, "--max-tokens", 2, "--batch-size", 64, "--seq-len", 8, "--learning-rate", 1e-3]
+    words = [*words] if "--" in words else [*words, "--"]
+    return [str(w) for w in ("--model", model or taught / "model", "--prompts", files["prompts"], "--rewards",
+                             files["rewards"], *fixed, *words, "--program", TRAINER)]  # fmt: skip
+
+
+def run(*words, status=0):
+    """-> output and errors"""
+    command = [sys.executable, str(ROOT / "scripts/grpo.py"), *words]
+    p = subprocess.run(command, capture_output=True, text=True, timeout=120, env=launcher.ENVIRONMENT)
+    assert p.returncode == status, p.stdout[-3000:] + p.stderr[-3000:]
+    assert "Traceback" not in p.stderr
+    return p.stdout + p.stderr
+
+
+def steps_of(folder):
+    lines = [json.loads(line) for line in (folder / "main.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == "step"]
+
+
+def correct(model):
+    """The share of right answers among 40 to each problem."""
+    prompts = [[x, PLUS, y, EQUALS] for x in range(DIGITS) for y in range(DIGITS)]
+    with llmc.Trainer(model, program=TRAINER, **SHAPE) as t:
+        completions, _ = t.generate(prompts, n=40, max_tokens=2)
+    return np.mean([list(c) == [p[0] + p[2], 15] for p, c in zip((p for p in prompts for _ in range(40)), completions)])
+
+
+# ---- the mathematics
+
+
+def textbook(torch, loss, logp, old, mask, rewards, groups, max_tokens, epsilon, beta, reference):
+    """The loss of TRL's documentation, of whole rows."""
+    r = rewards.view(groups, -1)
+    if loss == "rloo":
+        others = (r.sum(1, keepdim=True) - r) / (r.shape[1] - 1)
+        a = (r - others).view(-1)
+    else:
+        a = r - r.mean(1, keepdim=True)
+        a = (a / (r.std(1, keepdim=True) + 1e-4) if loss == "grpo" else a).view(-1)
+    k3 = torch.exp(reference - logp) - (reference - logp) - 1
+    if loss == "rloo":
+        ratio = torch.exp(((logp - old) * mask).sum(1))
+        rows = -torch.min(ratio * a, ratio.clamp(1 - epsilon, 1 + epsilon) * a) + beta * (k3 * mask).sum(1)
+        return rows.mean()
+    ratio = torch.exp(logp - old)
+    tokens = -torch.min(ratio * a[:, None], ratio.clamp(1 - epsilon, 1 + epsilon) * a[:, None]) + beta * k3
+    if loss == "grpo":
+        return ((tokens * mask).sum(1) / mask.sum(1)).mean()
+    return (tokens * mask).sum() / (len(logp) * max_tokens)
+
+
+@pytest.mark.parametrize("beta", (0.0, 0.1))
+@pytest.mark.parametrize("loss", ("grpo", "dr-grpo", "rloo"))
+def test_weights_are_the_derivatives_of_the_textbook_loss(loss, beta):
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(1)
+    groups, n, T, epsilon = 3, 5, 11, 0.2
+    lengths, begins = rng.integers(1, 7, groups * n), rng.integers(0, 5, groups * n)
+    mask = (np.arange(T) >= begins[:, None]) & (np.arange(T) < (begins + lengths)[:, None])
+    logp, old, reference = (-3 + noise * rng.standard_normal(mask.shape) for noise in (0.2, 0.2, 0.5))
+    rewards = rng.standard_normal((groups, n))
+    advantage = grpo.advantages(loss, rewards).ravel()
+    rest = (groups * n, 9, epsilon, beta)
+    parts = [
+        grpo.loss_and_weights(loss, logp[s], old[s], mask[s], advantage[s], *rest, reference[s])
+        for s in (slice(0, 4), slice(4, 15))
+    ]
+    x = torch.tensor(logp, requires_grad=True)
+    given = [torch.tensor(v) for v in (old, mask, rewards.ravel())]
+    expected = textbook(torch, loss, x, *given, groups, 9, epsilon, beta, torch.tensor(reference))
+    expected.backward()
+    assert abs(sum(p[0] for p in parts) - expected.item()) < 1e-9
+    np.testing.assert_allclose(np.concatenate([p[1] for p in parts]), x.grad, atol=1e-9)
+    clipped = np.concatenate([p[2] for p in parts])
+    assert 0.1 < clipped.sum() / mask.sum() < 0.9 and not (clipped & ~mask).any()
+
+
+def test_advantages_without_some_rewards():
+    nan = np.nan
+    rewards = np.array([[1, nan, 0, 2], [0.1, 0.1, 0.1, nan], [nan, nan, 5, nan], [nan] * 4])
+    for loss in ("grpo", "dr-grpo", "rloo"):
+        a = grpo.advantages(loss, rewards)
+        assert (a[1:] == 0).all() and a[0, 1] == 0
+        np.testing.assert_allclose(a[0, [0, 2, 3]], grpo.advantages(loss, np.array([[1.0, 0, 2]]))[0])
+    np.testing.assert_allclose(grpo.advantages("rloo", rewards)[0], [0, 0, -1.5, 1.5])
+    np.testing.assert_allclose(grpo.advantages("grpo", rewards)[0, 2:], np.array([-1, 1]) / 1.0001)
+
+
+def test_prompts_all_pass_by_in_orders_of_their_own():
+    steps = [grpo.prompts_of_step(list("abcde"), 4, 7, step) for step in range(10)]
+    passes = ["".join(sum(steps, []))[i : i + 5] for i in range(0, 40, 5)]
+    assert all(sorted(p) == list("abcde") for p in passes) and len(set(passes)) > 4
+    assert steps[6] == grpo.prompts_of_step(list("abcde"), 4, 7, 6) and len(grpo.prompts_of_step(["a"], 3, 0, 2)) == 3
+
+
+# ---- runs
+
+
+def test_a_model_learns_to_add_from_rewards(taught, tmp_path):
+    before = correct(taught / "model")
+    run(*command(taught, "--steps", 150, "--samples-per-prompt", 16, "--output", tmp_path / "out"))
+    steps = steps_of(tmp_path / "out")
+    after = correct(tmp_path / "out" / "step_00000150")
+    assert before < 0.2 and after > 0.9, (before, after, [s["reward"] for s in steps])
+    assert steps[0]["reward"] < 0.2 and np.mean([s["reward"] for s in steps[-20:]]) > 0.9
+    assert all(s["logp_difference"] < 1e-5 for s in steps)
+    first = steps[0]
+    assert first["clipped"] == 0 and first["kl"] == 0 and first["left_out"] == 0 and abs(first["loss"]) < 1e-5
+    assert first["reward"] == first["reward_sum_mean"] and 0.5 < first["entropy"] < 2
+    assert 1.5 < first["length"] <= 2 and 0 <= first["truncated"] < 0.3
+    assert first["reward_std"] == pytest.approx((first["reward"] * (1 - first["reward"])) ** 0.5)
+    assert [s["step"] for s in steps] == list(range(1, 151))
+
+
+VARIANTS = {
+    "clipped": ("--loss", "dr-grpo", "--iterations", 3, "--warmup", 5),
+    "adapters": ("--loss", "rloo", "--beta", 0.05, "--iterations", 2, "--", "--lora", 4),
+}
+
+
+@pytest.mark.parametrize("words", VARIANTS.values(), ids=VARIANTS)
+def test_a_resumed_run_makes_the_same_digits(taught, tmp_path, words):
+    def go(name, *more):
+        run(*command(taught, "--output", tmp_path / name, *more, *words))
+
+    go("whole", "--steps", 4)
+    go("parts", "--steps", 2, "--save-every", 1)
+    go("parts", "--steps", 4, "--resume")
+    clocks = ("elapsed", "ms", "tok_s", "mfu", "mem_gib")
+    logs = [
+        [{k: v for k, v in s.items() if k not in clocks} for s in steps_of(tmp_path / n)] for n in ("whole", "parts")
+    ]
+    assert logs[0] == logs[1] and len(logs[0]) == 4 * words[words.index("--iterations") + 1]
+    last = f"step_{len(logs[0]):08d}"
+    weights = [next((tmp_path / n / last).glob("*model*.safetensors")).read_bytes() for n in ("whole", "parts")]
+    assert weights[0] == weights[1]
+    if "--beta" in words:
+        kl = [s["kl"] for s in logs[0]]
+        assert abs(kl[0]) < 1e-9 < kl[-1]
+    else:
+        assert logs[0][0]["clipped"] == 0 < logs[0][-1]["clipped"]
+        assert logs[0][0]["lr"] == pytest.approx(1e-3 / 5) and logs[0][-1]["lr"] == pytest.approx(1e-3)
+
+
+def test_the_reference_is_the_policy_that_training_began_with(taught, tmp_path):
+    """One that stands in a folder and the model without its adapters say the same."""
+    both = []
+    for name, words in (("folder", ("--reference", taught / "model", "--", "--lora", 4)), ("own", ("--", "--lora", 4))):
+        run(*command(taught, "--steps", 2, "--beta", 0.1, "--output", tmp_path / name, *words))
+        both.append([(s["kl"], s["loss"]) for s in steps_of(tmp_path / name)])
+    np.testing.assert_allclose(*both, atol=1e-6)
+    run(*command(taught, "--steps", 3, "--beta", 0.1, "--output", tmp_path / "all", "--reference", taught / "model"))
+    kl = [s["kl"] for s in steps_of(tmp_path / "all")]
+    assert abs(kl[0]) < 1e-6 < kl[1]
+
+
+def test_equal_rewards_make_no_update(taught, tmp_path):
+    (tmp_path / "equal.py").write_text("def reward(prompt, completion, **_):\n    return 0.1\n")
+    said = run(*command(taught, "--steps", 2, "--output", tmp_path / "out", rewards=tmp_path / "equal.py"))
+    assert len(re.findall("no update is made: the rewards of each prompt are all equal", said)) == 2
+    before, after = (f / "model.safetensors" for f in (taught / "model", tmp_path / "out" / "step_00000002"))
+    assert before.read_bytes() == after.read_bytes()
+    assert [(s["reward"], s["lr"]) for s in steps_of(tmp_path / "out")] == [(pytest.approx(0.1), 0)] * 2
+
+
+def test_several_rewards_have_weights_and_texts_are_texts(taught, tmp_path):
+    texts = ["--output", tmp_path / "chats.jsonl", "--tokenizer", tmp_path / "tokenizer"]
+    subprocess.run([sys.executable, "dev/data/tiny_chats.py", *texts], cwd=ROOT, check=True, capture_output=True)
+    (tmp_path / "texts.jsonl").write_text('{"prompt": "2 + 3 = ", "id": 5}\n\n{"prompt": "one", "id": 6}\n')
+    (tmp_path / "texts.py").write_text(
+        "import helper\n"
+        "def reward_a(prompt, completion, id):\n"
+        "    assert (id, prompt) in helper.KNOWN and isinstance(completion, str)\n"
+        "    print('not an answer')\n"
+        "    return len(completion)\n"
+        "def reward_b(prompt, completion, **fields):\n    return fields['id']\n"
+        "reward_c = 3\n"
+    )
+    (tmp_path / "helper.py").write_text("KNOWN = [(5, '2 + 3 = '), (6, 'one')]\n")
+    words = ("--seq-len", 64, "--max-tokens", 8, "--steps", 2, "--weights", "2,0.5", "--output", tmp_path / "out")
+    files = {"prompts": tmp_path / "texts.jsonl", "rewards": tmp_path / "texts.py"}
+    with llmc.Trainer(
+        MODEL.replace("vocab=16,seq=8", "vocab=259,seq=64"), program=TRAINER, seq_len=64, output=tmp_path / "run"
+    ) as t:
+        model = Path(t.save())
+    for path in (tmp_path / "tokenizer").iterdir():
+        shutil.copy(path, model)
+    run(*command(taught, *words, model=model, **files))
+    for s in steps_of(tmp_path / "out"):
+        assert s["reward"] == pytest.approx(2 * s["reward_a_mean"] + 0.5 * s["reward_b_mean"])
+        assert s["reward_a_mean"] > 0 and s["reward_b_mean"] == pytest.approx(5.5)
+
+
+# ---- what is wrong
+
+BAD_FILES = {
+    "empty": ({"prompts": "\n"}, (), "p.jsonl is empty"),
+    "no json": ({"prompts": '{"prompt": [1]}\n{"prompt"\n'}, (), "p.jsonl:2 is not JSON"),
+    "no prompt": ({"prompts": '{"text": "a"}\n'}, (), "p.jsonl:1 has no prompt"),
+    "no ids": ({"prompts": '{"prompt": [1, "a"]}\n'}, (), 'p.jsonl:1: prompt[1] is "a", not a whole number'),
+    "unknown id": ({"prompts": '{"prompt": [99]}\n'}, (), "p.jsonl:1 has an id outside the vocabulary of 16"),
+    "text": ({"prompts": '{"prompt": "a"}\n'}, (), "no tokenizer"),
+    "long": ({"prompts": '{"prompt": [1,1,1,1,1,1,1,1]}\n'}, (), "no prompt fits: --seq-len leaves 6"),
+    "no function": ({"rewards": "x = 1\n"}, (), "has no reward function"),
+    "no python": ({"rewards": "def reward(:\n"}, (), "does not run: invalid syntax"),
+    "weights": ({}, ("--weights", "1,2"), "2 weights for reward_sum"),
+    "beta": ({}, ("--beta", 0.1), "hint: --reference FOLDER, or adapters (-- --lora 16)"),
+    "raises": ({"rewards": "def reward(p, c, answer):\n    return {}['x']\n"}, (), "reward: KeyError: 'x'"),
+    "unknown field": ({"rewards": "def reward(p, c):\n    return 0\n"}, (), "unexpected keyword argument 'answer'"),
+    "no number": ({"rewards": "def reward(p, c, **_):\n    return None\n"}, (), "reward: TypeError: float() argument"),
+    "ends": (
+        {"rewards": "import os\ndef reward(p, c, **_):\n    os._exit(1)\n"},
+        ("--groups", 2),
+        "reward: it ended its process",
+    ),
+    "option": ({}, ("--", "--no-such-option", 1), "--no-such-option"),
+}
+
+
+@pytest.mark.parametrize("files, words, said", BAD_FILES.values(), ids=BAD_FILES)
+def test_what_is_wrong_is_said_with_what_to_do(taught, tmp_path, files, words, said):
+    names = {"prompts": tmp_path / "p.jsonl", "rewards": tmp_path / "r.py"}
+    for name, text in files.items():
+        names[name].write_text(text)
+    given = {name: names[name] for name in files}
+    error = run(*command(taught, "--steps", 1, *words, **given), status=1)
+    assert said in error and "hint: " in error
+
+
+@pytest.mark.parametrize(
+    "words", (("--samples-per-prompt", 1), ("--groups", 0), ("--beta", "nan"), ("--prompts", "none"))
+)
+def test_numbers_and_names_are_checked(taught, words):
+    run(*command(taught, *words), status=1 if "none" in words else 2)
+
+
+BAD_REWARDS = """
+import time
+def reward(prompt, completion, answer, kind):
+    if answer in (3, 5):
+        if kind == "raise":
+            raise ValueError("no idea")
+        if kind == "hang":
+            while True:
+                try:
+                    time.sleep(60)
+                except BaseException:
+                    pass
+        return float("nan" if kind == "nan" else "inf")
+    return completion == [answer]
+"""
+
+
+BAD_KINDS = {
+    "raise": "ValueError: no idea",
+    "nan": "returned nan",
+    "inf": "returned inf",
+    "hang": "it takes more than 0.05 s",
+}
+
+
+@pytest.mark.parametrize("kind, said", BAD_KINDS.items(), ids=BAD_KINDS)
+def test_bad_rewards_are_left_out_or_stop_and_the_trainer_goes_on(taught, tmp_path, capfd, kind, said):
+    (tmp_path / "bad.py").write_text(BAD_REWARDS)
+    prompts = problems(tmp_path / "prompts.jsonl", kind=kind)
+    longer = prompts.read_text() + json.dumps({"prompt": [1] * 7, "answer": 0, "kind": ""}) + "\n"
+    prompts.write_text(longer)
+    a, _ = grpo.parse(command(taught, prompts=prompts, rewards=tmp_path / "bad.py")[:-2])
+    a.samples_per_prompt = 2 if kind == "hang" else 8
+    with llmc.Trainer(taught / "model", program=TRAINER, **SHAPE, total_batch=4 * 64 * 8) as t:
+        ready = grpo.tokenised(t, grpo.read_prompts(a.prompts), a.max_tokens)
+        assert len(ready) == 16 and "prompts.jsonl:17 is left out: it has 7 tokens" in capfd.readouterr().err
+        n = sum(p.fields["answer"] in (3, 5) for p in ready) * a.samples_per_prompt
+        begin = time.monotonic()
+        stops = grpo.Rewards(a.rewards, seconds=0.05, on_bad="stop")
+        with pytest.raises(grpo.BadReward, match=f"step 1, sample .*prompts.jsonl:.*{said}(?s:.*)hint: "):
+            grpo.make_step(t, a, ready, stops, None, 0)
+        fields = grpo.make_step(t, a, ready, grpo.Rewards(a.rewards, seconds=0.05), None, 0)
+        assert fields["left_out"] == n and t.steps_done == 1 and np.isfinite(list(fields.values())).all()
+        errors = capfd.readouterr().err
+        assert said in errors and f"... and {n - 5} more" in errors
+        assert time.monotonic() - begin < 30

@@ -1,0 +1,199 @@
+"""Reinforcement learning from rewards: GRPO, Dr. GRPO or RLOO, as TRL defines them.
+
+  python scripts/grpo.py --model models/qwen --prompts prompts.jsonl --rewards rewards.py --output log/mine -- --lora 16
+
+prompts.jsonl   a line each: {"prompt": a text or a list of ids, any other fields}. A text stands behind end-of-text.
+rewards.py      every function whose name begins with reward: reward_x(prompt, completion, **other_fields) -> a number.
+                completion: a text, or ids if the model has no tokenizer, without the token that ended it
+behind --       options of llmc.Trainer, named as the trainer's: --lora 16 --ranks 8 --matmul-dtype fp8
+
+A step draws --samples-per-prompt completions of --groups prompts, scores them, and updates the weights --iterations
+times. All that is random follows from --seed and the step: a resumed run makes the same digits. logp is that at
+temperature 1. The log has reward and reward_std, kl, entropy (mean -logp of the tokens drawn), length, truncated and
+clipped (shares), left_out (bad samples), and logp_difference (mean, of generate's from forward's)."""
+
+import argparse
+import math
+import os
+import sys
+
+import numpy as np
+
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import llmc  # noqa: E402, which finds dev/
+from checked_json import BadFile  # noqa: E402
+from reward_file import BadReward, Rewards, read_prompts, tokenised  # noqa: E402
+
+# ---- the mathematics
+
+
+def advantages(loss, rewards):
+    """rewards (prompts, n), NaN where there is none -> how much better than others of its prompt each is; 0 where there
+    is no reward or no other. grpo divides by the standard deviation; rloo compares with the mean of the others."""
+    known = ~np.isnan(rewards)
+    count = known.sum(1, keepdims=True)
+    mean = np.where(known, rewards, 0).sum(1, keepdims=True) / np.maximum(count, 1)
+    differ = np.fmin.reduce(rewards, 1, keepdims=True) < np.fmax.reduce(rewards, 1, keepdims=True)
+    above = np.where(known & differ, rewards - mean, 0)  # exactly 0 where all are equal
+    others = np.maximum(count - 1, 1)
+    if loss == "grpo":
+        return above / (np.sqrt((above**2).sum(1, keepdims=True) / others) + 1e-4)
+    return above * count / others if loss == "rloo" else above
+
+
+def loss_and_weights(loss, logp, old, mask, advantage, rows, max_tokens, epsilon=0.2, beta=0.0, reference=None):
+    """What some rows add to the loss of a step of `rows` in all. logp, old, reference (R,T): of the policy, of the one
+    that drew the tokens, of the one that training began with; mask (R,T): the tokens drawn; advantage (R). -> the loss;
+    its derivatives by logp (R,T) float64; which tokens are clipped; the KL of each, by the k3 estimator."""
+    length, a = mask.sum(1, keepdims=True), advantage[:, None]
+    share = mask / rows / {"grpo": length, "dr-grpo": max_tokens, "rloo": 1}[loss]  # of a token in the loss
+    change = np.where(mask, logp.astype(np.float64) - old, 0)
+    ratio = np.exp(change.sum(1, keepdims=True) if loss == "rloo" else change)  # rloo: a sequence is one action
+    surrogate = np.minimum(ratio * a, np.clip(ratio, 1 - epsilon, 1 + epsilon) * a)
+    clipped = mask & ((ratio > 1 + epsilon) & (a > 0) | (ratio < 1 - epsilon) & (a < 0))
+    total = -(share * surrogate / (length if loss == "rloo" else 1)).sum()
+    weights, kl = np.where(clipped, 0, -share * ratio * a), np.zeros(mask.shape)
+    if beta:
+        ahead = np.where(mask, reference.astype(np.float64) - logp, 0)
+        kl = np.exp(ahead) - ahead - 1
+        total += beta * (share * kl).sum()
+        weights += beta * share * (1 - np.exp(ahead))
+    return total, weights, clipped, kl
+
+
+# ---- a step
+
+
+def prompts_of_step(prompts, groups, seed, step):
+    """All pass by, each time in another order."""
+    passes, places = np.divmod(np.arange(step * groups, (step + 1) * groups), len(prompts))
+    orders = {i: np.random.default_rng([seed, i]).permutation(len(prompts)) for i in set(passes.tolist())}
+    return [prompts[orders[i][place]] for i, place in zip(passes.tolist(), places)]
+
+
+def rows_of(prompts, completions, values):
+    """-> tokens, targets and values (R,T) of completions behind their prompts. Targets elsewhere are -1, values 0."""
+    T = max(len(p.ids) + len(c) for p, c in zip(prompts, completions)) - 1
+    tokens, targets, placed = (np.full((len(prompts), T), fill) for fill in (0, -1, 0.0))
+    for r, (p, c, v) in enumerate(zip(prompts, completions, values)):
+        both, begin = np.concatenate([p.ids, c]), len(p.ids) - 1
+        tokens[r, : len(both) - 1] = both[:-1]
+        targets[r, begin : len(both) - 1], placed[r, begin : len(both) - 1] = c, v
+    return tokens, targets, placed
+
+
+def make_step(t, a, prompts, rewards, reference, step):
+    """Draws, scores, updates. reference: a Trainer of the policy that training began with; None: t without adapters."""
+    n, drawn = a.samples_per_prompt, prompts_of_step(prompts, a.groups, a.seed, step)
+    seed = int(np.random.SeedSequence([a.seed, step]).generate_state(1)[0])
+    samples = t.generate([p.ids for p in drawn], n, a.max_tokens, a.temperature, seed=seed)
+    prompts = [p for p in drawn for _ in range(n)]
+    found = rewards.score(t, prompts, samples, f"step {step + 1}")
+    good = [i for i, values in enumerate(found) if values]
+    sums = np.array([rewards.sum(values) if values else math.nan for values in found])
+    advantage = advantages(a.loss, sums.reshape(-1, n)).ravel()[good]
+    tokens, targets, drawn_logp = rows_of(*([x[i] for i in good] for x in (prompts, *samples)))
+    mask, old, base = targets >= 0, np.zeros(targets.shape), np.zeros(targets.shape)
+    count, has_gradient = mask.sum(), bool(a.beta or advantage.any())
+    fields = {"reward": sums[good].mean(), "reward_std": sums[good].std(), "length": count / len(good)}
+    fields |= {"truncated": 1 - samples.ended[good].mean(), "left_out": len(found) - len(good)}
+    fields |= {f"{name}_mean": np.mean([found[i][name] for i in good]) for name in rewards.names}
+    if not has_gradient:  # the step counts, for the log and --resume, at a rate of 0
+        print(f"step {step + 1}: no update is made: the rewards of each prompt are all equal", flush=True)
+    if a.beta:
+        base = reference.forward(tokens, targets) if reference else t.forward(tokens, targets, adapters=False)
+    for iteration in range(a.iterations):
+        total = clipped = kl = 0
+        for r in range(0, len(good), t.rows):
+            s = slice(r, r + t.rows)
+            logp = t.forward(tokens[s], targets[s])
+            old[s] = logp if iteration == 0 else old[s]
+            loss, weights, cut, k3 = loss_and_weights(a.loss, logp, old[s], mask[s], advantage[s], len(good),
+                                                      a.max_tokens, a.epsilon, a.beta, base[s])  # fmt: skip
+            t.backward(weights)
+            total, clipped, kl = total + loss, clipped + cut.sum(), kl + k3.sum()
+        fields |= {"kl": kl / count, "clipped": clipped / count, "entropy": -old.sum() / count}
+        fields["logp_difference"] = np.abs(old - drawn_logp).sum() / count
+        rate = has_gradient * a.learning_rate * min(1, (t.steps_done + 1) / max(a.warmup, 1))
+        t.step(rate, loss=total, **fields)
+    return fields
+
+
+# ---- the program
+
+NUMBERS = (  # name, default, least, what it is
+    ("steps", 100, 1, "in all, with those that --resume finds"),
+    ("groups", 8, 1, "prompts of a step"),
+    ("samples-per-prompt", 8, 2, "completions of a prompt, which are compared"),
+    ("max-tokens", 256, 1, "of a completion"),
+    ("temperature", 1.0, 1e-3, "at which tokens are drawn"),
+    ("learning-rate", 1e-6, 1e-12, "(adapters bear 1e-5 to 1e-4)"),
+    ("warmup", 0, 0, "updates in which it rises"),
+    ("iterations", 1, 1, "updates of a step; from the second on clipping counts"),
+    ("epsilon", 0.2, 0, "a ratio is clipped at 1 - epsilon and 1 + epsilon"),
+    ("beta", 0.0, 0, "factor of the KL to the policy that training began with, in the loss"),
+    ("batch-size", 8, 1, "rows of a micro-step on a GPU"),
+    ("seq-len", 1024, 2, "tokens of a row: of prompt and completion at most"),
+    ("seed", 1337, 0, "of prompts and samples"),
+    ("save-every", 0, 0, "steps; 0: at the end alone"),
+    ("reward-timeout", 10.0, 1e-3, "seconds of one call of a reward function"),
+)
+
+
+def parse(argv):
+    """-> the options, and those of llmc.Trainer behind --"""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", required=True, help="what the trainer's --model takes: a Hugging Face folder, a run's")
+    p.add_argument("--prompts", required=True, help="the .jsonl file")
+    p.add_argument("--rewards", required=True, help="the .py file")
+    p.add_argument("--weights", type=lambda s: [float(x) for x in s.split(",")], help="of its functions: 1,0.5")
+    p.add_argument("--on-bad-reward", choices=("skip", "stop"), default="skip", help="leave that sample out, or end")
+    p.add_argument("--loss", choices=("grpo", "dr-grpo", "rloo"), default="grpo")
+    p.add_argument("--reference", help="folder of the policy that training began with, for --beta without adapters")
+    p.add_argument("--output", default="", help="folder of log and checkpoints")
+    p.add_argument("--resume", action="store_true", help="go on from --output's newest checkpoint")
+    for name, default, _, text in NUMBERS:
+        p.add_argument("--" + name, type=type(default), default=default, metavar="N", help=f"{text} [{default:g}]")
+    at = argv.index("--") if "--" in argv else len(argv)
+    a, options, name = p.parse_args(argv[:at]), {}, ""
+    for number, _, least, _ in NUMBERS:
+        if not getattr(a, number.replace("-", "_")) >= least:
+            p.error(f"--{number} is less than {least:g}: give more")
+    for word in argv[at + 1 :]:
+        name, _, value = word[2:].partition("=") if word.startswith("--") else (name, "", word)
+        options[name.replace("-", "_")] = int(value) if value.isdigit() else value or True
+    return a, options
+
+
+def train(t, a, prompts, rewards, reference=None):
+    prompts = tokenised(t, prompts, a.max_tokens)
+    for step in range(t.steps_done // a.iterations, a.steps):
+        make_step(t, a, prompts, rewards, reference, step)
+        if a.output and (step + 1 == a.steps or a.save_every and (step + 1) % a.save_every == 0):
+            t.save()
+
+
+def main(argv=None):
+    a, options = parse(sys.argv[1:] if argv is None else argv)
+    rows = a.batch_size * options.setdefault("ranks", 1) // options.get("tp", 1)
+    size = {"batch_size": a.batch_size, "seq_len": a.seq_len} | {k: options.get(k) for k in ("ranks", "program")}
+    total = rows * a.seq_len * math.ceil(a.groups * a.samples_per_prompt / rows)
+    own = dict(total_batch=total, max_steps=a.steps * a.iterations, output=a.output, resume=a.resume, seed=a.seed)
+    own["learning_rate"] = a.learning_rate  # which rates of groups, such as --lr-matrix, are relative to
+    try:
+        if a.beta and not a.reference and not options.get("lora"):
+            raise llmc.Error("--beta needs the first policy\n  hint: --reference FOLDER, or adapters (-- --lora 16)")
+        prompts, rewards = read_prompts(a.prompts), Rewards(a.rewards, a.weights, a.reward_timeout, a.on_bad_reward)
+        first = llmc.Trainer(a.reference, lora=1, **size) if a.beta and a.reference else None
+        with llmc.Trainer(a.model, **{"verbose": True, **size, **own, **options}) as t:
+            train(t, a, prompts, rewards, first)
+    except (llmc.Error, BadReward, BadFile, OSError) as e:
+        hint = "" if "hint:" in str(e) else '\n  hint: a line of --prompts is {"prompt": a text or ids, other fields}'
+        print(f"error: {e}{hint}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
