@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from checked_json import BadFile, open_regular, parse_object
+from tool_output import warn
 
 NUMBERS = (  # name, default, least, what it is
     ("steps", 100, 1, "in all, with those that --resume finds"),
-    ("learning-rate", 1e-6, 0, "(adapters bear 1e-5 to 1e-4)"),
+    ("learning-rate", 1e-6, 1e-12, "(adapters bear 1e-5 to 1e-4)"),
     ("warmup", 0, 0, "updates in which it rises"),
     ("batch-size", 8, 1, "rows of a micro-step on a GPU"),
     ("seq-len", 1024, 2, "tokens of a row"),
@@ -45,8 +46,10 @@ def trainer_options(a, options, rows_of_step, updates=1):
     """Of llmc.Trainer, for steps of so many rows."""
     groups = options.get("ranks", 1) // options.get("tp", 1)
     rows = a.batch_size * groups
+    # learning_rate: what rates of groups of weights, such as --lr-matrix, are relative to
     own = dict(batch_size=a.batch_size, seq_len=a.seq_len, total_batch=rows * a.seq_len * math.ceil(rows_of_step / rows),
-               max_steps=a.steps * updates, output=a.output, resume=a.resume, seed=a.seed, verbose=True)  # fmt: skip
+               max_steps=a.steps * updates, learning_rate=a.learning_rate, output=a.output, resume=a.resume, seed=a.seed,
+               verbose=True)  # fmt: skip
     return own | options
 
 
@@ -65,11 +68,6 @@ def rate_of(a, t):
 def save_if_due(a, t, step):
     if a.output and (step + 1 == a.steps or a.save_every and (step + 1) % a.save_every == 0):
         t.save()
-
-
-def warn(lines):
-    for line in lines[:5] + ([f"... and {len(lines) - 5} more"] if len(lines) > 5 else []):
-        print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 # ---- prompts

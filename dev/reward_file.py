@@ -1,7 +1,6 @@
-"""What reinforcement learning is given: prompts of a .jsonl file, and reward functions of a file of Python, which are
-called in a process of their own: one that hangs or crashes does no harm. Only Python's standard library.
+"""Reward functions of a file of Python, which are called in a process of their own: one that hangs or crashes does no
+harm. Only Python's standard library, so that this process starts soon.
 
-    prompts = read_prompts("prompts.jsonl")     [Prompt], or BadFile
     rewards = Rewards("rewards.py", weights=[1, 0.5], seconds=10)
     rewards(prompt, completion, fields)         {"reward_a": 1.0, "reward_b": 0.0}, or BadReward: why there is none
     rewards.sum({"reward_a": 1.0, ...})         with weights
@@ -12,62 +11,13 @@ import inspect
 import math
 import os
 import sys
-from dataclasses import dataclass
 
-from checked_json import BadFile, open_regular, parse_object
 from limited import Failed, Limited
+from tool_output import warn
 
 
 class BadReward(Exception):
     pass
-
-
-@dataclass
-class Prompt:
-    where: str  # file:line
-    given: object  # a text, or ids
-    fields: dict  # the others of its line
-    ids: object = None
-
-
-def read_prompts(path):
-    prompts = []
-    with open_regular(path) as f:
-        for i, line in enumerate(f, 1):
-            if line.strip():
-                fields = parse_object(line, f"{path}:{i}")
-                given = fields.read("prompt", (str, list))
-                if isinstance(given, list):
-                    fields.read_list("prompt", int)
-                if not given:
-                    raise BadFile(f"{path}:{i} has no prompt")
-                del fields["prompt"]
-                prompts.append(Prompt(f"{path}:{i}", given, fields))
-    if not prompts:
-        raise BadFile(f"{path} is empty")
-    return prompts
-
-
-def warn(lines):
-    for line in lines[:5] + ([f"... and {len(lines) - 5} more"] if len(lines) > 5 else []):
-        print(f"warning: {line}", file=sys.stderr, flush=True)
-
-
-def tokenised(t, prompts, max_tokens):
-    """Those that with their completion fit into a row of the llmc.Trainer t, with their ids; the others are named."""
-    most = min(t.seq_len, t.context) - max_tokens
-    for p in prompts:
-        p.ids = [t.eot, *t.encode(p.given).tolist()] if isinstance(p.given, str) else p.given
-        if min(p.ids) < 0 or max(p.ids) >= t.vocab:
-            raise BadFile(f"{p.where} has an id outside the vocabulary of {t.vocab}")
-    room = f"--seq-len leaves {max(most, 0)} beside --max-tokens"
-    warn([f"{p.where} is left out: it has {len(p.ids)} tokens, and {room}" for p in prompts if len(p.ids) > most])
-    fit = [p for p in prompts if len(p.ids) <= most]
-    if not fit:
-        raise BadFile(
-            f"no prompt fits: {room}\n  hint: a larger --seq-len (context: {t.context}), or fewer --max-tokens"
-        )
-    return fit
 
 
 def reward_functions(path):

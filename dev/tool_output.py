@@ -66,3 +66,9 @@ def outlive_reader():
 
 def reader_is_gone():
     return getattr(sys.stdout, "gone", False)
+
+
+def warn(lines):
+    """Five of them, and how many more there are."""
+    for line in lines[:5] + ([f"... and {len(lines) - 5} more"] if len(lines) > 5 else []):
+        print(f"warning: {line}", file=sys.stderr, flush=True)

@@ -21,7 +21,8 @@ sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import llmc  # noqa: E402, which finds dev/
 from chat_template import Renderer, TemplateError, read_template  # noqa: E402
 from checked_json import BadFile, open_regular, parse_object  # noqa: E402
-from post_training import end_of, of_step, parse, rate_of, save_if_due, trainer_options, warn  # noqa: E402
+from post_training import end_of, of_step, parse, rate_of, save_if_due, trainer_options  # noqa: E402
+from tool_output import warn  # noqa: E402
 
 # ---- the mathematics
 

@@ -12,7 +12,6 @@ times. All that is random follows from --seed and the step: a resumed run makes 
 temperature 1. The log has reward and reward_std, kl, entropy (mean -logp of the tokens drawn), length, truncated and
 clipped (shares), left_out (bad samples), and logp_difference (mean, of generate's from forward's)."""
 
-import argparse
 import math
 import os
 import sys
@@ -22,7 +21,9 @@ import numpy as np
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import llmc  # noqa: E402, which finds dev/
 from checked_json import BadFile  # noqa: E402
-from reward_file import BadReward, Rewards, read_prompts, tokenised  # noqa: E402
+from post_training import end_of, of_step, parse, rate_of, read_prompts, rows_of, save_if_due  # noqa: E402
+from post_training import tokenised, trainer_options  # noqa: E402
+from reward_file import BadReward, Rewards  # noqa: E402
 
 # ---- the mathematics
 
@@ -64,27 +65,9 @@ def loss_and_weights(loss, logp, old, mask, advantage, rows, max_tokens, epsilon
 # ---- a step
 
 
-def prompts_of_step(prompts, groups, seed, step):
-    """All pass by, each time in another order."""
-    passes, places = np.divmod(np.arange(step * groups, (step + 1) * groups), len(prompts))
-    orders = {i: np.random.default_rng([seed, i]).permutation(len(prompts)) for i in set(passes.tolist())}
-    return [prompts[orders[i][place]] for i, place in zip(passes.tolist(), places)]
-
-
-def rows_of(prompts, completions, values):
-    """-> tokens, targets and values (R,T) of completions behind their prompts. Targets elsewhere are -1, values 0."""
-    T = max(len(p.ids) + len(c) for p, c in zip(prompts, completions)) - 1
-    tokens, targets, placed = (np.full((len(prompts), T), fill) for fill in (0, -1, 0.0))
-    for r, (p, c, v) in enumerate(zip(prompts, completions, values)):
-        both, begin = np.concatenate([p.ids, c]), len(p.ids) - 1
-        tokens[r, : len(both) - 1] = both[:-1]
-        targets[r, begin : len(both) - 1], placed[r, begin : len(both) - 1] = c, v
-    return tokens, targets, placed
-
-
 def make_step(t, a, prompts, rewards, reference, step):
     """Draws, scores, updates. reference: a Trainer of the policy that training began with; None: t without adapters."""
-    n, drawn = a.samples_per_prompt, prompts_of_step(prompts, a.groups, a.seed, step)
+    n, drawn = a.samples_per_prompt, of_step(prompts, a.groups, a.seed, step)
     seed = int(np.random.SeedSequence([a.seed, step]).generate_state(1)[0])
     samples = t.generate([p.ids for p in drawn], n, a.max_tokens, a.temperature, seed=seed)
     prompts = [p for p in drawn for _ in range(n)]
@@ -114,85 +97,54 @@ def make_step(t, a, prompts, rewards, reference, step):
             total, clipped, kl = total + loss, clipped + cut.sum(), kl + k3.sum()
         fields |= {"kl": kl / count, "clipped": clipped / count, "entropy": -old.sum() / count}
         fields["logp_difference"] = np.abs(old - drawn_logp).sum() / count
-        rate = has_gradient * a.learning_rate * min(1, (t.steps_done + 1) / max(a.warmup, 1))
-        t.step(rate, loss=total, **fields)
+        t.step(has_gradient * rate_of(a, t), loss=total, **fields)
     return fields
 
 
 # ---- the program
 
 NUMBERS = (  # name, default, least, what it is
-    ("steps", 100, 1, "in all, with those that --resume finds"),
     ("groups", 8, 1, "prompts of a step"),
     ("samples-per-prompt", 8, 2, "completions of a prompt, which are compared"),
     ("max-tokens", 256, 1, "of a completion"),
     ("temperature", 1.0, 1e-3, "at which tokens are drawn"),
-    ("learning-rate", 1e-6, 1e-12, "(adapters bear 1e-5 to 1e-4)"),
-    ("warmup", 0, 0, "updates in which it rises"),
     ("iterations", 1, 1, "updates of a step; from the second on clipping counts"),
     ("epsilon", 0.2, 0, "a ratio is clipped at 1 - epsilon and 1 + epsilon"),
     ("beta", 0.0, 0, "factor of the KL to the policy that training began with, in the loss"),
-    ("batch-size", 8, 1, "rows of a micro-step on a GPU"),
-    ("seq-len", 1024, 2, "tokens of a row: of prompt and completion at most"),
-    ("seed", 1337, 0, "of prompts and samples"),
-    ("save-every", 0, 0, "steps; 0: at the end alone"),
     ("reward-timeout", 10.0, 1e-3, "seconds of one call of a reward function"),
 )
 
 
-def parse(argv):
-    """-> the options, and those of llmc.Trainer behind --"""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", required=True, help="what the trainer's --model takes: a Hugging Face folder, a run's")
+def add_arguments(p):
     p.add_argument("--prompts", required=True, help="the .jsonl file")
     p.add_argument("--rewards", required=True, help="the .py file")
     p.add_argument("--weights", type=lambda s: [float(x) for x in s.split(",")], help="of its functions: 1,0.5")
     p.add_argument("--on-bad-reward", choices=("skip", "stop"), default="skip", help="leave that sample out, or end")
     p.add_argument("--loss", choices=("grpo", "dr-grpo", "rloo"), default="grpo")
     p.add_argument("--reference", help="folder of the policy that training began with, for --beta without adapters")
-    p.add_argument("--output", default="", help="folder of log and checkpoints")
-    p.add_argument("--resume", action="store_true", help="go on from --output's newest checkpoint")
-    for name, default, _, text in NUMBERS:
-        p.add_argument("--" + name, type=type(default), default=default, metavar="N", help=f"{text} [{default:g}]")
-    at = argv.index("--") if "--" in argv else len(argv)
-    a, options, name = p.parse_args(argv[:at]), {}, ""
-    for number, _, least, _ in NUMBERS:
-        if not getattr(a, number.replace("-", "_")) >= least:
-            p.error(f"--{number} is less than {least:g}: give more")
-    for word in argv[at + 1 :]:
-        name, _, value = word[2:].partition("=") if word.startswith("--") else (name, "", word)
-        options[name.replace("-", "_")] = int(value) if value.isdigit() else value or True
-    return a, options
 
 
 def train(t, a, prompts, rewards, reference=None):
     prompts = tokenised(t, prompts, a.max_tokens)
     for step in range(t.steps_done // a.iterations, a.steps):
         make_step(t, a, prompts, rewards, reference, step)
-        if a.output and (step + 1 == a.steps or a.save_every and (step + 1) % a.save_every == 0):
-            t.save()
+        save_if_due(a, t, step)
 
 
 def main(argv=None):
-    a, options = parse(sys.argv[1:] if argv is None else argv)
-    rows = a.batch_size * options.setdefault("ranks", 1) // options.get("tp", 1)
-    size = {"batch_size": a.batch_size, "seq_len": a.seq_len} | {k: options.get(k) for k in ("ranks", "program")}
-    total = rows * a.seq_len * math.ceil(a.groups * a.samples_per_prompt / rows)
-    own = dict(total_batch=total, max_steps=a.steps * a.iterations, output=a.output, resume=a.resume, seed=a.seed)
-    own["learning_rate"] = a.learning_rate  # which rates of groups, such as --lr-matrix, are relative to
-    try:
+    a, options = parse(sys.argv[1:] if argv is None else argv, __doc__, add_arguments, NUMBERS)
+
+    def run():
         if a.beta and not a.reference and not options.get("lora"):
             raise llmc.Error("--beta needs the first policy\n  hint: --reference FOLDER, or adapters (-- --lora 16)")
         prompts, rewards = read_prompts(a.prompts), Rewards(a.rewards, a.weights, a.reward_timeout, a.on_bad_reward)
+        size = dict(batch_size=a.batch_size, seq_len=a.seq_len) | {k: options[k] for k in ("ranks", "program") if k in options}
         first = llmc.Trainer(a.reference, lora=1, **size) if a.beta and a.reference else None
-        with llmc.Trainer(a.model, **{"verbose": True, **size, **own, **options}) as t:
+        own = trainer_options(a, options, a.groups * a.samples_per_prompt, a.iterations)
+        with llmc.Trainer(a.model, **own) as t:
             train(t, a, prompts, rewards, first)
-    except (llmc.Error, BadReward, BadFile, OSError) as e:
-        hint = "" if "hint:" in str(e) else '\n  hint: a line of --prompts is {"prompt": a text or ids, other fields}'
-        print(f"error: {e}{hint}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+
+    return end_of(run, llmc.Error, BadReward, BadFile, OSError)
 
 
 if __name__ == "__main__":

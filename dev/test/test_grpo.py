@@ -156,10 +156,10 @@ def test_advantages_without_some_rewards():
 
 
 def test_prompts_all_pass_by_in_orders_of_their_own():
-    steps = [grpo.prompts_of_step(list("abcde"), 4, 7, step) for step in range(10)]
+    steps = [grpo.of_step(list("abcde"), 4, 7, step) for step in range(10)]
     passes = ["".join(sum(steps, []))[i : i + 5] for i in range(0, 40, 5)]
     assert all(sorted(p) == list("abcde") for p in passes) and len(set(passes)) > 4
-    assert steps[6] == grpo.prompts_of_step(list("abcde"), 4, 7, 6) and len(grpo.prompts_of_step(["a"], 3, 0, 2)) == 3
+    assert steps[6] == grpo.of_step(list("abcde"), 4, 7, 6) and len(grpo.of_step(["a"], 3, 0, 2)) == 3
 
 
 # ---- runs
@@ -334,7 +334,7 @@ def test_bad_rewards_are_left_out_or_stop_and_the_trainer_goes_on(taught, tmp_pa
     prompts = problems(tmp_path / "prompts.jsonl", kind=kind)
     longer = prompts.read_text() + json.dumps({"prompt": [1] * 7, "answer": 0, "kind": ""}) + "\n"
     prompts.write_text(longer)
-    a, _ = grpo.parse(command(taught, prompts=prompts, rewards=tmp_path / "bad.py")[:-2])
+    a, _ = grpo.parse(command(taught, prompts=prompts, rewards=tmp_path / "bad.py")[:-2], "", grpo.add_arguments, grpo.NUMBERS)
     a.samples_per_prompt = 2 if kind == "hang" else 8
     with llmc.Trainer(taught / "model", program=TRAINER, **SHAPE, total_batch=4 * 64 * 8) as t:
         ready = grpo.tokenised(t, grpo.read_prompts(a.prompts), a.max_tokens)
