@@ -83,8 +83,8 @@ static void calls_parse(Calls *c, const char *message) {
     for (int i = 0; i < CALL_NUMBERS && sscanf(message + n, "%lf%n", &q->x[i], &read) == 1; i++) n += read;
     calls_map(c);
 }
-// All ranks: waits for a call. Returns 0 when no more come. Rank 0 says how the next wait is made: an idle broadcast does
-// not match another.
+// All ranks: waits for a call. Returns 0 when no more come. Rank 0 says how the next wait is made: an idle broadcast
+// does not match another.
 static int calls_next(Calls *c) {
     enum { SOON = 20 /*ms, without sleep*/ };
     static char message[CALL_TEXT + 256];
@@ -219,8 +219,9 @@ static void call_step(Calls *c) {
     for (int i = 0; i < 6; i++) use[i] = isnan(x[i]) ? given[i] : x[i];
     if (c->kind == STEP_EMPTY) return calls_refuse(c, "step has no gradients\ncall train or backward before");
     if (!c->is_complete)
-        return calls_refuse(c, "the step has %d of %d micro-steps, and the mean is over all\ncall train again, or start "
-                               "with --total-batch %lld",
+        return calls_refuse(c,
+                            "the step has %d of %d micro-steps, and the mean is over all\ncall train again, or start "
+                            "with --total-batch %lld",
                             c->micro, t->num_micro, (long long)calls_all(c) * c->micro);
     for (int i = 0; i < 6; i++)
         if (!(use[i] >= 0 && use[i] < (i == 1 || i == 2 ? 1 : 1e30)))
@@ -301,32 +302,28 @@ static int calls_generate(Calls *c, Sequence *sequences, int first, int mine) {
     stop_signal = 0;
     return stopped;
 }
-// generate prompts n most temperature top-k top-p seed ends ints: in the memory, `ints` of them, the ids that end a
-// text, then of each prompt its length and its ids -> from the first byte on n records (Made) of each prompt
-static void call_generate(Calls *c) {
-    Trainer *t = c->t;
-    const double *x = c->call.x;
-    const int prompts = (int)x[0], n = (int)x[1], most = (int)x[2], ends = (int)x[7], record = MADE_TOKENS + 2 * most;
-    const Comm *dp = calls_dp(c);
-    const int together = computes_together(&t->o, dp), parts = together ? 1 : dp->world;
-    if (prompts < 1 || n < 1 || most < 1 || ends < 0)
-        return calls_refuse(c, "%d prompts, %d samples of each, %d tokens\ngive at least one of each", prompts, n, most);
+// Whether the numbers of generate are good.
+static int calls_may_generate(const Calls *c) {
     static const char *const draws[] = {"--temperature", "--top-k", "--top-p"};
-    for (int i = 0; i < 3; i++) {
+    const double *x = c->call.x, most = c->t->window;
+    const int seed = x[6] >= 0 && x[6] <= 0x1p53;
+    int good = x[0] >= 1 && x[1] >= 1 && x[2] >= 1 && x[2] <= most && x[7] >= 0;
+    if (!good)
+        calls_refuse(c, "%g prompts, %g samples of each, %g tokens\ngive one at least, and %g tokens at most", x[0],
+                     x[1], x[2], most);
+    for (int i = 0; i < 3 && good; i++) {
         const OptionInfo *o = option_find(draws[i], strlen(draws[i]));
-        if (!(x[3 + i] >= o->low && x[3 + i] <= o->high))
-            return calls_refuse(c, "%s %g is outside %.10g to %.10g\n%s", draws[i], x[3 + i], o->low, o->high, o->help);
+        good = x[3 + i] >= o->low && x[3 + i] <= o->high;
+        if (!good) calls_refuse(c, "%s %g is outside %.10g to %.10g\n%s", draws[i], x[3 + i], o->low, o->high, o->help);
     }
-    if (!(x[6] >= 0 && x[6] <= 0x1p53))
-        return calls_refuse(c, "seed %g is outside 0 to 2^53\ngive a whole number there", x[6]);
-    const size_t count = (size_t)prompts * n, each = (count + parts - 1) / parts;
-    const int ints = (int)x[8];
-    if (!calls_has_room(c, count * record * sizeof(int)) || !calls_has_room(c, ints * sizeof(int))) return;
-    int *given = new_array(int, ints), *made = new_zeros(int, each * parts * record), at = ends;
-    calls_take(c, given, 0, ints * sizeof(int));
+    if (good && !seed) calls_refuse(c, "seed %g is outside 0 to 2^53\ngive a whole number there", x[6]);
+    return good && seed;
+}
+// Whether the prompts are, in so many ints: each has its length before it.
+static int calls_prompts(const Calls *c, int prompts, const int *given, int ints) {
+    const Trainer *t = c->t;
     const char *problem = NULL;
-    int which = 0;
-    for (; which < prompts && !problem; which++) {
+    for (int which = 0, at = 0; which < prompts && !problem; which++) {
         const int length = at < ints ? given[at++] : 0;
         if (length > ints - at) problem = "is not all there\nuse the llmc package of this version";
         if (length < 1) problem = "has no tokens\ngive it one, such as end-of-text";
@@ -335,17 +332,31 @@ static void call_generate(Calls *c) {
             if (given[at + i] < 0 || given[at + i] >= known_tokens(t))
                 problem = "has an id that is not in the vocabulary\nuse the model's own tokenizer";
         at += length;
+        if (problem) calls_refuse(c, "prompt %d %s", which, problem);
     }
-    if (problem) {
-        calls_refuse(c, "prompt %d %s", which - 1, problem);
-    } else {
+    return !problem;
+}
+// generate prompts n most temperature top-k top-p seed ends ints: in the memory, `ints` of them, the ids that end a
+// text, then of each prompt its length and its ids -> from the first byte on n records (Made) of each prompt
+static void call_generate(Calls *c) {
+    Trainer *t = c->t;
+    const double *x = c->call.x;
+    const int prompts = (int)x[0], n = (int)x[1], most = (int)x[2], ends = (int)x[7], record = MADE_TOKENS + 2 * most;
+    const Comm *dp = calls_dp(c);
+    const int together = computes_together(&t->o, dp), parts = together ? 1 : dp->world;
+    if (!calls_may_generate(c)) return;
+    const size_t count = (size_t)prompts * n, each = (count + parts - 1) / parts;
+    const int ints = (int)x[8];
+    if (!calls_has_room(c, count * record * sizeof(int)) || !calls_has_room(c, ints * sizeof(int))) return;
+    int *given = new_array(int, ints), *made = new_zeros(int, each * parts * record);
+    calls_take(c, given, 0, ints * sizeof(int));
+    if (calls_prompts(c, prompts, given + ends, ints - ends)) {
         model_decode_open(t->model, generation_slots(&t->o), t->window, known_tokens(t));
         c->has_forward = 0;
         const Ends own = {given, ends, NULL, 0};
         Sequence *sequences = new_zeros(Sequence, count);
         Made *records = new_array(Made, count);
-        at = ends;
-        for (size_t i = 0; i < count; i++) {
+        for (size_t i = 0, at = ends; i < count; i++) {
             Sequence *s = &sequences[i];
             const int length = given[at];
             s->count = length;

@@ -298,7 +298,6 @@ static int trainer_main(int argc, char **argv) {
     comm_use_cores(comm, o->threads);
     t->mesh = mesh_open(comm, o->tp);
     choose_config(t);
-    if (*o->draft) t->draft_config = config_from_json(o->draft);
     if (!o->generate && !*o->calls) open_data(t);
     if (!forward_only(o)) count_steps(t);
     open_tokenizer(t);

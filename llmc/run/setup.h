@@ -182,6 +182,7 @@ static void choose_config(Trainer *t) {
             "--seq-len %lld is longer than the model's context of %d\n"
             "use a shorter --seq-len, or a model with seq=%lld",
             t->o.seq_len, t->config.max_seq_len, t->o.seq_len);
+    if (*t->o.draft) t->draft_config = config_from_json(t->o.draft);
     t->o.window = config_window(&t->config, t->o.window, t->o.seq_len);
     require(!t->config.tied || !is_given(t->o.lr_head),
             "--lr-head %g: the head of this model is its embedding\nuse --lr-embedding, or a model with tied=0",
