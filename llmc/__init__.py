@@ -447,6 +447,7 @@ class Trainer:
         count, record = n * len(prompts), 2 + 2 * max_tokens
         self._room(max(len(given), count * record))
         self._words(np.int32, len(given))[:] = given
+        max_tokens = min(max_tokens, self.context)
         self._ask("generate", len(prompts), n, max_tokens, temperature, top_k, top_p, seed, len(stops), len(given))
         made = self._words(np.int32, count * record).reshape(count, record).copy()
         tokens, logp, ended = [], [], []
