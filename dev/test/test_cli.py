@@ -436,6 +436,7 @@ ELSEWHERE = {
         ("output", "resume", "evaluate", "generate", "log-gpu-every", "hellaswag", "choice-data"), "test_cli.py"
     )
     | dict.fromkeys(("prompt", "system", "tokenizer", "draft", "draft-tokens", "serve"), "test_generate.py")
+    | {"calls": "test_python.py"}
     | dict.fromkeys(OF_LETTERS, "test_cli.py"),
 }
 
