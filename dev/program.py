@@ -29,4 +29,3 @@ def under_mpirun(ranks, command, environment):
     found = re.search(r"^MPIRUN := (\S+)", config.read_text() if config.exists() else "", re.M)
     environment = {"HWLOC_COMPONENTS": "-opencl"} | dict(environment)  # as in scripts/common.sh, which says why
     return [found[1] if found else "mpirun", "-np", str(ranks), *command], environment
-

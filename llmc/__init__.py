@@ -50,8 +50,8 @@ class Ended(Error):
 
 
 class Step(tuple):
-    """(norm, verdict) of a step: the global norm of its gradient, and "applied" or why its update was left out. .loss: the
-    mean loss of train(), or what step() was given; .seconds since the step before."""
+    """(norm, verdict) of a step: the global norm of its gradient, and "applied" or why its update was left out. .loss:
+    the mean loss of train(), or what step() was given; .seconds since the step before."""
 
     def __new__(cls, norm, verdict, loss, seconds):
         step = super().__new__(cls, (norm, verdict))
@@ -60,9 +60,9 @@ class Step(tuple):
 
 
 class Samples(tuple):
-    """(tokens, logp): two lists with an array for each sequence, int32 and float32 of the same length; those of prompt p
-    are at p * n to p * n + n - 1. The prompt is not among them; the token that ended a sequence is its last. .ended: bool
-    (sequences), whether an end or a stop came before max_tokens."""
+    """(tokens, logp): two lists with an array for each sequence, int32 and float32 of the same length; those of prompt
+    p are at p * n to p * n + n - 1. The prompt is not among them; the token that ended a sequence is its last. .ended:
+    bool (sequences), whether an end or a stop came before max_tokens."""
 
     def __new__(cls, tokens, logp, ended):
         samples = super().__new__(cls, (tokens, logp))
@@ -288,8 +288,8 @@ class Trainer:
             raise Error(f"tokens are {arrays[0].shape}, targets {arrays[1].shape}\n  hint: targets are the tokens that "
                         "follow, one for each")  # fmt: skip
         if arrays[0].shape[1] > self.seq_len:
-            raise Error(f"rows of {arrays[0].shape[1]} tokens are longer than seq_len {self.seq_len}\n  hint: cut them, or "
-                        "start with a larger seq_len")  # fmt: skip
+            raise Error(f"rows of {arrays[0].shape[1]} tokens are longer than seq_len {self.seq_len}\n"
+                        "  hint: cut them, or start with a larger seq_len")  # fmt: skip
         return arrays
 
     def _put(self, tokens, targets, rows, width):
@@ -303,10 +303,10 @@ class Trainer:
             place[: array.shape[0], : array.shape[1]] = array
 
     def forward(self, tokens, targets, adapters=True):
-        """tokens, targets: (R,T) ints, T <= seq_len, any R -> (R,T) float32: the log-probability of each target after the
-        tokens up to its own, as evaluation computes it; 0 where the target is < 0. Of at most `rows` rows the activations
-        are kept for backward. adapters False: with lora, the model without them: the policy that training began with.
-        With documents=1 the first token of a document is given as ~token."""
+        """tokens, targets: (R,T) ints, T <= seq_len, any R -> (R,T) float32: the log-probability of each target after
+        the tokens up to its own, as evaluation computes it; 0 where the target is < 0. Of at most `rows` rows the
+        activations are kept for backward. adapters False: with lora, the model without them: the policy that training
+        began with. With documents=1 the first token of a document is given as ~token."""
         self._flush(last=False)
         tokens, targets = self._rows(tokens, targets)
         R, T = tokens.shape
@@ -330,8 +330,8 @@ class Trainer:
         *smaller*: weights are the derivatives of a loss by logp. Once after each forward; several calls add up, at most
         micro_steps. It is made when the next call of the model comes, which says whether it was the step's last."""
         if self._forward is None:
-            raise Error("backward needs the activations of a forward\n  hint: call forward before each backward, with at "
-                        f"most {self.rows} rows, adapters included and nothing between")  # fmt: skip
+            raise Error("backward needs the activations of a forward\n  hint: call forward before each backward, with "
+                        f"at most {self.rows} rows, adapters included and nothing between")  # fmt: skip
         kind, micro = self._made
         if kind == "train" or micro == self.micro_steps:
             raise Error(f"the step has gradients of {kind}() already, {micro} of {self.micro_steps}\n  hint: call step "
@@ -342,8 +342,8 @@ class Trainer:
             raise Error(f"weights are {w.shape}, the rows of forward {self._forward}\n  hint: give one for each target")
         bad = np.argwhere(~np.isfinite(w))
         if len(bad):
-            raise Error(f"the weight of row {bad[0][0]}, column {bad[0][1]} is {w[tuple(bad[0])]}\n  hint: look at what the "
-                        "loss computes there")  # fmt: skip
+            raise Error(f"the weight of row {bad[0][0]}, column {bad[0][1]} is {w[tuple(bad[0])]}\n"
+                        "  hint: look at what the loss computes there")  # fmt: skip
         self._pending, self._forward = w, None
 
     def _flush(self, last):
@@ -362,8 +362,8 @@ class Trainer:
         self._ask("backward", not self._open)
 
     def train(self, tokens, targets):
-        """Forward and backward of the built-in loss, the mean over the targets >= 0 of a step. tokens, targets: (R,T) ints,
-        R <= rows, T <= seq_len. A step has micro_steps of them. Returns at once: the GPU goes on."""
+        """Forward and backward of the built-in loss, the mean over the targets >= 0 of a step. tokens, targets: (R,T)
+        ints, R <= rows, T <= seq_len. A step has micro_steps of them. Returns at once: the GPU goes on."""
         self._flush(last=False)
         tokens, targets = self._rows(tokens, targets)
         if len(tokens) > self.rows:
@@ -377,9 +377,9 @@ class Trainer:
     def step(self, learning_rate, *, beta1=None, beta2=None, eps=None, weight_decay=None, clip=None, loss=math.nan,
              **fields):  # fmt: skip
         """Updates the weights -> Step, (norm, verdict). None: as the options say. Where groups of weights have rates or
-        decays of their own by options, learning_rate and weight_decay scale them. loss: of backward, for the line and the
-        log; fields, too: numbers and texts beside it in the log, which watch.py and plot.py read (they know "reward"),
-        the first of them, if a number, in the line, too."""
+        decays of their own by options, learning_rate and weight_decay scale them. loss: of backward, for the line and
+        the log; fields, too: numbers and texts beside it in the log, which watch.py and plot.py read (they know
+        "reward"), the first of them, if a number, in the line, too."""
         numbers = {"learning rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": eps}
         numbers |= {"weight decay": weight_decay, "gradient clip": clip}
         for name, x in numbers.items():
@@ -404,7 +404,8 @@ class Trainer:
     # ---- texts
 
     def encode(self, text, special=False):
-        """A text -> its ids, (n) int32. special: texts of special tokens in it, such as "<|im_end|>", are those tokens."""
+        """A text -> its ids, (n) int32. special: texts of special tokens in it, such as "<|im_end|>", are those
+        tokens."""
         data = np.frombuffer(text.encode(), np.uint8)
         self._room(len(data) + 1)
         self._words(np.uint8, len(data))[:] = data
@@ -429,11 +430,13 @@ class Trainer:
     def generate(self, prompts, n=1, max_tokens=64, temperature=1.0, top_k=0, top_p=1.0, stop=(), seed=0):
         """n texts after each prompt -> Samples, (tokens, logp). prompts: a list of texts, or of lists of ids. Ends: the
         model's own (generation_config.json; eot), and stop, a list of ids and texts. top_k 0, top_p 1: all tokens.
-        temperature 0: the likeliest. logp is that of the model, at temperature 1 over all tokens. The same seed gives the
-        same texts, whatever stands beside them."""
+        temperature 0: the likeliest. logp is that of the model, at temperature 1 over all tokens. The same seed gives
+        the same texts, whatever stands beside them."""
         if isinstance(prompts, (str, bytes)) or not len(prompts):
             raise Error("prompts are no list\n  hint: give a list of texts, or of lists of ids")
-        prompts = [np.append(self.eot, self.encode(p)) if isinstance(p, str) else np.asarray(p).ravel() for p in prompts]
+        prompts = [
+            np.append(self.eot, self.encode(p)) if isinstance(p, str) else np.asarray(p).ravel() for p in prompts
+        ]
         for i, p in enumerate(prompts):
             if not len(p) or not np.issubdtype(p.dtype, np.integer):
                 raise Error(f"prompt {i} has no tokens\n  hint: give it one, such as eot ({self.eot})")
@@ -444,10 +447,10 @@ class Trainer:
         ends = np.asarray(stops, np.int64)
         given = np.concatenate([ends, *([len(p)] + p.tolist() for p in prompts)])
         given = given.clip(-1, (1 << 31) - 1).astype(np.int32)  # neither is an id
+        max_tokens = min(max_tokens, self.context)
         count, record = n * len(prompts), 2 + 2 * max_tokens
         self._room(max(len(given), count * record))
         self._words(np.int32, len(given))[:] = given
-        max_tokens = min(max_tokens, self.context)
         self._ask("generate", len(prompts), n, max_tokens, temperature, top_k, top_p, seed, len(stops), len(given))
         made = self._words(np.int32, count * record).reshape(count, record).copy()
         tokens, logp, ended = [], [], []
@@ -483,7 +486,8 @@ class Trainer:
         return self._ask("save")[1]
 
     def load(self, folder, optimizer=False):
-        """Takes the weights of a folder of this model; optimizer: of a checkpoint, also the states, steps and tokens."""
+        """Takes the weights of a folder of this model; optimizer: of a checkpoint, also the states, steps and
+        tokens."""
         self._flush(last=False)
         self._forward = None
         steps, tokens = self._ask("load", optimizer, text=os.path.abspath(folder))[0]
@@ -497,8 +501,8 @@ class Trainer:
         return self._words(np.uint8, n).tobytes().decode().split()
 
     def weights(self, name=None):
-        """One tensor as float32, in Hugging Face's shape and orientation; without a name {name: array} of all: the weights
-        that products read, of bf16 on a GPU."""
+        """One tensor as float32, in Hugging Face's shape and orientation; without a name {name: array} of all: the
+        weights that products read, of bf16 on a GPU."""
         self._flush(last=False)
         self._forward = None
         with tempfile.TemporaryDirectory(prefix="llmc-") as folder:
@@ -512,7 +516,7 @@ class Trainer:
         for key, entry in header.items():
             raw = data[slice(*entry["data_offsets"])]
             if entry["dtype"] == "BF16":  # the upper half of a float32
-                raw = (raw.view(np.uint16).astype(np.uint32) << 16)
+                raw = raw.view(np.uint16).astype(np.uint32) << 16
             made[key] = raw.view(np.float32).reshape(entry["shape"])
         return made[name] if name else made
 

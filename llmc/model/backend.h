@@ -223,9 +223,9 @@ typedef struct {
     int slot, token;
     Draw draw;  // of the token that follows
 } DecodeRow;
-// Room for `slots` sequences of up to `room` tokens, room <= the model's context. Tokens from `known` on are never drawn,
-// because a vocabulary may be padded. Once, before the first step; in a run of calls before texts are generated, and
-// again, with the same numbers, where a pass of training was between: all slots are empty.
+// Room for `slots` sequences of up to `room` tokens, room <= the model's context. Tokens from `known` on are never
+// drawn, because a vocabulary may be padded. Once, before the first step; in a run of calls before texts are generated,
+// and again, with the same numbers, where a pass of training was between: all slots are empty.
 void model_decode_open(Model *m, int slots, int room, int known);
 int model_length(const Model *m, int slot);         // tokens that a slot has, those of queued steps included
 void model_forget(Model *m, int slot, int length);  // keeps the first `length` tokens of a slot
