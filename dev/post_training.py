@@ -47,10 +47,9 @@ def trainer_options(a, options, rows_of_step, updates=1):
     groups = options.get("ranks", 1) // options.get("tp", 1)
     rows = a.batch_size * groups
     # learning_rate: what rates of groups of weights, such as --lr-matrix, are relative to
-    own = dict(batch_size=a.batch_size, seq_len=a.seq_len, total_batch=rows * a.seq_len * math.ceil(rows_of_step / rows),
-               max_steps=a.steps * updates, learning_rate=a.learning_rate, output=a.output, resume=a.resume, seed=a.seed,
-               verbose=True)  # fmt: skip
-    return own | options
+    own = dict(batch_size=a.batch_size, seq_len=a.seq_len, learning_rate=a.learning_rate, verbose=True)
+    own |= dict(output=a.output, resume=a.resume, seed=a.seed, max_steps=a.steps * updates)
+    return own | dict(total_batch=rows * a.seq_len * math.ceil(rows_of_step / rows)) | options
 
 
 def of_step(items, count, seed, step):
@@ -92,7 +91,7 @@ def read_prompts(path):
                 if isinstance(given, list):
                     fields.read_list("prompt", int)
                 if not given:
-                    raise BadFile(f"{path}:{i} has no prompt\n  hint: a line is {{\"prompt\": a text or ids, other fields}}")
+                    raise BadFile(f"{path}:{i} has no prompt\n  hint: give a text or ids")
                 del fields["prompt"]
                 prompts.append(Prompt(f"{path}:{i}", given, fields))
     if not prompts:
@@ -101,18 +100,20 @@ def read_prompts(path):
 
 
 def tokenised(t, prompts, max_tokens):
-    """Those that with their completion fit into a row of the llmc.Trainer t, with their ids; the others are named. A text
-    stands behind end-of-text."""
+    """Those that with their completion fit into a row of the llmc.Trainer t, with their ids; the others are named. A
+    text stands behind end-of-text."""
     most = min(t.seq_len, t.context) - max_tokens
     for p in prompts:
         p.ids = [t.eot, *t.encode(p.given).tolist()] if isinstance(p.given, str) else p.given
         if min(p.ids) < 0 or max(p.ids) >= t.vocab:
-            raise BadFile(f"{p.where} has an id outside the vocabulary of {t.vocab}\n  hint: use the model's own tokenizer")
+            raise BadFile(f"{p.where} has an id that is not among {t.vocab}\n  hint: use the model's own tokenizer")
     room = f"--seq-len leaves {max(most, 0)} beside --max-tokens"
     warn([f"{p.where} is left out: it has {len(p.ids)} tokens, and {room}" for p in prompts if len(p.ids) > most])
     fit = [p for p in prompts if len(p.ids) <= most]
     if not fit:
-        raise BadFile(f"no prompt fits: {room}\n  hint: a larger --seq-len (context: {t.context}), or fewer --max-tokens")
+        raise BadFile(
+            f"no prompt fits: {room}\n  hint: give more --seq-len (context: {t.context}) or less --max-tokens"
+        )
     return fit
 
 

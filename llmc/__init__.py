@@ -71,7 +71,7 @@ class Samples(tuple):
 
 
 class Lines(threading.Thread):
-    """Reads an output of the program: keeps its last lines, and hands each on. An error is raised, so it is not shown."""
+    """Reads an output of the program: keeps its last lines, and shows some. An error is raised, so it is not shown."""
 
     def __init__(self, stream, show):
         super().__init__(daemon=True)

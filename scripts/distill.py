@@ -5,10 +5,11 @@
 prompts.jsonl   a line each: {"prompt": a text or a list of ids}. A text stands behind end-of-text.
 behind --       options of llmc.Trainer for the student, named as the trainer's: --lora 16 --matmul-dtype fp8
 
-The loss is the reverse KL on the tokens that the student draws: each has the gradient (log p_student - log p_teacher) d
-log p_student, without a discount (Agarwal et al., arXiv:2306.13649; Gu et al., arXiv:2306.08543). The teacher's
-tokenizer must be the student's. Prompts and samples follow from --seed and the step: a resumed run makes the same digits.
-The log has loss (the KL, nats a token), entropy (mean -logp of the tokens drawn), length and truncated (share)."""
+The loss is the reverse KL on the tokens that the student draws: each has the gradient (log p_student - log p_teacher)
+d log p_student, without a discount (Agarwal et al., arXiv:2306.13649; Gu et al., arXiv:2306.08543). The teacher's
+tokenizer must be the student's. Prompts and samples follow from --seed and the step: a resumed run makes the same
+digits. The log has loss (the KL, nats a token), entropy (mean -logp of the tokens drawn), length and truncated
+(share)."""
 
 import os
 import sys
@@ -22,17 +23,17 @@ from post_training import end_of, of_step, parse, rate_of, read_prompts, rows_of
 from post_training import tokenised, trainer_options  # noqa: E402
 
 FILES = ("tokenizer.bin", "tokenizer.json")
+HINT = "a teacher needs the student's own tokenizer"
 
 
 def require_same_tokenizer(student, teacher, folders):
     """Ids must mean the same to both."""
     if student.vocab != teacher.vocab:
-        raise llmc.Error(f"the student has {student.vocab} tokens, the teacher {teacher.vocab}\n  hint: a teacher needs the "
-                         "student's own tokenizer")  # fmt: skip
+        raise llmc.Error(f"the student has {student.vocab} tokens, the teacher {teacher.vocab}\n  hint: {HINT}")
     for name in FILES:
         paths = [os.path.join(folder, name) for folder in folders]
         if all(map(os.path.isfile, paths)) and len({open(p, "rb").read() for p in paths}) > 1:
-            raise llmc.Error(f"'{paths[0]}' and '{paths[1]}' differ\n  hint: a teacher needs the student's own tokenizer")
+            raise llmc.Error(f"'{paths[0]}' and '{paths[1]}' differ\n  hint: {HINT}")
 
 
 def make_step(t, teacher, a, prompts, step):

@@ -7,22 +7,21 @@ pairs.jsonl     a line each: {"prompt": text, "chosen": text, "rejected": text},
 behind --       options of llmc.Trainer, named as the trainer's: --lora 16 --ranks 8 --matmul-dtype fp8
 
 The policy that training began with is the model without its adapters; without --lora its log-probabilities are computed
-ahead, and kept in --output. The order follows from --seed and the step: a resumed run makes the same digits. The log has
-loss, accuracy (of pairs whose chosen answer has gained more), margin, chosen and rejected: gains, times beta."""
+ahead, and kept in --output. The order follows from --seed and the step: a resumed run makes the same digits. The log
+has loss, accuracy (of pairs whose chosen answer has gained more), margin, chosen and rejected: gains, times beta."""
 
 import math
 import os
 import sys
-from dataclasses import dataclass
 
 import numpy as np
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import llmc  # noqa: E402, which finds dev/
-from chat_template import Renderer, TemplateError, read_template  # noqa: E402
-from checked_json import BadFile, open_regular, parse_object  # noqa: E402
+from chat_template import TemplateError  # noqa: E402
+from checked_json import BadFile  # noqa: E402
 from post_training import end_of, of_step, parse, rate_of, save_if_due, trainer_options  # noqa: E402
-from tool_output import warn  # noqa: E402
+from preference_file import arrays, read_pairs  # noqa: E402
 
 # ---- the mathematics
 
@@ -66,77 +65,13 @@ def scores(loss, logp, mask):
     return (logp * share).sum(1, dtype=np.float64), share
 
 
-# ---- pairs
-
-
-@dataclass
-class Pair:
-    where: str  # file:line
-    rows: list  # of chosen, rejected: (ids, how many of them are the prompt's)
-    number: int = 0
-
-
-def read_pairs(path, t, model):
-    pairs, left_out, cut, renderer = [], [], 0, None
-    with open_regular(path) as f:
-        for number, line in enumerate(f, 1):
-            if not line.strip():
-                continue
-            where, fields, rows = f"{path}:{number}", parse_object(line, f"{path}:{number}"), []
-            kinds = {type(fields.get(k)) for k in ("chosen", "rejected")}
-            if kinds == {list}:
-                renderer = renderer or Renderer(*read_template(model))
-                rows = conversations(fields, renderer, t, where)
-            elif kinds == {str} and isinstance(fields.get("prompt", ""), str):
-                prompt = [t.eot, *t.encode(fields.get("prompt", ""))]
-                rows = [([*prompt, *t.encode(fields[k]), t.eot], len(prompt)) for k in ("chosen", "rejected")]
-            else:
-                raise BadFile(f"{where}: chosen and rejected are not two texts or two lists of messages\n  hint: a line is "
-                              '{"prompt": "...", "chosen": "...", "rejected": "..."}')  # fmt: skip
-            over = max(len(ids) for ids, _ in rows) - 1 - t.seq_len
-            if over >= min(prompt for _, prompt in rows):
-                left_out.append(f"{where} is left out: an answer does not fit into --seq-len {t.seq_len}")
-                continue
-            cut += over > 0
-            pairs.append(Pair(where, [(ids[max(over, 0) :], prompt - max(over, 0)) for ids, prompt in rows], len(pairs)))
-    warn(left_out + ([f"{cut} prompts lose their beginnings: longer than --seq-len {t.seq_len}"] if cut else []))
-    if not pairs:
-        raise BadFile(f"{path} has no pair\n  hint: give pairs, and a larger --seq-len if they are longer")
-    return pairs
-
-
-def conversations(fields, renderer, t, where):
-    """The two rows of a pair in messages, which must be the same but for the last one."""
-    before = fields.get("prompt") if isinstance(fields.get("prompt"), list) else []
-    chosen, rejected = ([*before, *fields[k]] for k in ("chosen", "rejected"))
-    if len(chosen) < 2 or chosen[:-1] != rejected[:-1]:
-        raise BadFile(f"{where}: chosen and rejected answer different prompts\n  hint: give both the same messages before "
-                      "their last one")  # fmt: skip
-    prompt = t.encode(renderer.render(chosen[:-1]), special=True).tolist()
-    rows = [(t.encode(renderer.render(m, prompt=False), special=True).tolist(), len(prompt)) for m in (chosen, rejected)]
-    if any(ids[: len(prompt)] != prompt for ids, _ in rows):
-        raise BadFile(f"{where}: the chat template writes the prompt otherwise when it is answered\n  hint: give texts")
-    return rows
-
-
-def arrays(pairs, seq_len):
-    """-> tokens, targets (2P,T): chosen and rejected of each pair below each other. The prompt is not learned."""
-    rows = [row for pair in pairs for row in pair.rows]
-    T = min(max(len(ids) for ids, _ in rows) - 1, seq_len)
-    tokens, targets = np.zeros((len(rows), T), int), np.full((len(rows), T), -1)
-    for r, (ids, prompt) in enumerate(rows):
-        tokens[r, : len(ids) - 1] = ids[:-1]
-        targets[r, prompt - 1 : len(ids) - 1] = ids[prompt:]
-    return tokens, targets
-
-
 # ---- the program
 
 
 def reference_of(t, a, pairs):
     """(pairs, 2) scores of the first policy, from the file of this run or computed before its first step."""
     path = os.path.join(a.output, "reference.npy")
-    if a.resume and a.output and os.path.exists(path):
+    if a.resume and os.path.exists(path):
         made = np.load(path)
         if made.shape == (len(pairs), 2):
             return made
@@ -153,15 +88,15 @@ def reference_of(t, a, pairs):
 
 
 def make_step(t, a, pairs, reference, adapters, step):
-    drawn, sums = of_step(pairs, a.batch, a.seed, step), np.zeros(4)
-    each = t.rows // 2
+    drawn, sums, each = of_step(pairs, a.batch, a.seed, step), np.zeros(4), t.rows // 2
     for i in range(0, len(drawn), each):
         part = drawn[i : i + each]
         tokens, targets = arrays(part, t.seq_len)
         mask, first = targets >= 0, np.zeros((len(part), 2))
-        if a.loss not in ALONE:
-            first = scores(a.loss, t.forward(tokens, targets, adapters=False), mask)[0].reshape(-1, 2) if adapters else \
-                reference[[p.number for p in part]]  # fmt: skip
+        if a.loss not in ALONE and adapters:
+            first = scores(a.loss, t.forward(tokens, targets, adapters=False), mask)[0].reshape(-1, 2)
+        elif a.loss not in ALONE:
+            first = reference[[p.number for p in part]]
         s, share = scores(a.loss, t.forward(tokens, targets), mask)
         gain = s.reshape(-1, 2) - first
         loss, by_c, by_r = loss_of_pairs(a.loss, *s.reshape(-1, 2).T, *first.T, a.beta, a.gamma)
@@ -188,8 +123,7 @@ def main(argv=None):
         per_step = math.ceil(a.batch / (a.batch_size // 2)) * a.batch_size
         with llmc.Trainer(a.model, **trainer_options(a, options, per_step)) as t:
             pairs, adapters = read_pairs(a.data, t, a.model), bool(options.get("lora"))
-            needs = not adapters and a.loss not in ALONE
-            reference = reference_of(t, a, pairs) if needs else None
+            reference = None if adapters or a.loss in ALONE else reference_of(t, a, pairs)
             for step in range(t.steps_done, a.steps):
                 make_step(t, a, pairs, reference, adapters, step)
                 save_if_due(a, t, step)

@@ -138,7 +138,8 @@ def main(argv=None):
         if a.beta and not a.reference and not options.get("lora"):
             raise llmc.Error("--beta needs the first policy\n  hint: --reference FOLDER, or adapters (-- --lora 16)")
         prompts, rewards = read_prompts(a.prompts), Rewards(a.rewards, a.weights, a.reward_timeout, a.on_bad_reward)
-        size = dict(batch_size=a.batch_size, seq_len=a.seq_len) | {k: options[k] for k in ("ranks", "program") if k in options}
+        size = dict(batch_size=a.batch_size, seq_len=a.seq_len)
+        size |= {k: options[k] for k in ("ranks", "program", "threads") if k in options}
         first = llmc.Trainer(a.reference, lora=1, **size) if a.beta and a.reference else None
         own = trainer_options(a, options, a.groups * a.samples_per_prompt, a.iterations)
         with llmc.Trainer(a.model, **own) as t:

@@ -22,6 +22,7 @@ import llmc  # noqa: E402
 import dpo  # noqa: E402
 import grpo  # noqa: E402
 from post_training import Prompt, of_step  # noqa: E402
+from preference_file import Pair  # noqa: E402
 
 draw = np.random.default_rng(5)
 
@@ -41,8 +42,9 @@ def tokenizer(transformers, vocab):
     from tokenizers import Tokenizer, models
 
     words = {f"<{i}>": i for i in range(vocab)}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "<0>")), pad_token="<0>",
-                                                eos_token=f"<{vocab - 1}>")  # fmt: skip
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, "<0>")), pad_token="<0>", eos_token=f"<{vocab - 1}>"
+    )
 
 
 def in_order(base, losses):
@@ -67,9 +69,21 @@ def in_order(base, losses):
 
 def arguments(config, folder, **more):
     """AdamW as ours, a constant rate."""
-    same = dict(output_dir=folder, lr_scheduler_type="constant", weight_decay=0, max_grad_norm=1.0, logging_steps=1,
-                save_strategy="no", report_to=[], seed=1, adam_beta1=0.9, adam_beta2=0.95, optim="adamw_torch",
-                remove_unused_columns=False, disable_tqdm=True)  # fmt: skip
+    same = dict(
+        output_dir=folder,
+        lr_scheduler_type="constant",
+        weight_decay=0,
+        max_grad_norm=1.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        seed=1,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        optim="adamw_torch",
+        remove_unused_columns=False,
+        disable_tqdm=True,
+    )
     return config(**same | more)
 
 
@@ -78,9 +92,19 @@ def arguments(config, folder, **more):
 
 def tiny(transformers, torch, folder):
     torch.manual_seed(1)
-    c = transformers.LlamaConfig(hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
-                                 num_key_value_heads=2, vocab_size=256, max_position_embeddings=64, initializer_range=0.1,
-                                 tie_word_embeddings=False, bos_token_id=1, eos_token_id=255)  # fmt: skip
+    c = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=255,
+    )
     transformers.LlamaForCausalLM(c).save_pretrained(folder)
 
 
@@ -88,8 +112,11 @@ def compare(name, ours, theirs):
     """Differences, of norms and of losses above 1 as a part of them."""
     a, b = np.array(ours, float), np.array(theirs, float)
     d = (np.abs(a - b) / np.maximum(np.abs(b), 1)).max(0)
-    print(f"{name:8s} {len(a)} steps: losses {a[0, 0]:.6f} to {a[-1, 0]:.6f}, greatest difference {d[0]:.1e}; "
-          f"norms {a[0, 1]:.4f} to {a[-1, 1]:.4f}, greatest difference {d[1]:.1e}", flush=True)  # fmt: skip
+    print(
+        f"{name:8s} {len(a)} steps: losses {a[0, 0]:.6f} to {a[-1, 0]:.6f}, greatest difference {d[0]:.1e}; "
+        f"norms {a[0, 1]:.4f} to {a[-1, 1]:.4f}, greatest difference {d[1]:.1e}",
+        flush=True,
+    )
     return d
 
 
@@ -100,9 +127,20 @@ def digits_of_dpo(loss, folder, steps=20, batch=4, rate=2e-5):
     for i in range(steps * batch):
         prompt = make(draw.integers(3, 9))
         rows = [(prompt + make(draw.integers(3, 12)) + [255], len(prompt)) for _ in range(2)]
-        pairs.append(dpo.Pair("", rows, i))
-    a = argparse.Namespace(loss=loss, batch=batch, seed=1, steps=steps, schedule="constant", learning_rate=rate, warmup=0,
-                           beta=0.1, gamma=0.5, output="", resume=False)  # fmt: skip
+        pairs.append(Pair("", rows, i))
+    a = argparse.Namespace(
+        loss=loss,
+        batch=batch,
+        seed=1,
+        steps=steps,
+        schedule="constant",
+        learning_rate=rate,
+        warmup=0,
+        beta=0.1,
+        gamma=0.5,
+        output="",
+        resume=False,
+    )
     ours, theirs, losses = [], [], []
     with llmc.Trainer(folder, program=ROOT / "train_gpt2", batch_size=2 * batch, seq_len=32) as t:
         first = dpo.reference_of(t, a, pairs)
@@ -110,15 +148,27 @@ def digits_of_dpo(loss, folder, steps=20, batch=4, rate=2e-5):
             s = dpo.make_step(t, a, pairs, first, False, step)
             ours.append((s.loss, s[0]))
     rows = [p for step in range(steps) for p in of_step(pairs, batch, a.seed, step)]
-    data = datasets.Dataset.from_list([{"prompt_ids": c[:n], "chosen_ids": c[n:], "rejected_ids": r[n:]}
-                                       for (c, n), (r, _) in (p.rows for p in rows)])  # fmt: skip
+    data = datasets.Dataset.from_list(
+        [{"prompt_ids": c[:n], "chosen_ids": c[n:], "rejected_ids": r[n:]} for (c, n), (r, _) in (p.rows for p in rows)]
+    )
     with tempfile.TemporaryDirectory() as out:
-        config = arguments(trl.DPOConfig, out, per_device_train_batch_size=batch, learning_rate=rate, max_steps=steps,
-                           beta=0.1, loss_type={"dpo": "sigmoid"}.get(loss, loss), use_cpu=True, bf16=False,
-                           gradient_checkpointing=False, max_length=None)  # fmt: skip
+        config = arguments(
+            trl.DPOConfig,
+            out,
+            per_device_train_batch_size=batch,
+            learning_rate=rate,
+            max_steps=steps,
+            beta=0.1,
+            loss_type={"dpo": "sigmoid"}.get(loss, loss),
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            max_length=None,
+        )
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        peer = in_order(trl.DPOTrainer, losses)(model, args=config, train_dataset=data,
-                                                processing_class=tokenizer(transformers, 256))  # fmt: skip
+        peer = in_order(trl.DPOTrainer, losses)(
+            model, args=config, train_dataset=data, processing_class=tokenizer(transformers, 256)
+        )
         peer.train()
         norms = [e["grad_norm"] for e in peer.state.log_history if "grad_norm" in e]
     theirs = list(zip(losses, norms))
@@ -140,8 +190,9 @@ def digits_of_grpo(loss, folder, steps=20, rows=8, rate=1e-6, most=8):
         for step in range(steps):
             s = slice(step * rows, (step + 1) * rows)
             logp = t.forward(tokens[s], targets[s])
-            total, weights, _, _ = grpo.loss_and_weights(loss, logp, old[s], mask[s], advantage[s], rows, most, 0.2, beta,
-                                                         first[s])  # fmt: skip
+            total, weights, _, _ = grpo.loss_and_weights(
+                loss, logp, old[s], mask[s], advantage[s], rows, most, 0.2, beta, first[s]
+            )
             t.backward(weights)
             ours.append((total, t.step(rate, loss=total)[0]))
 
@@ -151,25 +202,51 @@ def digits_of_grpo(loss, folder, steps=20, rows=8, rate=1e-6, most=8):
         def _generate_and_score_completions(self, inputs):
             here, width = range(self.at, self.at + rows), most
             self.at += rows
-            x = {k: torch.zeros(rows, width, dtype=t) for k, t in (("completion_ids", torch.long), ("completion_mask", torch.long),
-                 ("old_per_token_logps", torch.float32), ("ref_per_token_logps", torch.float32))}  # fmt: skip
+            x = {
+                k: torch.zeros(rows, width, dtype=t)
+                for k, t in (
+                    ("completion_ids", torch.long),
+                    ("completion_mask", torch.long),
+                    ("old_per_token_logps", torch.float32),
+                    ("ref_per_token_logps", torch.float32),
+                )
+            }
             for r, i in enumerate(here):
                 n = len(answers[i])
                 x["completion_ids"][r, :n], x["completion_mask"][r, :n] = torch.tensor(answers[i]), 1
                 x["old_per_token_logps"][r, :n] = torch.tensor(old[i][mask[i]])
                 x["ref_per_token_logps"][r, :n] = torch.tensor(first[i][mask[i]])
-            return x | {"prompt_ids": torch.tensor(np.array([prompts[i] for i in here])), "prompt_mask": torch.ones(rows, 5, dtype=torch.long),
-                        "advantages": torch.tensor(advantage[here.start : here.stop], dtype=torch.float32),
-                        "num_items_in_batch": x["completion_mask"].sum()}  # fmt: skip
+            return x | {
+                "prompt_ids": torch.tensor(np.array([prompts[i] for i in here])),
+                "prompt_mask": torch.ones(rows, 5, dtype=torch.long),
+                "advantages": torch.tensor(advantage[here.start : here.stop], dtype=torch.float32),
+                "num_items_in_batch": x["completion_mask"].sum(),
+            }
 
     with tempfile.TemporaryDirectory() as out:
-        config = arguments(trl.GRPOConfig, out, per_device_train_batch_size=rows, learning_rate=rate, max_steps=steps, beta=beta,
-                           loss_type=loss.replace("-", "_"), use_cpu=True, bf16=False, num_generations=rows,
-                           max_completion_length=most, gradient_checkpointing=False)  # fmt: skip
+        config = arguments(
+            trl.GRPOConfig,
+            out,
+            per_device_train_batch_size=rows,
+            learning_rate=rate,
+            max_steps=steps,
+            beta=beta,
+            loss_type=loss.replace("-", "_"),
+            use_cpu=True,
+            bf16=False,
+            num_generations=rows,
+            max_completion_length=most,
+            gradient_checkpointing=False,
+        )
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         data = datasets.Dataset.from_list([{"prompt": "<1>"}] * (steps * rows))
-        peer = Rows(model, reward_funcs=lambda **_: [0.0] * rows, args=config, train_dataset=data,
-                    processing_class=tokenizer(transformers, 256))  # fmt: skip
+        peer = Rows(
+            model,
+            reward_funcs=lambda **_: [0.0] * rows,
+            args=config,
+            train_dataset=data,
+            processing_class=tokenizer(transformers, 256),
+        )
         peer.train()
         norms = [e["grad_norm"] for e in peer.state.log_history if "grad_norm" in e]
     return compare(loss, ours, list(zip(losses, norms)))
@@ -194,9 +271,16 @@ def folder_of(shape):
     if not os.path.exists(folder + "/model.safetensors"):
         sizes = {"1.5B": (1536, 8960, 28, 12, 2, 151936), "small": (256, 512, 2, 4, 2, 2000)}[shape]
         C, F, L, H, KV, V = sizes
-        c = transformers.Qwen2Config(hidden_size=C, intermediate_size=F, num_hidden_layers=L, num_attention_heads=H,
-                                     num_key_value_heads=KV, vocab_size=V, tie_word_embeddings=True,
-                                     max_position_embeddings=4096)  # fmt: skip
+        c = transformers.Qwen2Config(
+            hidden_size=C,
+            intermediate_size=F,
+            num_hidden_layers=L,
+            num_attention_heads=H,
+            num_key_value_heads=KV,
+            vocab_size=V,
+            tie_word_embeddings=True,
+            max_position_embeddings=4096,
+        )
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             model = transformers.AutoModelForCausalLM.from_config(c, dtype=torch.bfloat16)
         model.save_pretrained(folder)
@@ -213,9 +297,20 @@ def report(name, seconds, tokens):
 def speed_of_dpo(a):
     steps, batch, T, prompt = 4, a.batch, 2048, 512
     folder, rows = folder_of(a.shape), [draw.integers(2, 1900, (2, T + 1)).tolist() for _ in range(5 * batch)]
-    pairs = [dpo.Pair("", [(c, prompt), (c[:prompt] + r[prompt:], prompt)], i) for i, (c, r) in enumerate(rows)]
-    o = argparse.Namespace(loss="dpo", batch=batch, seed=1, steps=9, schedule="constant", learning_rate=1e-5, warmup=0,
-                           beta=0.1, gamma=0.5, output="", resume=False)  # fmt: skip
+    pairs = [Pair("", [(c, prompt), (c[:prompt] + r[prompt:], prompt)], i) for i, (c, r) in enumerate(rows)]
+    o = argparse.Namespace(
+        loss="dpo",
+        batch=batch,
+        seed=1,
+        steps=9,
+        schedule="constant",
+        learning_rate=1e-5,
+        warmup=0,
+        beta=0.1,
+        gamma=0.5,
+        output="",
+        resume=False,
+    )
     if "ours" in a.who:
         seconds = []
         with llmc.Trainer(folder, lora=16, batch_size=a.rows, seq_len=T, total_batch=2 * batch * T, samples=1) as t:
@@ -228,9 +323,14 @@ def speed_of_dpo(a):
     if "trl" not in a.who:
         return
     import peft
+
     datasets, torch, transformers, trl = trl_parts()
-    data = datasets.Dataset.from_list([{"prompt_ids": c[:n], "chosen_ids": c[n:], "rejected_ids": r[n:]}
-                                       for (c, n), (r, _) in (p.rows for p in pairs)])  # fmt: skip
+    data = datasets.Dataset.from_list(
+        [
+            {"prompt_ids": c[:n], "chosen_ids": c[n:], "rejected_ids": r[n:]}
+            for (c, n), (r, _) in (p.rows for p in pairs)
+        ]
+    )
     for checkpointing in (False, True):
         for rows_at_once in (4, 2, 1):
             times = []
@@ -242,21 +342,44 @@ def speed_of_dpo(a):
                     return super().training_step(*args, **more)
 
             try:
-                config = arguments(trl.DPOConfig, "/tmp/trl_out", per_device_train_batch_size=rows_at_once, max_steps=3, bf16=True,
-                                   gradient_accumulation_steps=batch // rows_at_once, gradient_checkpointing=checkpointing,
-                                   max_length=None, learning_rate=1e-5)  # fmt: skip
-                model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="cuda")
+                config = arguments(
+                    trl.DPOConfig,
+                    "/tmp/trl_out",
+                    per_device_train_batch_size=rows_at_once,
+                    max_steps=3,
+                    bf16=True,
+                    gradient_accumulation_steps=batch // rows_at_once,
+                    gradient_checkpointing=checkpointing,
+                    max_length=None,
+                    learning_rate=1e-5,
+                )
+                model = transformers.AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=torch.bfloat16, device_map="cuda"
+                )
                 lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", lora_dropout=0)
-                peer = Peer(model, args=config, train_dataset=data, processing_class=tokenizer(transformers, 2000), peft_config=lora)
+                peer = Peer(
+                    model,
+                    args=config,
+                    train_dataset=data,
+                    processing_class=tokenizer(transformers, 2000),
+                    peft_config=lora,
+                )
                 peer.train()
                 torch.cuda.synchronize()
                 each = batch // rows_at_once
                 seconds = [b - c for b, c in zip([*times[each::each], time.time()], times[::each])]
-                report(f"TRL + peft, {rows_at_once} pairs at once, checkpointing {checkpointing}, "
-                       f"{torch.cuda.max_memory_allocated() / 2**30:.0f} GiB", seconds[1:], 2 * batch * T)  # fmt: skip
+                report(
+                    f"TRL + peft, {rows_at_once} pairs at once, checkpointing {checkpointing}, "
+                    f"{torch.cuda.max_memory_allocated() / 2**30:.0f} GiB",
+                    seconds[1:],
+                    2 * batch * T,
+                )
                 break
             except torch.OutOfMemoryError:
-                print(f"TRL + peft, {rows_at_once} pairs at once, checkpointing {checkpointing}: out of memory", flush=True)
+                print(
+                    f"TRL + peft, {rows_at_once} pairs at once, checkpointing {checkpointing}: out of memory",
+                    flush=True,
+                )
             finally:
                 model = peer = None
                 gc.collect()
@@ -279,11 +402,22 @@ def speed_of_grpo(a):
     prompts = [Prompt("", p, {}, p) for p in draw.integers(2, 1900, (groups, prompt)).tolist()]
     tokens = count * (prompt + most)
     if "ours" in a.who:
-        o = argparse.Namespace(loss="grpo", groups=groups, samples_per_prompt=n, max_tokens=most, temperature=1.0, seed=1,
-                               iterations=1, epsilon=0.2, beta=0.0, learning_rate=1e-6, warmup=0)  # fmt: skip
+        o = argparse.Namespace(
+            loss="grpo",
+            groups=groups,
+            samples_per_prompt=n,
+            max_tokens=most,
+            temperature=1.0,
+            seed=1,
+            iterations=1,
+            epsilon=0.2,
+            beta=0.0,
+            learning_rate=1e-6,
+            warmup=0,
+        )
         seconds, generated = [], []
         with llmc.Trainer(folder, batch_size=a.rows, seq_len=prompt + most, total_batch=tokens) as t:
-            make, kept = t.generate, t.generate
+            make = t.generate
 
             def timed(*args, **more):
                 begin = time.time()
@@ -314,19 +448,40 @@ def speed_of_grpo(a):
             return made
 
     each = a.trl_rows
-    config = arguments(trl.GRPOConfig, "/tmp/trl_out", per_device_train_batch_size=each, gradient_accumulation_steps=count // each,
-                       max_steps=a.trl_steps, bf16=True, num_generations=n, max_completion_length=most, learning_rate=1e-6,
-                       gradient_checkpointing=a.trl_checkpointing, beta=0.0, loss_type="grpo", temperature=1.0)  # fmt: skip
+    config = arguments(
+        trl.GRPOConfig,
+        "/tmp/trl_out",
+        per_device_train_batch_size=each,
+        gradient_accumulation_steps=count // each,
+        max_steps=a.trl_steps,
+        bf16=True,
+        num_generations=n,
+        max_completion_length=most,
+        learning_rate=1e-6,
+        gradient_checkpointing=a.trl_checkpointing,
+        beta=0.0,
+        loss_type="grpo",
+        temperature=1.0,
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="cuda")
     model.generation_config.eos_token_id = None
-    peer = Peer(model, reward_funcs=lambda completions, **_: [float(len(set(c.split()))) for c in completions], args=config,
-                train_dataset=data, processing_class=words)  # fmt: skip
+    peer = Peer(
+        model,
+        reward_funcs=lambda completions, **_: [float(len(set(c.split()))) for c in completions],
+        args=config,
+        train_dataset=data,
+        processing_class=words,
+    )
     begin = time.time()
     peer.train()
     torch.cuda.synchronize()
     ends = [t for t, _ in times[1:]] + [time.time()]
-    report(f"TRL, {each} rows at once, generation {[round(g, 1) for _, g in times]} s, "
-           f"{torch.cuda.max_memory_allocated() / 2**30:.0f} GiB", [e - b for (b, _), e in zip(times, ends)], tokens)  # fmt: skip
+    report(
+        f"TRL, {each} rows at once, generation {[round(g, 1) for _, g in times]} s, "
+        f"{torch.cuda.max_memory_allocated() / 2**30:.0f} GiB",
+        [e - b for (b, _), e in zip(times, ends)],
+        tokens,
+    )
 
 
 def main():

@@ -1,4 +1,4 @@
-"""scripts/dpo.py and scripts/distill.py: what they teach, their mathematics beside torch.autograd, resuming, bad input."""
+"""scripts/dpo.py and scripts/distill.py: what they teach, mathematics beside torch.autograd, resuming, bad input."""
 
 import json
 import shutil
@@ -14,6 +14,8 @@ sys.path += [str(ROOT), str(ROOT / "scripts"), str(ROOT / "dev")]
 import distill  # noqa: E402
 import dpo  # noqa: E402
 import llmc  # noqa: E402
+from checked_json import BadFile  # noqa: E402
+from preference_file import conversations  # noqa: E402
 
 CPU = str(ROOT / "build/train_gpt2")
 MODEL = "d2,channels=64,heads=2,vocab=300,seq=64"
@@ -139,7 +141,8 @@ def test_a_resumed_run_has_the_same_digits(start, tmp_path):
 
 
 def test_bad_pairs(start, tmp_path, capfd):
-    message = lambda *answers: [{"role": "user", "content": "q"}, *({"role": "assistant", "content": a} for a in answers)]
+    said_by = lambda role, text: {"role": role, "content": text}
+    message = lambda *answers: [said_by("user", "q"), *(said_by("assistant", a) for a in answers)]
     for line, said in (
         ({"prompt": "a", "chosen": "b"}, "chosen and rejected are not two texts"),
         ({"prompt": "a", "chosen": "b" * 90, "rejected": "c"}, "has no pair"),
@@ -148,8 +151,8 @@ def test_bad_pairs(start, tmp_path, capfd):
         assert run_dpo(start, data, "--steps", 2) == 1
         assert said in capfd.readouterr().err
     fields = {"chosen": message("x", "a"), "rejected": message("b")}
-    with pytest.raises(dpo.BadFile, match="different prompts"):
-        dpo.conversations(fields, None, None, "f:1")
+    with pytest.raises(BadFile, match="different prompts"):
+        conversations(fields, None, None, "f:1")
 
 
 # ---- distillation
@@ -163,8 +166,9 @@ def test_distillation_brings_the_kl_near_0(start, tmp_path):
             t.step(2e-3)
         teacher = t.save()
     prompts = write_lines(tmp_path / "prompts.jsonl", [{"prompt": [97 + i % 8, 97 + (i + 1) % 8]} for i in range(32)])
-    words = ["--model", start, "--teacher", teacher, "--prompts", prompts, "--steps", "120", "--batch", "32", "--batch-size",
-             "32", "--seq-len", "32", "--max-tokens", "16", "--learning-rate", "3e-3", "--output", str(tmp_path / "run")]
+    words = ["--model", start, "--teacher", teacher, "--prompts", prompts, "--steps", "120", "--batch", "32",
+             "--batch-size", "32", "--seq-len", "32", "--max-tokens", "16", "--learning-rate", "3e-3"]  # fmt: skip
+    words += ["--output", str(tmp_path / "run")]
     assert distill.main([*words, *SMALL]) == 0
     loss = [e["loss"] for e in steps_of(tmp_path / "run")]
     assert loss[0] > 0.5 and abs(np.mean(loss[-20:])) < 0.05, loss

@@ -334,7 +334,8 @@ def test_bad_rewards_are_left_out_or_stop_and_the_trainer_goes_on(taught, tmp_pa
     prompts = problems(tmp_path / "prompts.jsonl", kind=kind)
     longer = prompts.read_text() + json.dumps({"prompt": [1] * 7, "answer": 0, "kind": ""}) + "\n"
     prompts.write_text(longer)
-    a, _ = grpo.parse(command(taught, prompts=prompts, rewards=tmp_path / "bad.py")[:-2], "", grpo.add_arguments, grpo.NUMBERS)
+    words = command(taught, prompts=prompts, rewards=tmp_path / "bad.py")[:-2]
+    a, _ = grpo.parse(words, "", grpo.add_arguments, grpo.NUMBERS)
     a.samples_per_prompt = 2 if kind == "hang" else 8
     with llmc.Trainer(taught / "model", program=TRAINER, **SHAPE, total_batch=4 * 64 * 8) as t:
         ready = grpo.tokenised(t, grpo.read_prompts(a.prompts), a.max_tokens)
