@@ -106,7 +106,7 @@ def tokenised(t, prompts, max_tokens):
     for p in prompts:
         p.ids = [t.eot, *t.encode(p.given).tolist()] if isinstance(p.given, str) else p.given
         if min(p.ids) < 0 or max(p.ids) >= t.vocab:
-            raise BadFile(f"{p.where} has an id that is not among {t.vocab}\n  hint: use the model's own tokenizer")
+            raise BadFile(f"{p.where} has an id outside the vocabulary of {t.vocab}\n  hint: use its tokenizer")
     room = f"--seq-len leaves {max(most, 0)} beside --max-tokens"
     warn([f"{p.where} is left out: it has {len(p.ids)} tokens, and {room}" for p in prompts if len(p.ids) > most])
     fit = [p for p in prompts if len(p.ids) <= most]
