@@ -414,6 +414,7 @@ static void call_load(Calls *c) {
         memset(&s, 0, sizeof s);
         checkpoint_load_state(folder, &s);
         checkpoint_load(t->model, folder, &s);
+        for (int i = 0; i < NUM_OPTIONS; i++) free(s.options[i]);
         memcpy(s.options, t->state.options, sizeof s.options);  // of this run
         s.tokenizer = t->state.tokenizer;
         t->state = s;
