@@ -16,6 +16,7 @@ mathematics, the options and the files are the program's: doc/python.md has exam
 llmc/run/calls.h is the other side."""
 
 import contextlib
+import itertools
 import json
 import math
 import mmap
@@ -91,8 +92,9 @@ class Lines(threading.Thread):
         # without rules, and where in its source
         lines = [line for line in self.lines if line.strip(" -") and not line.startswith("  at ")]
         at = [i for i, line in enumerate(lines) if line.startswith("error: ")]
-        if at:
-            return "\n".join(lines[at[-1] :][:6]).removeprefix("error: ")
+        if at:  # behind it a launcher has its own
+            more = itertools.takewhile(lambda line: line.startswith(" "), lines[at[-1] + 1 :])
+            return "\n".join([lines[at[-1]].removeprefix("error: "), *more])
         hint = "  hint: verbose=True shows all of its lines"
         return "\n".join([f"the program ended with status {status}", *lines[-3:], hint])
 
