@@ -59,11 +59,12 @@ static CacheBytes decoder_cache(const Plan *p, const KvCache *k) {
 // With --lora the kernel reads all blocks' matrices with their adapters merged into them.
 static int decoder_merges(const Plan *p, const Decoder *d) { return d->has_kernel && p->lora.rank; }
 static size_t decoder_merged(const Plan *p) { return (size_t)p->config.num_layers * block_matrices(p); }
-// Of a run of calls, where training and generation take turns, cache and merged matrices may lie in the activations that
-// blocks but the first keep for backward. Returns whether they fit.
+// Of a run of calls, where training and generation take turns, cache and merged matrices may lie in the activations
+// that blocks but the first keep for backward. Returns whether they fit.
 static int decoder_place(const Plan *p, const Buffers *b, Decoder *d) {
     const CacheBytes cache = decoder_cache(p, &d->cache);
-    const size_t block = round_up(saved_block_size(p) * sizeof(floatX), 512), all = block * (size_t)p->config.num_layers;
+    const size_t block = round_up(saved_block_size(p) * sizeof(floatX), 512),
+                 all = block * (size_t)p->config.num_layers;
     const size_t merged = decoder_merges(p, d) ? decoder_merged(p) * sizeof(floatX) : 0;
     if (!*p->options.calls || p->recomputes_blocks || cache.scales || block + 2 * cache.keys + merged > all) return 0;
     d->cache.keys = (char *)b->saved_block + block;
@@ -116,7 +117,8 @@ static const floatX *weights_of_role(const Plan *p, const Buffers *b, int unit, 
     return at == NO_PARAM ? NULL : (const floatX *)slot_pointer(b, s) + plan_index(p, s, unit, at);
 }
 static floatX *decoder_matrix(const Plan *p, const Decoder *d, int unit, Role role) {
-    return d->merged + (size_t)(unit - 1) * block_matrices(p) + param_at(p->base, unit, role) - p->base->unit_begin[unit];
+    return d->merged + (size_t)(unit - 1) * block_matrices(p) + param_at(p->base, unit, role) -
+           p->base->unit_begin[unit];
 }
 static void decoder_upload_matrices(const Plan *p, const Buffers *b, const Decoder *d, cudaStream_t stream) {
     static const struct {

@@ -97,8 +97,7 @@ static void quantised_request(const Plan *p, Quantised *q, Memory *m) {
 // Elements of the buffer for matrices that are widened or merged: those of a block, and the head.
 static size_t block_matrices(const Plan *p) { return param_at(p->base, 1, ROLE_LN1W) - p->base->unit_begin[1]; }
 static size_t merged_elements(const Plan *p) {
-    const size_t block = block_matrices(p),
-                 head = (size_t)p->head.out * (size_t)p->head.in;
+    const size_t block = block_matrices(p), head = (size_t)p->head.out * (size_t)p->head.in;
     // The head is widened for all but the kernel of a step.
     const int has_kernel = plan_has_decode_kernel(p) && !plan_is_split(p);
     const int has_head = p->weights != WEIGHTS_FP32 && (!p->options.generate || !has_kernel);
