@@ -294,96 +294,60 @@ def report(name, seconds, tokens):
     print(f"{name}: {[round(s, 2) for s in seconds]} s a step, {tokens / min(seconds):.0f} tokens/s", flush=True)
 
 
-def speed_of_dpo(a):
-    steps, batch, T, prompt = 4, a.batch, 2048, 512
-    folder, rows = folder_of(a.shape), [draw.integers(2, 1900, (2, T + 1)).tolist() for _ in range(5 * batch)]
-    pairs = [Pair("", [(c, prompt), (c[:prompt] + r[prompt:], prompt)], i) for i, (c, r) in enumerate(rows)]
-    o = argparse.Namespace(
-        loss="dpo",
-        batch=batch,
-        seed=1,
-        steps=9,
-        schedule="constant",
-        learning_rate=1e-5,
-        warmup=0,
-        beta=0.1,
-        gamma=0.5,
-        output="",
-        resume=False,
-    )
-    if "ours" in a.who:
-        seconds = []
-        with llmc.Trainer(folder, lora=16, batch_size=a.rows, seq_len=T, total_batch=2 * batch * T, samples=1) as t:
-            print("ours", t.facts["memory_gib"], "GiB")
-            for step in range(steps + 1):
-                begin = time.time()
-                dpo.make_step(t, o, pairs, None, True, step)
-                seconds.append(time.time() - begin)
-        report("dpo.py", seconds[1:], 2 * batch * T)
-    if "trl" not in a.who:
-        return
+DPO = dict(loss="dpo", seed=1, steps=9, schedule="constant", learning_rate=1e-5, warmup=0, beta=0.1, gamma=0.5)
+GRPO = dict(loss="grpo", temperature=1.0, seed=1, iterations=1, epsilon=0.2, beta=0.0, learning_rate=1e-6, warmup=0)
+
+
+def dpo_ours(a, folder, pairs, T):
+    seconds, o = [], argparse.Namespace(**DPO, batch=a.batch, output="", resume=False)
+    with llmc.Trainer(folder, lora=16, batch_size=a.rows, seq_len=T, total_batch=2 * a.batch * T, samples=1) as t:
+        for step in range(5):
+            begin = time.time()
+            dpo.make_step(t, o, pairs, None, True, step)
+            seconds.append(time.time() - begin)
+        report(f"dpo.py, {t.facts['memory_gib']:.0f} GiB", seconds[1:], 2 * a.batch * T)
+
+
+def dpo_trl(a, folder, pairs, T, at_once, checkpointing):
+    """One way of TRL + peft; False: it does not fit."""
     import peft
 
     datasets, torch, transformers, trl = trl_parts()
-    data = datasets.Dataset.from_list(
-        [
-            {"prompt_ids": c[:n], "chosen_ids": c[n:], "rejected_ids": r[n:]}
-            for (c, n), (r, _) in (p.rows for p in pairs)
-        ]
-    )
-    for checkpointing in (False, True):
-        for rows_at_once in (4, 2, 1):
-            times = []
+    row = lambda c, n, r: {"prompt_ids": c[:n], "chosen_ids": c[n:], "rejected_ids": r[n:]}
+    data = datasets.Dataset.from_list([row(c, n, r) for (c, n), (r, _) in (p.rows for p in pairs)])
+    times, each = [], a.batch // at_once
 
-            class Peer(in_order(trl.DPOTrainer, [])):
-                def training_step(self, *args, **more):
-                    torch.cuda.synchronize()
-                    times.append(time.time())
-                    return super().training_step(*args, **more)
+    class Peer(in_order(trl.DPOTrainer, [])):
+        def training_step(self, *args, **more):
+            torch.cuda.synchronize()
+            times.append(time.time())
+            return super().training_step(*args, **more)
 
-            try:
-                config = arguments(
-                    trl.DPOConfig,
-                    "/tmp/trl_out",
-                    per_device_train_batch_size=rows_at_once,
-                    max_steps=3,
-                    bf16=True,
-                    gradient_accumulation_steps=batch // rows_at_once,
-                    gradient_checkpointing=checkpointing,
-                    max_length=None,
-                    learning_rate=1e-5,
-                )
-                model = transformers.AutoModelForCausalLM.from_pretrained(
-                    folder, dtype=torch.bfloat16, device_map="cuda"
-                )
-                lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", lora_dropout=0)
-                peer = Peer(
-                    model,
-                    args=config,
-                    train_dataset=data,
-                    processing_class=tokenizer(transformers, 2000),
-                    peft_config=lora,
-                )
-                peer.train()
-                torch.cuda.synchronize()
-                each = batch // rows_at_once
-                seconds = [b - c for b, c in zip([*times[each::each], time.time()], times[::each])]
-                report(
-                    f"TRL + peft, {rows_at_once} pairs at once, checkpointing {checkpointing}, "
-                    f"{torch.cuda.max_memory_allocated() / 2**30:.0f} GiB",
-                    seconds[1:],
-                    2 * batch * T,
-                )
-                break
-            except torch.OutOfMemoryError:
-                print(
-                    f"TRL + peft, {rows_at_once} pairs at once, checkpointing {checkpointing}: out of memory",
-                    flush=True,
-                )
-            finally:
-                model = peer = None
-                gc.collect()
-                torch.cuda.empty_cache()
+    more = dict(per_device_train_batch_size=at_once, gradient_accumulation_steps=each, max_steps=3, bf16=True)
+    more |= dict(gradient_checkpointing=checkpointing, max_length=None, learning_rate=1e-5)
+    name = f"TRL + peft, {at_once} pairs at once, checkpointing {checkpointing}"
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="cuda")
+        lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", lora_dropout=0)
+        words, config = tokenizer(transformers, 2000), arguments(trl.DPOConfig, "/tmp/trl_out", **more)
+        Peer(model, args=config, train_dataset=data, processing_class=words, peft_config=lora).train()
+    except torch.OutOfMemoryError:
+        print(f"{name}: out of memory", flush=True)
+        return False
+    torch.cuda.synchronize()
+    seconds = [b - c for b, c in zip([*times[each::each], time.time()], times[::each])]
+    report(f"{name}, {torch.cuda.max_memory_allocated() / 2**30:.0f} GiB", seconds[1:], 2 * a.batch * T)
+    return True
+
+
+def speed_of_dpo(a):
+    T, prompt = 2048, 512
+    folder, rows = folder_of(a.shape), [draw.integers(2, 1900, (2, T + 1)).tolist() for _ in range(5 * a.batch)]
+    pairs = [Pair("", [(c, prompt), (c[:prompt] + r[prompt:], prompt)], i) for i, (c, r) in enumerate(rows)]
+    if "ours" in a.who:
+        dpo_ours(a, folder, pairs, T)
+    for checkpointing in (False, True) if "trl" in a.who else ():
+        any(dpo_trl(a, folder, pairs, T, at_once, checkpointing) for at_once in (4, 2, 1))  # the first that fits
 
 
 class AnyReward:
@@ -396,47 +360,32 @@ class AnyReward:
         return values["reward"]
 
 
-def speed_of_grpo(a):
-    groups, n, most, prompt = a.groups, 8, 512, 200
-    folder, count = folder_of(a.shape), groups * n
-    prompts = [Prompt("", p, {}, p) for p in draw.integers(2, 1900, (groups, prompt)).tolist()]
-    tokens = count * (prompt + most)
-    if "ours" in a.who:
-        o = argparse.Namespace(
-            loss="grpo",
-            groups=groups,
-            samples_per_prompt=n,
-            max_tokens=most,
-            temperature=1.0,
-            seed=1,
-            iterations=1,
-            epsilon=0.2,
-            beta=0.0,
-            learning_rate=1e-6,
-            warmup=0,
-        )
-        seconds, generated = [], []
-        with llmc.Trainer(folder, batch_size=a.rows, seq_len=prompt + most, total_batch=tokens) as t:
-            make = t.generate
+def grpo_ours(a, folder, prompts, most):
+    seconds, generated = [], []
+    o = argparse.Namespace(**GRPO, groups=a.groups, samples_per_prompt=8, max_tokens=most)
+    T = len(prompts[0].ids) + most
+    with llmc.Trainer(folder, batch_size=a.rows, seq_len=T, total_batch=8 * a.groups * T) as t:
+        make = t.generate
 
-            def timed(*args, **more):
-                begin = time.time()
-                made = make(*args, **more)
-                generated.append(time.time() - begin)
-                return made
+        def timed(*args, **more):
+            begin = time.time()
+            made = make(*args, **more)
+            generated.append(round(time.time() - begin, 1))
+            return made
 
-            t.generate = timed
-            for step in range(2):
-                begin = time.time()
-                grpo.make_step(t, o, prompts, AnyReward(), None, step)
-                seconds.append(time.time() - begin)
-        report(f"grpo.py, generation {[round(g, 1) for g in generated]} s", seconds[1:], tokens)
-    if "trl" not in a.who:
-        return
+        t.generate = timed
+        for step in range(2):
+            begin = time.time()
+            grpo.make_step(t, o, prompts, AnyReward(), None, step)
+            seconds.append(time.time() - begin)
+    report(f"grpo.py, generation {generated} s", seconds[1:], 8 * a.groups * T)
+
+
+def grpo_trl(a, folder, prompts, most):
     datasets, torch, transformers, trl = trl_parts()
     words = tokenizer(transformers, 151936 if a.shape == "1.5B" else 2000)
     data = datasets.Dataset.from_list([{"prompt": " ".join(f"<{i}>" for i in p.ids)} for p in prompts])
-    times = []
+    times, each = [], a.trl_rows
 
     class Peer(trl.GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
@@ -447,41 +396,27 @@ def speed_of_grpo(a):
             times.append((begin, time.time() - begin))
             return made
 
-    each = a.trl_rows
-    config = arguments(
-        trl.GRPOConfig,
-        "/tmp/trl_out",
-        per_device_train_batch_size=each,
-        gradient_accumulation_steps=count // each,
-        max_steps=a.trl_steps,
-        bf16=True,
-        num_generations=n,
-        max_completion_length=most,
-        learning_rate=1e-6,
-        gradient_checkpointing=a.trl_checkpointing,
-        beta=0.0,
-        loss_type="grpo",
-        temperature=1.0,
-    )
+    more = dict(per_device_train_batch_size=each, gradient_accumulation_steps=8 * a.groups // each, num_generations=8)
+    more |= dict(max_steps=a.trl_steps, bf16=True, max_completion_length=most, learning_rate=1e-6, beta=0.0)
+    more |= dict(gradient_checkpointing=a.trl_checkpointing, loss_type="grpo", temperature=1.0)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="cuda")
     model.generation_config.eos_token_id = None
-    peer = Peer(
-        model,
-        reward_funcs=lambda completions, **_: [float(len(set(c.split()))) for c in completions],
-        args=config,
-        train_dataset=data,
-        processing_class=words,
-    )
-    begin = time.time()
-    peer.train()
+    reward = lambda completions, **_: [float(len(set(c.split()))) for c in completions]
+    config = arguments(trl.GRPOConfig, "/tmp/trl_out", **more)
+    Peer(model, reward_funcs=reward, args=config, train_dataset=data, processing_class=words).train()
     torch.cuda.synchronize()
-    ends = [t for t, _ in times[1:]] + [time.time()]
+    seconds = [e - b for (b, _), e in zip(times, [t for t, _ in times[1:]] + [time.time()])]
+    name = f"TRL, {each} rows at once, {torch.cuda.max_memory_allocated() / 2**30:.0f} GiB"
     report(
-        f"TRL, {each} rows at once, generation {[round(g, 1) for _, g in times]} s, "
-        f"{torch.cuda.max_memory_allocated() / 2**30:.0f} GiB",
-        [e - b for (b, _), e in zip(times, ends)],
-        tokens,
+        f"{name}, generation {[round(g, 1) for _, g in times]} s", seconds, 8 * a.groups * (len(prompts[0].ids) + most)
     )
+
+
+def speed_of_grpo(a):
+    prompts = [Prompt("", p, {}, p) for p in draw.integers(2, 1900, (a.groups, 200)).tolist()]
+    for name, run in (("ours", grpo_ours), ("trl", grpo_trl)):
+        if name in a.who:
+            run(a, folder_of(a.shape), prompts, 512)
 
 
 def main():

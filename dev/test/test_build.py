@@ -70,8 +70,8 @@ LONGER = {
     "llmc/kernels/norm.cu: norm_backward_kernel": 105,
     "dev/doctor.py: report": 109,
 }
-# Of llmc, train_gpt2.cu and train_gpt2.c, without comments and indentation: every KB must earn its place.
-CORE_KB = 993
+# Of C and CUDA in llmc, train_gpt2.cu and train_gpt2.c, without comments and indentation: every KB must earn its place.
+CORE_KB = 973
 # Includes go one way: a file of llmc may include those of its own folder and of those before it. README.md says what is
 # in which.
 FOLDERS = ("llmc", *(f"llmc/{room}" for room in "cuda kernels ranks model data files talk run cpu".split()), ".")
@@ -198,7 +198,7 @@ def test_no_line_is_wide():
 
 
 def test_the_core_stays_small():
-    core = [f for f in tracked() if f.parts[0] == "llmc" or str(f) in ("train_gpt2.cu", "train_gpt2.c")]
+    core = [f for f in tracked(".h", ".cuh", ".cu", ".c") if f.parts[0] == "llmc" or str(f) in ("train_gpt2.cu", "train_gpt2.c")]
     kb = sum(len(line.strip()) for f in core for line in without_comments((ROOT / f).read_text()).split("\n")) / 1024
     assert kb <= CORE_KB, f"{kb:.1f} KB of code, {CORE_KB} are allowed"
     assert kb > CORE_KB - 15, f"{kb:.1f} KB of code: CORE_KB may come down"
