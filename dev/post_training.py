@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from chat_template import Renderer, read_template
 from checked_json import BadFile, open_regular, parse_object
 from tool_output import warn
 
@@ -81,7 +82,7 @@ class Prompt:
 
 
 def read_prompts(path):
-    """A .jsonl file: {"prompt": a text or a list of ids, ...} in each line."""
+    """A .jsonl file: {"prompt": a text, a list of ids or a list of messages, ...} in each line."""
     prompts = []
     with open_regular(path) as f:
         for i, line in enumerate(f, 1):
@@ -89,9 +90,9 @@ def read_prompts(path):
                 fields = parse_object(line, f"{path}:{i}")
                 given = fields.read("prompt", (str, list))
                 if isinstance(given, list):
-                    fields.read_list("prompt", int)
+                    fields.read_list("prompt", dict if given and isinstance(given[0], dict) else int)
                 if not given:
-                    raise BadFile(f"{path}:{i} has no prompt\n  hint: give a text or ids")
+                    raise BadFile(f"{path}:{i} has no prompt\n  hint: give a text, ids or messages")
                 del fields["prompt"]
                 prompts.append(Prompt(f"{path}:{i}", given, fields))
     if not prompts:
@@ -99,12 +100,26 @@ def read_prompts(path):
     return prompts
 
 
-def tokenised(t, prompts, max_tokens):
+def chat_renderer(model):
+    """Of the chat template in a model's folder."""
+    text, tokens = read_template(model)
+    if not text:
+        raise BadFile(f"'{model}' has no chat template\n  hint: give texts, or the folder of a model that has one")
+    return Renderer(text, tokens)
+
+
+def tokenised(t, prompts, max_tokens, model):
     """Those that with their completion fit into a row of the llmc.Trainer t, with their ids; the others are named. A
-    text stands behind end-of-text."""
-    most = min(t.seq_len, t.context) - max_tokens
+    text stands behind end-of-text; messages are written by the chat template in the model's folder."""
+    most, renderer = min(t.seq_len, t.context) - max_tokens, None
     for p in prompts:
-        p.ids = [t.eot, *t.encode(p.given).tolist()] if isinstance(p.given, str) else p.given
+        if isinstance(p.given, str):
+            p.ids = [t.eot, *t.encode(p.given).tolist()]
+        elif isinstance(p.given[0], dict):
+            renderer = renderer or chat_renderer(model)
+            p.ids = t.encode(renderer.render(p.given), special=True).tolist()
+        else:
+            p.ids = p.given
         if min(p.ids) < 0 or max(p.ids) >= t.vocab:
             raise BadFile(f"{p.where} has an id outside the vocabulary of {t.vocab}\n  hint: use its tokenizer")
     room = f"--seq-len leaves {max(most, 0)} beside --max-tokens"

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from chat_template import Renderer, read_template
 from checked_json import BadFile, open_regular, parse_object
+from post_training import chat_renderer
 from tool_output import warn
 
 LINE = 'a line is {"prompt": "...", "chosen": "...", "rejected": "..."}'
@@ -29,7 +29,7 @@ def read_pairs(path, t, model):
             fields = parse_object(line, where)
             kinds = {type(fields.get(k)) for k in ("chosen", "rejected")}
             if kinds == {list}:
-                renderer = renderer or Renderer(*template_of(model))
+                renderer = renderer or chat_renderer(model)
                 rows = conversations(fields, renderer, t, where)
             elif kinds == {str} and isinstance(fields.get("prompt", ""), str):
                 prompt = [t.eot, *t.encode(fields.get("prompt", ""))]
@@ -47,15 +47,6 @@ def read_pairs(path, t, model):
     if not pairs:
         raise BadFile(f"{path} has no pair\n  hint: give pairs, and a larger --seq-len if they are longer")
     return pairs
-
-
-def template_of(model):
-    text, tokens = read_template(model)
-    if not text:
-        raise BadFile(
-            f"'{model}' has no chat template for conversations\n  hint: give texts, or the folder of a chat model"
-        )
-    return text, tokens
 
 
 def conversations(fields, renderer, t, where):

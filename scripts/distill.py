@@ -2,7 +2,8 @@
 
   python scripts/distill.py --model models/small --teacher models/large --prompts prompts.jsonl --output log/mine
 
-prompts.jsonl   a line each: {"prompt": a text or a list of ids}. A text stands behind end-of-text.
+prompts.jsonl   a line each: {"prompt": a text, a list of ids or of messages}. A text stands behind end-of-text;
+                messages are written by the chat template in the model's folder
 behind --       options of llmc.Trainer for the student, named as the trainer's: --lora 16 --matmul-dtype fp8
 
 The loss is the reverse KL on the tokens that the student draws: each has the gradient (log p_student - log p_teacher)
@@ -18,6 +19,7 @@ import numpy as np
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import llmc  # noqa: E402, which finds dev/
+from chat_template import TemplateError  # noqa: E402
 from checked_json import BadFile  # noqa: E402
 from post_training import end_of, of_step, parse, rate_of, read_prompts, rows_of, save_if_due  # noqa: E402
 from post_training import tokenised, trainer_options  # noqa: E402
@@ -71,12 +73,12 @@ def main(argv=None):
         with llmc.Trainer(a.teacher, **size) as teacher, \
                 llmc.Trainer(a.model, **trainer_options(a, options, a.batch)) as t:  # fmt: skip
             require_same_tokenizer(t, teacher, (a.model, a.teacher))
-            ready = tokenised(t, prompts, a.max_tokens)
+            ready = tokenised(t, prompts, a.max_tokens, a.model)
             for step in range(t.steps_done, a.steps):
                 make_step(t, teacher, a, ready, step)
                 save_if_due(a, t, step)
 
-    return end_of(run, llmc.Error, BadFile, OSError)
+    return end_of(run, llmc.Error, BadFile, TemplateError, OSError)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
   python scripts/grpo.py --model models/qwen --prompts prompts.jsonl --rewards rewards.py --output log/mine -- --lora 16
 
-prompts.jsonl   a line each: {"prompt": a text or a list of ids, any other fields}. A text stands behind end-of-text.
+prompts.jsonl   a line each: {"prompt": a text, a list of ids or of messages, any other fields}. A text stands behind
+                end-of-text; messages are written by the chat template in the model's folder
 rewards.py      every function whose name begins with reward: reward_x(prompt, completion, **other_fields) -> a number.
                 completion: a text, or ids if the model has no tokenizer, without the token that ended it
 behind --       options of llmc.Trainer, named as the trainer's: --lora 16 --ranks 8 --matmul-dtype fp8
@@ -20,6 +21,7 @@ import numpy as np
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import llmc  # noqa: E402, which finds dev/
+from chat_template import TemplateError  # noqa: E402
 from checked_json import BadFile  # noqa: E402
 from post_training import end_of, of_step, parse, rate_of, read_prompts, rows_of, save_if_due  # noqa: E402
 from post_training import tokenised, trainer_options  # noqa: E402
@@ -125,7 +127,7 @@ def add_arguments(p):
 
 
 def train(t, a, prompts, rewards, reference=None):
-    prompts = tokenised(t, prompts, a.max_tokens)
+    prompts = tokenised(t, prompts, a.max_tokens, a.model)
     for step in range(t.steps_done // a.iterations, a.steps):
         make_step(t, a, prompts, rewards, reference, step)
         save_if_due(a, t, step)
@@ -145,7 +147,7 @@ def main(argv=None):
         with llmc.Trainer(a.model, **own) as t:
             train(t, a, prompts, rewards, first)
 
-    return end_of(run, llmc.Error, BadReward, BadFile, OSError)
+    return end_of(run, llmc.Error, BadReward, BadFile, TemplateError, OSError)
 
 
 if __name__ == "__main__":

@@ -155,6 +155,28 @@ def test_bad_pairs(start, tmp_path, capfd):
         conversations(fields, None, None, "f:1")
 
 
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def test_conversations_are_written_by_the_chat_template(start, tmp_path):
+    folder = tmp_path / "chat"
+    shutil.copytree(start, folder)
+    message = lambda role, text: {"role": role, "content": text}
+    ask, answers = [message("user", "q")], [[message("assistant", a)] for a in ("yes", "no")]
+    data = write_lines(tmp_path / "pairs.jsonl", [{"prompt": ask, "chosen": answers[0], "rejected": answers[1]},
+                                                  {"chosen": ask + answers[0], "rejected": ask + answers[1]}])  # fmt: skip
+    prompts = write_lines(tmp_path / "prompts.jsonl", [{"prompt": ask}, {"prompt": "q"}])
+    with llmc.Trainer(folder, program=CPU, batch_size=2, seq_len=64, threads=1) as t:
+        with pytest.raises(BadFile, match="no chat template"):
+            dpo.read_pairs(data, t, folder)
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
+        for pair in dpo.read_pairs(data, t, folder):
+            for (ids, prompt), answer in zip(pair.rows, ("yes\n", "no\n")):
+                assert (t.decode(ids[:prompt]), t.decode(ids[prompt:])) == ("<user>q\n<assistant>", answer)
+        chat, text = distill.tokenised(t, distill.read_prompts(prompts), 8, folder)
+        assert t.decode(chat.ids) == "<user>q\n<assistant>" and text.ids == [t.eot, ord("q")]
+
+
 # ---- distillation
 
 

@@ -338,7 +338,7 @@ def test_bad_rewards_are_left_out_or_stop_and_the_trainer_goes_on(taught, tmp_pa
     a, _ = grpo.parse(words, "", grpo.add_arguments, grpo.NUMBERS)
     a.samples_per_prompt = 2 if kind == "hang" else 8
     with llmc.Trainer(taught / "model", program=TRAINER, **SHAPE, total_batch=4 * 64 * 8) as t:
-        ready = grpo.tokenised(t, grpo.read_prompts(a.prompts), a.max_tokens)
+        ready = grpo.tokenised(t, grpo.read_prompts(a.prompts), a.max_tokens, a.model)
         assert len(ready) == 16 and "prompts.jsonl:17 is left out: it has 7 tokens" in capfd.readouterr().err
         n = sum(p.fields["answer"] in (3, 5) for p in ready) * a.samples_per_prompt
         begin = time.monotonic()
