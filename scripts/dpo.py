@@ -8,7 +8,9 @@ behind --       options of llmc.Trainer, named as the trainer's: --lora 16 --ran
 
 The policy that training began with is the model without its adapters; without --lora its log-probabilities are computed
 ahead, and kept in --output. The order follows from --seed and the step: a resumed run makes the same digits. The log
-has loss, accuracy (of pairs whose chosen answer has gained more), margin, chosen and rejected: gains, times beta."""
+has loss, accuracy (of pairs whose chosen answer has gained more), margin, chosen and rejected: gains, times beta. Other
+than in TRL, KTO takes the KL from the pairs of a micro-step, ORPO does not learn prompts, SimPO's beta is its
+paper's."""
 
 import math
 import os
@@ -32,7 +34,7 @@ ALONE = ("orpo", "simpo")  # know no policy that training began with
 
 def logistic(x):
     """log sigmoid(x), and its derivative."""
-    return -np.logaddexp(0, -x), 1 / (1 + np.exp(x))
+    return -np.logaddexp(0, -x), np.exp(-np.logaddexp(0, x))
 
 
 def loss_of_pairs(loss, c, r, c0, r0, beta, gamma=0.5):
@@ -47,14 +49,15 @@ def loss_of_pairs(loss, c, r, c0, r0, beta, gamma=0.5):
         return d**2, 2 * d, -2 * d
     if loss == "kto":  # Ethayarajh et al., arXiv:2402.01306, on pairs: the KL of one side is the reference of the other
         kl_c, kl_r = max((c - c0).mean(), 0), max((r - r0).mean(), 0)
-        good, bad = 1 / (1 + np.exp(-beta * (c - c0 - kl_r))), 1 / (1 + np.exp(-beta * (kl_c - (r - r0))))
-        return (1 - good) + (1 - bad), -beta * good * (1 - good), beta * bad * (1 - bad)
+        wrong = logistic(beta * (c - c0 - kl_r))[1], logistic(beta * (kl_c - (r - r0)))[1]
+        by_c, by_r = (beta / 2 * w * (1 - w) for w in wrong)  # each answer counts: half of a pair
+        return sum(wrong) / 2, -by_c, by_r
     if loss == "simpo":  # Meng et al., arXiv:2405.14734
         value, slope = logistic(beta * (c - r) - gamma)
         return -value, -beta * slope, beta * slope
     # ORPO, Hong et al., arXiv:2403.07691: log odds, beside the mean log-probability of the chosen answers
-    odds = lambda x: (x - np.log1p(-np.exp(x)), 1 / (1 - np.exp(x)))
-    (of_c, by_c), (of_r, by_r) = odds(c), odds(r)
+    odds = lambda x: (x - np.log(-np.expm1(x)), -1 / np.expm1(x))
+    (of_c, by_c), (of_r, by_r) = odds(np.minimum(c, -1e-6)), odds(np.minimum(r, -1e-6))  # certain: infinite odds
     value, slope = logistic(of_c - of_r)
     return -c - beta * value, -1 - beta * slope * by_c, beta * slope * by_r
 

@@ -34,7 +34,7 @@ def textbook(loss, c, r, c0, r0, beta, gamma):
         return (h - 1 / (2 * beta)) ** 2
     if loss == "kto":
         kl_c, kl_r = (c - c0).mean().clamp(min=0).detach(), (r - r0).mean().clamp(min=0).detach()
-        return 1 - torch.sigmoid(beta * (c - c0 - kl_r)) + 1 - torch.sigmoid(beta * (kl_c - (r - r0)))
+        return 1 - (torch.sigmoid(beta * (c - c0 - kl_r)) + torch.sigmoid(beta * (kl_c - (r - r0)))) / 2
     if loss == "simpo":
         return -F.logsigmoid(beta * (c - r - gamma / beta))
     odds = (c - r) - (torch.log1p(-torch.exp(c)) - torch.log1p(-torch.exp(r)))
@@ -59,6 +59,11 @@ def test_losses_are_the_textbooks(loss):
     weights = np.stack([by_c, by_r], 1).reshape(-1, 1) * share / P
     np.testing.assert_allclose(value, expected.detach(), atol=1e-9)
     np.testing.assert_allclose(weights, x.grad, atol=1e-9)
+
+
+def test_orpo_of_what_is_certain_is_finite():
+    made = dpo.loss_of_pairs("orpo", np.zeros(1), np.full(1, -800.0), np.zeros(1), np.zeros(1), 0.1)
+    assert np.isfinite(made).all()
 
 
 # ---- preferences
@@ -127,6 +132,15 @@ def test_preferences_are_turned_round(start, tmp_path, how):
     assert steps[-1]["accuracy"] > 0.95
     before, after = ahead(start, data), ahead(start, data, tmp_path / "run/step_00000060", lora=8 * (how == "lora"))
     assert (before <= 0).all() and (after > 0).mean() > 0.95
+
+
+@pytest.mark.parametrize("loss", [loss for loss in dpo.BETAS if loss != "dpo"])
+def test_other_losses_teach(start, tmp_path, loss):
+    data = pairs_file(tmp_path / "pairs.jsonl")
+    assert run_dpo(start, data, "--loss", loss, "--steps", 45, "--output", tmp_path / "run") == 0
+    steps = steps_of(tmp_path / "run")
+    first, last = ({k: np.mean([e[k] for e in part]) for k in ("loss", "accuracy")} for part in (steps[:3], steps[-3:]))
+    assert last["loss"] < first["loss"] and last["accuracy"] > 0.9 > first["accuracy"], (first, last)
 
 
 def test_a_resumed_run_has_the_same_digits(start, tmp_path):
