@@ -15,6 +15,7 @@ paper's."""
 import math
 import os
 import sys
+import zlib
 
 import numpy as np
 
@@ -72,15 +73,15 @@ def scores(loss, logp, mask):
 
 
 def reference_of(t, a, pairs):
-    """(pairs, 2) scores of the first policy, from the file of this run or computed before its first step."""
-    path = os.path.join(a.output, "reference.npy")
-    if a.resume and os.path.exists(path):
-        made = np.load(path)
-        if made.shape == (len(pairs), 2):
-            return made
-        raise llmc.Error(f"'{path}' is of other data\n  hint: resume with the data that the run began with")
+    """(pairs, 2) scores of the first policy: computed before a run's first step, then read from its folder."""
+    key = zlib.crc32(repr(a.loss in AVERAGED).encode())  # of what the scores are of
+    for ids, prompt in (row for pair in pairs for row in pair.rows):
+        key = zlib.crc32(np.array([prompt, *ids], np.int32).tobytes(), key)
+    path = os.path.join(a.output, f"reference_{key:08x}.npy")
     if t.steps_done:
-        raise llmc.Error("the first policy's log-probabilities are gone with '" + path + "'\n  hint: start a new run")
+        if not os.path.exists(path):
+            raise llmc.Error(f"there is no '{path}'\n  hint: resume with the data, --loss and --seq-len of the run")
+        return np.load(path)
     made = np.empty((len(pairs), 2))
     for i in range(0, len(pairs), 64):
         tokens, targets = arrays(pairs[i : i + 64], t.seq_len)

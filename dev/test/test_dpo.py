@@ -142,7 +142,7 @@ def test_other_losses_teach(start, tmp_path, loss):
     assert last["loss"] < first["loss"] and last["accuracy"] > 0.9 > first["accuracy"], (first, last)
 
 
-def test_a_resumed_run_has_the_same_digits(start, tmp_path):
+def test_a_resumed_run_has_the_same_digits(start, tmp_path, capfd):
     data = pairs_file(tmp_path / "pairs.jsonl")
     common = ("--steps", 6, "--save-every", 3)
     assert run_dpo(start, data, *common, "--output", tmp_path / "whole") == 0
@@ -151,6 +151,10 @@ def test_a_resumed_run_has_the_same_digits(start, tmp_path):
     assert run_dpo(start, data, *common, "--output", tmp_path / "cut", "--resume") == 0
     same = lambda folder: [(e["step"], e["loss"], e["norm"]) for e in steps_of(tmp_path / folder)][-3:]
     assert same("whole") == same("cut")
+    shutil.rmtree(tmp_path / "cut/step_00000006")
+    other = pairs_file(tmp_path / "other.jsonl")
+    assert run_dpo(start, other, *common, "--output", tmp_path / "cut", "--resume") == 1
+    assert "resume with the data" in capfd.readouterr().err
 
 
 # ---- data
