@@ -60,9 +60,15 @@ def of_step(items, count, seed, step):
     return [items[orders[i][place]] for i, place in zip(passes.tolist(), places)]
 
 
+def add_schedule(p):
+    p.add_argument("--schedule", choices=("linear", "constant"), default="linear", help="of the rate after --warmup")
+
+
 def rate_of(a, t):
     """The learning rate of the update that comes."""
-    return a.learning_rate * min(1, (t.steps_done + 1) / max(a.warmup, 1))
+    falls = getattr(a, "schedule", "constant") == "linear"
+    left = (a.steps - t.steps_done) / max(a.steps - a.warmup, 1) if falls else 1
+    return a.learning_rate * min(1, (t.steps_done + 1) / max(a.warmup, 1), left)
 
 
 def save_if_due(a, t, step):

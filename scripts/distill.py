@@ -21,7 +21,7 @@ sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import llmc  # noqa: E402, which finds dev/
 from chat_template import TemplateError  # noqa: E402
 from checked_json import BadFile  # noqa: E402
-from post_training import end_of, of_step, parse, rate_of, read_prompts, rows_of, save_if_due  # noqa: E402
+from post_training import add_schedule, end_of, of_step, parse, rate_of, read_prompts, rows_of, save_if_due  # noqa: E402
 from post_training import tokenised, trainer_options  # noqa: E402
 
 FILES = ("tokenizer.bin", "tokenizer.json")
@@ -59,6 +59,7 @@ def make_step(t, teacher, a, prompts, step):
 def add_arguments(p):
     p.add_argument("--teacher", required=True, help="a model's folder, with the student's tokenizer")
     p.add_argument("--prompts", required=True, help="the .jsonl file")
+    add_schedule(p)
 
 
 def main(argv=None):

@@ -22,8 +22,8 @@ import numpy as np
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import llmc  # noqa: E402, which finds dev/
 from chat_template import TemplateError  # noqa: E402
-from checked_json import BadFile  # noqa: E402
-from post_training import end_of, of_step, parse, rate_of, save_if_due, trainer_options  # noqa: E402
+from checked_json import BadFile, open_regular  # noqa: E402
+from post_training import add_schedule, end_of, of_step, parse, rate_of, save_if_due, trainer_options  # noqa: E402
 from preference_file import arrays, read_pairs  # noqa: E402
 
 # ---- the mathematics
@@ -107,26 +107,32 @@ def make_step(t, a, pairs, reference, adapters, step):
         t.backward(np.stack([by_c, by_r], 1).reshape(-1, 1) * share / len(drawn))
         sums += [loss.sum(), (gain[:, 0] > gain[:, 1]).sum(), *(a.beta * gain.sum(0))]
     loss, accuracy, chosen, rejected = sums / len(drawn)
-    rate = rate_of(a, t) * (1 - step / a.steps if a.schedule == "linear" else 1)
-    return t.step(rate, loss=loss, accuracy=accuracy, chosen=chosen, rejected=rejected, margin=chosen - rejected)
+    gains = dict(accuracy=accuracy, margin=chosen - rejected, chosen=chosen, rejected=rejected)
+    return t.step(rate_of(a, t), loss=loss, **gains)
 
 
 def add_arguments(p):
     p.add_argument("--data", required=True, help="the .jsonl file")
     p.add_argument("--loss", choices=BETAS, default="dpo")
-    p.add_argument("--schedule", choices=("linear", "constant"), default="linear", help="of the rate after --warmup")
+    add_schedule(p)
 
 
 def main(argv=None):
     numbers = (("batch", 32, 1, "pairs of a step"), ("batch-size", 8, 2, "rows of a micro-step on a GPU, two a pair"),
-               ("beta", 0.0, 0, "0: by --loss: 0.1, SimPO 2"), ("gamma", 0.5, 0, "SimPO's margin"))  # fmt: skip
+               ("epochs", 0.0, 0, "of the data, instead of --steps"), ("gamma", 0.5, 0, "SimPO's margin"),
+               ("beta", 0.0, 0, "0: by --loss: 0.1, SimPO 2"))  # fmt: skip
     a, options = parse(sys.argv[1:] if argv is None else argv, __doc__, add_arguments, numbers)
     a.beta = a.beta or BETAS[a.loss]
 
+    steps_of = lambda count: math.ceil(a.epochs * count / a.batch) if a.epochs else a.steps
+
     def run():
+        with open_regular(a.data) as f:
+            a.steps = steps_of(sum(bool(line.strip()) for line in f))
         per_step = math.ceil(a.batch / (a.batch_size // 2)) * a.batch_size
         with llmc.Trainer(a.model, **trainer_options(a, options, per_step)) as t:
             pairs, adapters = read_pairs(a.data, t, a.model), bool(options.get("lora"))
+            a.steps = steps_of(len(pairs))  # without those that are left out
             reference = None if adapters or a.loss in ALONE else reference_of(t, a, pairs)
             for step in range(t.steps_done, a.steps):
                 make_step(t, a, pairs, reference, adapters, step)
