@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,8 @@ def trl_parts():
     import trl
 
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)
     return datasets, torch, transformers, trl
 
 
@@ -51,6 +54,12 @@ def in_order(base, losses):
     """A trainer of TRL that takes rows as they come and keeps each loss."""
 
     class Peer(base):
+        def __init__(self, *args, **more):
+            from transformers import PrinterCallback
+
+            super().__init__(*args, **more)
+            self.remove_callback(PrinterCallback)
+
         def _prepare_dataset(self, dataset, *_):
             return dataset
 
@@ -120,11 +129,11 @@ def compare(name, ours, theirs):
     return d
 
 
-def digits_of_dpo(loss, folder, steps=20, batch=4, rate=2e-5):
+def digits_of_dpo(loss, folder, steps=20, batch=4, rate=1e-3):
     datasets, torch, transformers, trl = trl_parts()
     make = lambda n: draw.integers(2, 255, n).tolist()
     pairs = []
-    for i in range(steps * batch):
+    for i in range(steps * batch // 4):  # each comes four times: its loss falls
         prompt = make(draw.integers(3, 9))
         rows = [(prompt + make(draw.integers(3, 12)) + [255], len(prompt)) for _ in range(2)]
         pairs.append(Pair("", rows, i))
@@ -175,28 +184,32 @@ def digits_of_dpo(loss, folder, steps=20, batch=4, rate=2e-5):
     return compare(loss, ours, theirs)
 
 
-def digits_of_grpo(loss, folder, steps=20, rows=8, rate=1e-6, most=8):
+def digits_of_grpo(loss, folder, steps=20, rows=8, rate=1e-4, most=8):
     datasets, torch, transformers, trl = trl_parts()
     prompts = [draw.integers(2, 255, 5) for _ in range(steps * rows)]
     answers = [draw.integers(2, 255, draw.integers(2, most + 1)) for _ in prompts]
     advantage = draw.normal(size=len(prompts))
     ids = [argparse.Namespace(ids=p) for p in prompts]
     tokens, targets, _ = grpo.rows_of(ids, answers, advantage)
-    mask, ours, losses, beta = targets >= 0, [], [], 0.04
+    mask, ours, losses, beta = targets >= 0, [], [], 0 if loss == "rloo" else 0.04
+    kind, config_of = (trl.RLOOTrainer, trl.RLOOConfig) if loss == "rloo" else (trl.GRPOTrainer, trl.GRPOConfig)
+    own = {} if loss == "rloo" else {"loss_type": loss.replace("-", "_"), "use_bias_correction_kl": False}
     with llmc.Trainer(folder, program=ROOT / "train_gpt2", batch_size=rows, seq_len=32) as t:
         first = t.forward(tokens, targets)
+        # another policy, so that the KL has a gradient that rounding does not make
+        base = first + draw.normal(0, 0.2, first.shape).astype(np.float32) * mask
         # some ratios are clipped, none is so near the bound that rounding decides
         old = first + draw.choice([-0.4, -0.05, 0.05, 0.4], first.shape).astype(np.float32) * mask
         for step in range(steps):
             s = slice(step * rows, (step + 1) * rows)
             logp = t.forward(tokens[s], targets[s])
             total, weights, _, _ = grpo.loss_and_weights(
-                loss, logp, old[s], mask[s], advantage[s], rows, most, 0.2, beta, first[s]
+                loss, logp, old[s], mask[s], advantage[s], rows, most, 0.2, beta, base[s]
             )
             t.backward(weights)
             ours.append((total, t.step(rate, loss=total)[0]))
 
-    class Rows(in_order(trl.GRPOTrainer, losses)):
+    class Rows(in_order(kind, losses)):
         at = 0
 
         def _generate_and_score_completions(self, inputs):
@@ -215,23 +228,27 @@ def digits_of_grpo(loss, folder, steps=20, rows=8, rate=1e-6, most=8):
                 n = len(answers[i])
                 x["completion_ids"][r, :n], x["completion_mask"][r, :n] = torch.tensor(answers[i]), 1
                 x["old_per_token_logps"][r, :n] = torch.tensor(old[i][mask[i]])
-                x["ref_per_token_logps"][r, :n] = torch.tensor(first[i][mask[i]])
-            return x | {
-                "prompt_ids": torch.tensor(np.array([prompts[i] for i in here])),
-                "prompt_mask": torch.ones(rows, 5, dtype=torch.long),
-                "advantages": torch.tensor(advantage[here.start : here.stop], dtype=torch.float32),
-                "num_items_in_batch": x["completion_mask"].sum(),
-            }
+                x["ref_per_token_logps"][r, :n] = torch.tensor(base[i][mask[i]])
+            return (
+                x
+                | {
+                    "old_logps": x["old_per_token_logps"].sum(1),  # of rloo
+                    "prompt_ids": torch.tensor(np.array([prompts[i] for i in here])),
+                    "prompt_mask": torch.ones(rows, 5, dtype=torch.long),
+                    "advantages": torch.tensor(advantage[here.start : here.stop], dtype=torch.float32),
+                    "num_items_in_batch": x["completion_mask"].sum(),
+                }
+            )
 
     with tempfile.TemporaryDirectory() as out:
         config = arguments(
-            trl.GRPOConfig,
+            config_of,
             out,
+            **own,
             per_device_train_batch_size=rows,
             learning_rate=rate,
             max_steps=steps,
             beta=beta,
-            loss_type=loss.replace("-", "_"),
             use_cpu=True,
             bf16=False,
             num_generations=rows,
@@ -252,13 +269,36 @@ def digits_of_grpo(loss, folder, steps=20, rows=8, rate=1e-6, most=8):
     return compare(loss, ours, list(zip(losses, norms)))
 
 
+def digits_of_formulas(pairs=1000):
+    """SimPO and ORPO: TRL's functions of the mean log-probabilities of answers. The likelihood that ORPO adds is left
+    out: TRL's is that of prompts, too."""
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    import torch
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    scores = -draw.exponential(1, (2, pairs)) - 0.01
+    here = argparse.Namespace(device="cpu")
+    for loss, beta in (("simpo", 2.0), ("orpo", 0.1)):
+        c, r = (torch.tensor(s, dtype=torch.float32, requires_grad=True) for s in scores)
+        o = argparse.Namespace(beta=beta, simpo_gamma=0.5, loss_type=loss, label_smoothing=0, alpha=0, accelerator=here)
+        theirs = CPOTrainer.cpo_loss(o, c, r)[0] if loss == "simpo" else -ORPOTrainer.odds_ratio_loss(o, c, r)[0]
+        theirs.sum().backward()
+        value, by_c, by_r = dpo.loss_of_pairs(loss, *scores, 0, 0, beta, 0.5)
+        if loss == "orpo":
+            value, by_c = value + scores[0], by_c + 1
+        d = [np.abs(a - b.detach().numpy()).max() for a, b in ((value, theirs), (by_c, c.grad), (by_r, r.grad))]
+        print(f"{loss:8s} {pairs} pairs: losses, greatest difference {d[0]:.1e}; derivatives {max(d[1:]):.1e}")
+
+
 def digits():
     _, torch, transformers, _ = trl_parts()
     with tempfile.TemporaryDirectory() as folder:
         tiny(transformers, torch, folder)
         worst = [digits_of_dpo(loss, folder) for loss in ("dpo", "ipo")]
-        worst += [digits_of_grpo(loss, folder) for loss in ("grpo", "dr-grpo")]
-    print(f"greatest of all: losses {np.max(worst, 0)[0]:.1e}, norms {np.max(worst, 0)[1]:.1e}")
+        worst += [digits_of_grpo(loss, folder) for loss in ("grpo", "dr-grpo", "rloo")]
+    digits_of_formulas()
+    print(f"greatest of all steps: losses {np.max(worst, 0)[0]:.1e}, norms {np.max(worst, 0)[1]:.1e}")
 
 
 # ---- speed
