@@ -21,8 +21,8 @@ sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import llmc  # noqa: E402, which finds dev/
 from chat_template import TemplateError  # noqa: E402
 from checked_json import BadFile  # noqa: E402
-from post_training import add_schedule, end_of, of_step, parse, rate_of, read_prompts, rows_of, save_if_due  # noqa: E402
-from post_training import tokenised, trainer_options  # noqa: E402
+from post_training import add_schedule, end_of, of_step, parse, rate_of, read_prompts, rows_of  # noqa: E402
+from post_training import save_if_due, tokenised, trainer_options  # noqa: E402
 
 FILES = ("tokenizer.bin", "tokenizer.json")
 HINT = "a teacher needs the student's own tokenizer"

@@ -1,4 +1,5 @@
-"""Reinforcement learning from rewards: GRPO, Dr. GRPO or RLOO, as TRL defines them.
+"""Reinforcement learning from rewards: GRPO (Shao et al., arXiv:2402.03300), Dr. GRPO (Liu et al., arXiv:2503.20783) or
+RLOO (Ahmadian et al., arXiv:2402.14740).
 
   python scripts/grpo.py --model models/qwen --prompts prompts.jsonl --rewards rewards.py --output log/mine -- --lora 16
 

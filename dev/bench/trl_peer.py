@@ -184,28 +184,57 @@ def digits_of_dpo(loss, folder, steps=20, batch=4, rate=1e-3):
     return compare(loss, ours, theirs)
 
 
+class Drawn:
+    """What a policy has drawn, for both: rows of the same prompts, with advantages and log-probabilities that are
+    given."""
+
+    def __init__(self, count, most):
+        self.prompts = [draw.integers(2, 255, 5) for _ in range(count)]
+        self.answers = [draw.integers(2, 255, draw.integers(2, most + 1)) for _ in range(count)]
+        self.advantage, self.most = draw.normal(size=count), most
+        ids = [argparse.Namespace(ids=p) for p in self.prompts]
+        self.tokens, self.targets, _ = grpo.rows_of(ids, self.answers, self.advantage)
+        self.mask = self.targets >= 0
+
+    def judge(self, first):
+        """first: log-probabilities of the policy that training begins with."""
+        # another policy, so that the KL has a gradient that rounding does not make
+        self.base = first + draw.normal(0, 0.2, first.shape).astype(np.float32) * self.mask
+        # some ratios are clipped, none is so near the bound that rounding decides
+        self.old = first + draw.choice([-0.4, -0.05, 0.05, 0.4], first.shape).astype(np.float32) * self.mask
+
+    def for_trl(self, torch, here):
+        def padded(values, dtype):
+            x = torch.zeros(len(here), self.most, dtype=dtype)
+            for r, i in enumerate(here):
+                x[r, : len(self.answers[i])] = torch.tensor(values(i))
+            return x
+
+        old, mask = padded(lambda i: self.old[i][self.mask[i]], torch.float32), padded(lambda i: 1, torch.long)
+        return {
+            "completion_ids": padded(lambda i: self.answers[i], torch.long),
+            "completion_mask": mask,
+            "old_per_token_logps": old,
+            "old_logps": old.sum(1),  # of rloo
+            "ref_per_token_logps": padded(lambda i: self.base[i][self.mask[i]], torch.float32),
+            "prompt_ids": torch.tensor(np.array([self.prompts[i] for i in here])),
+            "prompt_mask": torch.ones(len(here), 5, dtype=torch.long),
+            "advantages": torch.tensor(self.advantage[here.start : here.stop], dtype=torch.float32),
+            "num_items_in_batch": mask.sum(),
+        }
+
+
 def digits_of_grpo(loss, folder, steps=20, rows=8, rate=1e-4, most=8):
     datasets, torch, transformers, trl = trl_parts()
-    prompts = [draw.integers(2, 255, 5) for _ in range(steps * rows)]
-    answers = [draw.integers(2, 255, draw.integers(2, most + 1)) for _ in prompts]
-    advantage = draw.normal(size=len(prompts))
-    ids = [argparse.Namespace(ids=p) for p in prompts]
-    tokens, targets, _ = grpo.rows_of(ids, answers, advantage)
-    mask, ours, losses, beta = targets >= 0, [], [], 0 if loss == "rloo" else 0.04
+    d, ours, losses, beta = Drawn(steps * rows, most), [], [], 0 if loss == "rloo" else 0.04
     kind, config_of = (trl.RLOOTrainer, trl.RLOOConfig) if loss == "rloo" else (trl.GRPOTrainer, trl.GRPOConfig)
     own = {} if loss == "rloo" else {"loss_type": loss.replace("-", "_"), "use_bias_correction_kl": False}
     with llmc.Trainer(folder, program=ROOT / "train_gpt2", batch_size=rows, seq_len=32) as t:
-        first = t.forward(tokens, targets)
-        # another policy, so that the KL has a gradient that rounding does not make
-        base = first + draw.normal(0, 0.2, first.shape).astype(np.float32) * mask
-        # some ratios are clipped, none is so near the bound that rounding decides
-        old = first + draw.choice([-0.4, -0.05, 0.05, 0.4], first.shape).astype(np.float32) * mask
+        d.judge(t.forward(d.tokens, d.targets))
         for step in range(steps):
             s = slice(step * rows, (step + 1) * rows)
-            logp = t.forward(tokens[s], targets[s])
-            total, weights, _, _ = grpo.loss_and_weights(
-                loss, logp, old[s], mask[s], advantage[s], rows, most, 0.2, beta, base[s]
-            )
+            given = (d.old[s], d.mask[s], d.advantage[s], rows, most, 0.2, beta, d.base[s])
+            total, weights, _, _ = grpo.loss_and_weights(loss, t.forward(d.tokens[s], d.targets[s]), *given)
             t.backward(weights)
             ours.append((total, t.step(rate, loss=total)[0]))
 
@@ -213,57 +242,17 @@ def digits_of_grpo(loss, folder, steps=20, rows=8, rate=1e-4, most=8):
         at = 0
 
         def _generate_and_score_completions(self, inputs):
-            here, width = range(self.at, self.at + rows), most
+            here = range(self.at, self.at + rows)
             self.at += rows
-            x = {
-                k: torch.zeros(rows, width, dtype=t)
-                for k, t in (
-                    ("completion_ids", torch.long),
-                    ("completion_mask", torch.long),
-                    ("old_per_token_logps", torch.float32),
-                    ("ref_per_token_logps", torch.float32),
-                )
-            }
-            for r, i in enumerate(here):
-                n = len(answers[i])
-                x["completion_ids"][r, :n], x["completion_mask"][r, :n] = torch.tensor(answers[i]), 1
-                x["old_per_token_logps"][r, :n] = torch.tensor(old[i][mask[i]])
-                x["ref_per_token_logps"][r, :n] = torch.tensor(base[i][mask[i]])
-            return (
-                x
-                | {
-                    "old_logps": x["old_per_token_logps"].sum(1),  # of rloo
-                    "prompt_ids": torch.tensor(np.array([prompts[i] for i in here])),
-                    "prompt_mask": torch.ones(rows, 5, dtype=torch.long),
-                    "advantages": torch.tensor(advantage[here.start : here.stop], dtype=torch.float32),
-                    "num_items_in_batch": x["completion_mask"].sum(),
-                }
-            )
+            return d.for_trl(torch, here)
 
+    own |= dict(per_device_train_batch_size=rows, learning_rate=rate, max_steps=steps, beta=beta, num_generations=rows)
+    own |= dict(use_cpu=True, bf16=False, max_completion_length=most, gradient_checkpointing=False)
     with tempfile.TemporaryDirectory() as out:
-        config = arguments(
-            config_of,
-            out,
-            **own,
-            per_device_train_batch_size=rows,
-            learning_rate=rate,
-            max_steps=steps,
-            beta=beta,
-            use_cpu=True,
-            bf16=False,
-            num_generations=rows,
-            max_completion_length=most,
-            gradient_checkpointing=False,
-        )
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         data = datasets.Dataset.from_list([{"prompt": "<1>"}] * (steps * rows))
-        peer = Rows(
-            model,
-            reward_funcs=lambda **_: [0.0] * rows,
-            args=config,
-            train_dataset=data,
-            processing_class=tokenizer(transformers, 256),
-        )
+        more = dict(args=arguments(config_of, out, **own), train_dataset=data, reward_funcs=lambda **_: [0.0] * rows)
+        peer = Rows(model, processing_class=tokenizer(transformers, 256), **more)
         peer.train()
         norms = [e["grad_norm"] for e in peer.state.log_history if "grad_norm" in e]
     return compare(loss, ours, list(zip(losses, norms)))

@@ -6,6 +6,8 @@ import shutil
 import pytest
 from test_dpo import CPU, llmc, run_dpo, start, write_lines  # noqa: F401
 
+from checked_json import BadFile
+from post_training import read_prompts, tokenised
 from preference_file import arrays, read_pairs
 
 
@@ -81,3 +83,13 @@ def test_bad_pairs(start, chat_model, tmp_path, capfd):
     with pytest.raises(SystemExit):
         run_dpo(start, data, "--batch-size", 1)
     assert "--batch-size is less than 2" in capfd.readouterr().err
+
+
+def test_prompts_of_messages(chat_model, start, tmp_path):
+    given = [{"prompt": [message("user", "q")]}, {"prompt": "q"}, {"prompt": [1, 2]}]
+    prompts = read_prompts(write_lines(tmp_path / "prompts.jsonl", given))
+    with llmc.Trainer(chat_model, program=CPU, batch_size=2, seq_len=64, threads=1) as t:
+        chat, text, ids = (list(p.ids) for p in tokenised(t, prompts, 8, chat_model))
+        assert t.decode(chat) == "<user>q;<bot>" and text == [t.eot, ord("q")] and ids == [1, 2]
+        with pytest.raises(BadFile, match="no chat template"):
+            tokenised(t, prompts, 8, start)
