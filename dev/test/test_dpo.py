@@ -13,6 +13,7 @@ from test_build import ROOT
 sys.path += [str(ROOT), str(ROOT / "scripts"), str(ROOT / "dev")]
 import dpo  # noqa: E402
 import llmc  # noqa: E402
+from dev.data.data_common import make_tokenizer  # noqa: E402
 from preference_file import arrays, read_pairs  # noqa: E402
 
 CPU = str(ROOT / "build/train_gpt2")
@@ -77,8 +78,6 @@ def start(tmp_path_factory):
     """A model that writes a for b and the other way round, in both ways alike, with a tokenizer of bytes."""
     folder = tmp_path_factory.mktemp("start")
     tokenizer = folder / "tokenizer.bin"
-    from dev.data.data_common import make_tokenizer
-
     make_tokenizer("bytes").write(folder)
     with llmc.Trainer(MODEL, program=CPU, batch_size=4, seq_len=64, threads=1, output=folder / "run",
                       tokenizer=tokenizer) as t:  # fmt: skip
@@ -156,3 +155,16 @@ def test_a_resumed_run_has_the_same_digits(start, tmp_path, capfd):
     other = pairs_file(tmp_path / "other.jsonl", seed=3)
     assert run_dpo(start, other, *common, "--output", tmp_path / "cut", "--resume") == 1
     assert "resume with the data" in capfd.readouterr().err
+
+
+def test_a_checkpoint_says_where_its_tokenizer_is(tmp_path):
+    """As for --generate; the run that begins with it is one of its own."""
+    (tmp_path / "texts").mkdir()
+    make_tokenizer("bytes").write(tmp_path / "texts")
+    size = dict(program=CPU, batch_size=2, seq_len=32, threads=1)
+    with llmc.Trainer(MODEL, tokenizer=tmp_path / "texts/tokenizer.bin", output=tmp_path / "run", **size) as t:
+        t.train(np.ones((2, 32), int), np.ones((2, 32), int))
+        t.step(1e-3)
+        folder = t.save()
+    with llmc.Trainer(folder, **size) as t:
+        assert t.steps_done == t.tokens_done == 0 and t.encode("hi").tolist() == [*b"hi"]

@@ -162,7 +162,7 @@ static void choose_config(Trainer *t) {
             "name the Hugging Face folder that holds config.json and model.safetensors; a model of the Hub comes into "
             "one by: python dev/eval/hf.py import %s FOLDER",
             model, model);
-    const char *data = t->o.overfit || t->o.evaluate ? t->o.val_data : t->o.train_data;
+    const char *data = t->o.overfit || t->o.evaluate || *t->o.calls ? t->o.val_data : t->o.train_data;
     if (is_directory(model)) {
         if (!*t->resumed_from.text) checkpoint_require_intact(&t->comm, model, 2);
         if (!*t->resumed_from.text && *t->adapters.text)
@@ -244,13 +244,13 @@ static Path find_tokenizer(const Trainer *t, int *guessed) {
     const Options *o = &t->o, standard = options_default();
     const DataLoader *data = o->evaluate ? &t->eval.val : &t->train;
     const char *shard = data->num_shards ? data->shards[0].path : o->evaluate ? o->val_data : o->train_data;
-    const int default_data =
-        o->generate && !state_option(&t->before, "train-data") && !strcmp(o->train_data, standard.train_data);
+    const int default_data = (o->generate || *o->calls) && !state_option(&t->before, "train-data") &&
+                             !strcmp(o->train_data, standard.train_data);
     const struct {
         Path path;
         int skipped, guessed;
     } places[] = {{path_of("%s/tokenizer.bin", model_source(t)), !o->generate && !*o->calls, 0},
-                  {tokenizer_path(shard), *o->calls != 0, default_data},
+                  {tokenizer_path(shard), 0, default_data},
                   {path_of("gpt2_tokenizer.bin"), 0, 1}};
     *guessed = 0;
     for (int i = 0; i < 3 && !*o->tokenizer; i++) {
@@ -381,14 +381,14 @@ static void use_adapters(Trainer *t, const char *folder) {
     t->o.lora_alpha = -1;
     t->o.lora_targets = "all";
 }
-// Takes over the options of a checkpoint: of a resumed one all, of the --model of --generate those that say where its
-// tokenizer is and what its tokens see. The command line has precedence.
+// Takes over the options of a checkpoint: of a resumed one all, of the --model of --generate and of calls those that
+// say where its tokenizer is and what its tokens see. The command line has precedence.
 static void take_options(Trainer *t, int argc, char **argv) {
     char why[WHY_BYTES];
     const char *folder = *t->resumed_from.text ? t->resumed_from.text
                          : *t->adapters.text   ? t->adapters.text
                                                : t->o.model;
-    int named = !*t->resumed_from.text && t->o.generate && checkpoint_is_whole(folder, -1, why);
+    int named = !*t->resumed_from.text && (t->o.generate || *t->o.calls) && checkpoint_is_whole(folder, -1, why);
     if (!*t->resumed_from.text && !named) return;
     checkpoint_load_state(folder, &t->state);
     Options o = options_default();
@@ -415,6 +415,9 @@ static void take_options(Trainer *t, int argc, char **argv) {
     if (forward_only(&t->o) && *t->resumed_from.text && t->o.lora) use_adapters(t, t->resumed_from.text);
     if (*t->newest_draft.text) t->o.draft = t->newest_draft.text;
     watchdog.timeout = t->o.timeout;
+    if (!named || !*t->o.calls) return;
+    state_free(&t->state);  // a run of its own
+    memset(&t->state, 0, sizeof t->state);
 }
 
 // --val-data auto: the shards beside the training data with "val" for the last "train" in their name; "": none.
@@ -436,7 +439,7 @@ static void settle_options(Trainer *t) {
     Options *o = &t->o;
     o->generate |= o->serve > 0;
     if (*o->calls) {  // rows and their order are the caller's
-        o->train_data = o->val_data = "";
+        o->val_data = "";
         o->eval_every = o->sample_every = 0;
     }
     find_validation_data(t);
