@@ -138,8 +138,8 @@ class Trainer:
     launcher: instead of mpirun, such as ["srun", "-n8"]. Errors: Ended with the program's own text.
 
     Attributes: rows, of a call at most (batch_size * groups of ranks); seq_len; micro_steps of a step (total_batch /
-    (rows * seq_len)); vocab, token ids; eot, the token before every text; context of generate(), tokens; steps_done and
-    tokens_done; facts, all that the program has said of itself."""
+    (rows * seq_len)); vocab, the model's token ids; eot, the token before every text; context of generate(), tokens;
+    steps_done and tokens_done; facts, all that the program has said of itself."""
 
     def __init__(self, model="gpt2:124M", ranks=1, *, program=None, verbose=False, launcher=None, environment=None,
                  debug="", samples=64, **options):  # fmt: skip

@@ -17,7 +17,7 @@ from dev.data.data_common import make_tokenizer  # noqa: E402
 from preference_file import arrays, read_pairs  # noqa: E402
 
 CPU = str(ROOT / "build/train_gpt2")
-MODEL = "d2,channels=64,heads=2,vocab=300,seq=64"
+MODEL = "d2,channels=64,heads=2,vocab=257,seq=64"
 SMALL = ["--", "--program", CPU, "--threads", "1"]
 draw = np.random.default_rng(0)
 
@@ -168,3 +168,7 @@ def test_a_checkpoint_says_where_its_tokenizer_is(tmp_path):
         folder = t.save()
     with llmc.Trainer(folder, **size) as t:
         assert t.steps_done == t.tokens_done == 0 and t.encode("hi").tolist() == [*b"hi"]
+        # what is drawn is what forward says of it, although the tokenizer knows 257 of the 300 tokens
+        [made], [logp] = t.generate([[1]], max_tokens=30)
+        ids = np.append(1, made)
+        np.testing.assert_allclose(t.forward(ids[None, :-1], ids[None, 1:])[0], logp, atol=1e-5)

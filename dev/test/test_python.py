@@ -514,7 +514,7 @@ def test_seeds_and_neighbours(start):
 
 def test_ends_of_texts(start, bytes_tokenizer):
     t = start("d2,channels=64,heads=2,vocab=257,seq=64", tokenizer=bytes_tokenizer, batch_size=4)
-    assert t.eot == 256 and t.vocab == 257
+    assert t.eot == 256 and t.facts["known"] == 257
     text = "Tofu, née 日本 <|endoftext|>\n"
     assert t.encode(text).tolist() == list(text.encode()) and t.decode(t.encode(text)) == text
     assert t.encode("a<|endoftext|>", special=True).tolist() == [97, 256] and t.encode("").shape == (0,)

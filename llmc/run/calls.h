@@ -329,7 +329,7 @@ static int calls_prompts(const Calls *c, int prompts, const int *given, int ints
         if (length < 1) problem = "has no tokens\ngive it one, such as end-of-text";
         if (length >= t->window) problem = "does not fit into the context with a token to follow\nshorten it";
         for (int i = 0; i < length && !problem; i++)
-            if (given[at + i] < 0 || given[at + i] >= known_tokens(t))
+            if (given[at + i] < 0 || given[at + i] >= t->config.vocab_size)
                 problem = "has an id that is not in the vocabulary\nuse the model's own tokenizer";
         at += length;
         if (problem) calls_refuse(c, "prompt %d %s", which, problem);
@@ -351,7 +351,9 @@ static void call_generate(Calls *c) {
     int *given = new_array(int, ints), *made = new_zeros(int, each * parts * record);
     calls_take(c, given, 0, ints * sizeof(int));
     if (calls_prompts(c, prompts, given + ends, ints - ends)) {
-        model_decode_open(t->model, generation_slots(&t->o), t->window, known_tokens(t));
+        // all of the model's tokens, as forward has them: what is drawn must be what logp says, else a policy learns to
+        // hide in ids that no tokenizer knows
+        model_decode_open(t->model, generation_slots(&t->o), t->window, t->config.vocab_size);
         c->has_forward = 0;
         const Ends own = {given, ends, NULL, 0};
         Sequence *sequences = new_zeros(Sequence, count);
@@ -536,10 +538,10 @@ static void calls_open(Calls *c) {
     fputs("ok|{\"ranks\":", f);
     fprintf(f, "%d", t->comm.world);
     json_write_fields(f, "groups %d batch_size %lld seq_len %lld micro_steps %d vocab %d eot %d context %d step %ld",
-                      t->mesh.dp.world, t->o.batch_size, t->o.seq_len, t->num_micro, known_tokens(t), first_token(t),
-                      t->window, t->state.step);
-    json_write_fields(f, "tokens %ld steps %lld device %s dtype %s parameters %ld memory_gib %g tokenizer %d",
-                      t->state.tokens, t->steps, model_device(t->model), model_dtype(t->model),
+                      t->mesh.dp.world, t->o.batch_size, t->o.seq_len, t->num_micro, t->config.vocab_size,
+                      first_token(t), t->window, t->state.step);
+    json_write_fields(f, "known %d tokens %ld steps %lld device %s dtype %s parameters %ld memory_gib %g tokenizer %d",
+                      known_tokens(t), t->state.tokens, t->steps, model_device(t->model), model_dtype(t->model),
                       facts_of(t->model).table->num_weights, model_memory_gib(t->model), t->has_tokenizer);
     fputs("}", f);
     char *ready = text_close(&text);
