@@ -162,12 +162,15 @@ def test_a_checkpoint_says_where_its_tokenizer_is(tmp_path):
     (tmp_path / "texts").mkdir()
     make_tokenizer("bytes").write(tmp_path / "texts")
     size = dict(program=CPU, batch_size=2, seq_len=32, threads=1)
-    with llmc.Trainer(MODEL, tokenizer=tmp_path / "texts/tokenizer.bin", output=tmp_path / "run", **size) as t:
+    with llmc.Trainer(
+        MODEL.replace("257", "300"), tokenizer=tmp_path / "texts/tokenizer.bin", output=tmp_path / "run", **size
+    ) as t:
         t.train(np.ones((2, 32), int), np.ones((2, 32), int))
         t.step(1e-3)
         folder = t.save()
     with llmc.Trainer(folder, **size) as t:
         assert t.steps_done == t.tokens_done == 0 and t.encode("hi").tolist() == [*b"hi"]
+        assert t.decode([ord("h"), 299, ord("i")]) == "hi"  # 299 has no text
         # what is drawn is what forward says of it, although the tokenizer knows 257 of the 300 tokens
         [made], [logp] = t.generate([[1]], max_tokens=30)
         ids = np.append(1, made)

@@ -481,14 +481,17 @@ static void call_encode(Calls *c) {
     free(text);
     free(ids);
 }
-// decode count: ids -> their text, from the first byte on
+// decode count: ids -> their text, from the first byte on. What only the model has, and no tokenizer, has none.
 static void call_decode(Calls *c) {
     const int n = (int)c->call.x[0];
     if (!calls_has_text(c) || !calls_has_room(c, n * sizeof(int))) return;
-    int *ids = new_array(int, n), good = 1;
+    int *ids = new_array(int, n), good = 1, known = 0;
     calls_take(c, ids, 0, n * sizeof(int));
-    for (int i = 0; i < n; i++) good &= ids[i] >= 0 && ids[i] < c->t->config.vocab_size;
-    char *text = good ? tokenizer_text(&c->t->tokenizer, ids, n, 0) : NULL;
+    for (int i = 0; i < n; i++) {
+        good &= ids[i] >= 0 && ids[i] < c->t->config.vocab_size;
+        if (ids[i] < c->t->tokenizer.vocab_size) ids[known++] = ids[i];
+    }
+    char *text = good ? tokenizer_text(&c->t->tokenizer, ids, known, 0) : NULL;
     const size_t length = text ? strlen(text) : 0;
     if (!good)
         calls_refuse(c, "a token id is not in the vocabulary\nuse ids of this model's tokenizer");
