@@ -9,7 +9,7 @@ import numpy as np
 
 from chat_template import Renderer, read_template
 from checked_json import BadFile, open_regular, parse_object
-from tool_output import warn
+from tool_output import outlive_reader, warn
 
 NUMBERS = (  # name, default, least, what it is
     ("steps", 100, 1, "in all, with those that --resume finds"),
@@ -24,6 +24,7 @@ NUMBERS = (  # name, default, least, what it is
 
 def parse(argv, doc, add, numbers):
     """-> the options, and those of llmc.Trainer behind --. add(parser): adds options that are no numbers."""
+    outlive_reader()
     p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", required=True, help="what the trainer's --model takes: a Hugging Face folder, a run's")
     p.add_argument("--output", default="", help="folder of log and checkpoints")

@@ -161,7 +161,8 @@ class Trainer:
             command = [*launcher, *command]
         elif ranks > 1:
             command, environment = under_mpirun(ranks, command, environment)
-        inherits = verbose and sys.stdout is sys.__stdout__  # so that a terminal has its live line; no notebook
+        # a terminal has its live line; a notebook is none. stream: of tool_output.py
+        inherits = verbose and getattr(sys.stdout, "stream", sys.stdout) is sys.__stdout__
         try:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=None if inherits else subprocess.PIPE, stderr=subprocess.PIPE,

@@ -18,9 +18,11 @@ import math
 import os
 import sys
 
-import numpy as np
-
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import dev.missing_package  # noqa: E402,F401, before numpy
+
+import numpy as np  # noqa: E402
+
 import llmc  # noqa: E402, which finds dev/
 from chat_template import TemplateError  # noqa: E402
 from checked_json import BadFile  # noqa: E402

@@ -15,15 +15,18 @@ import time
 import warnings
 from pathlib import Path
 
-import numpy as np
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT), str(ROOT / "scripts")]
+import dev.missing_package  # noqa: E402,F401, before numpy
+
+import numpy as np  # noqa: E402
+
 import llmc  # noqa: E402
 import dpo  # noqa: E402
 import grpo  # noqa: E402
 from post_training import Prompt, of_step  # noqa: E402
 from preference_file import Pair  # noqa: E402
+from tool_output import outlive_reader  # noqa: E402
 
 draw = np.random.default_rng(5)
 
@@ -449,6 +452,7 @@ def speed_of_grpo(a):
 
 
 def main():
+    outlive_reader()
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("what", choices=("digits", "dpo", "grpo"))
     p.add_argument("--shape", default="1.5B", choices=("1.5B", "small"))

@@ -23,6 +23,7 @@ openai = pytest.importorskip("openai")
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev"))
+import program
 import serve  # noqa: E402
 from launcher import ENVIRONMENT, children_of  # noqa: E402
 from test_build import CONFIG  # noqa: E402
@@ -934,8 +935,8 @@ def test_commands():
 def test_the_program_that_can_run_is_taken(tmp_path, monkeypatch, built, gpu, taken):
     for name in built:
         (tmp_path / name).touch()
-    monkeypatch.setattr(serve, "ROOT", tmp_path)
-    monkeypatch.setattr(serve, "gpus", lambda: ([("a GPU", "90a")] if gpu else [], 13, None))
+    monkeypatch.setattr(program, "ROOT", tmp_path)
+    monkeypatch.setattr(program, "gpus", lambda: ([("a GPU", "90a")] if gpu else [], 13, None))
     [(command, _)] = serve.commands(*serve.parse(["m"]))
     assert command[0] == str(tmp_path / taken)
 
