@@ -309,7 +309,8 @@ class Trainer:
         """tokens, targets: (R,T) ints, T <= seq_len, any R -> (R,T) float32: the log-probability of each target after
         the tokens up to its own, as evaluation computes it; 0 where the target is < 0. Of at most `rows` rows the
         activations are kept for backward. adapters False: with lora, the model without them: the policy that training
-        began with. With documents=1 the first token of a document is given as ~token."""
+        began with; not between the train() calls of a step. With documents=1 the first token of a document is given as
+        ~token."""
         self._flush(last=False)
         tokens, targets = self._rows(tokens, targets)
         R, T = tokens.shape

@@ -262,6 +262,18 @@ def test_adapters(start, bases, model, more):
     assert all(".lora_" in name for name in t.names()) and len(t.names()) == len(built_in[1])
 
 
+def test_forward_without_adapters_is_not_between_micro_steps(start, bases):
+    t = start(bases["gpt2"], lora=4)
+    tokens, targets = draw()
+    more = start(bases["gpt2"], lora=4, total_batch=2 * t.rows * t.seq_len)
+    more.train(tokens, targets)
+    with pytest.raises(llmc.Error, match="1 of 2 micro-steps, with adapters"):
+        more.forward(tokens, targets, adapters=False)
+    more.train(tokens, targets)
+    assert more.step(1e-3)[1] == "applied"
+    assert np.array_equal(more.forward(tokens, targets, adapters=False), t.forward(tokens, targets))
+
+
 @pytest.mark.parametrize("model", ["gpt2", "llama3"])
 def test_masked_targets(start, model):
     """The built-in loss is a mean over what is learned: in floats 1 / n is multiplied otherwise than by a caller."""

@@ -63,8 +63,8 @@ static size_t decoder_merged(const Plan *p) { return (size_t)p->config.num_layer
 // that blocks but the first keep for backward. Returns whether they fit.
 static int decoder_place(const Plan *p, const Buffers *b, Decoder *d) {
     const CacheBytes cache = decoder_cache(p, &d->cache);
-    const size_t block = round_up(saved_block_size(p) * sizeof(floatX), 512),
-                 all = block * (size_t)p->config.num_layers;
+    const size_t saved = saved_block_size(p) * sizeof(floatX), block = round_up(saved, 512),
+                 all = saved * (size_t)p->config.num_layers;
     const size_t merged = decoder_merges(p, d) ? decoder_merged(p) * sizeof(floatX) : 0;
     if (!*p->options.calls || p->recomputes_blocks || cache.scales || block + 2 * cache.keys + merged > all) return 0;
     d->cache.keys = (char *)b->saved_block + block;

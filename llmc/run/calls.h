@@ -157,6 +157,12 @@ static void call_forward(Calls *c) {
     const size_t own = calls_own(c), all = calls_all(c), first = own * calls_dp(c)->rank;
     if (T < 1 || t->o.seq_len % T)
         return calls_refuse(c, "rows of %d tokens\nuse --seq-len %lld, or a divisor of it", T, t->o.seq_len);
+    // copies in fp8 are made in a step's first micro-step: these would be of other weights
+    if (without && c->kind == STEP_OF_LOSSES)
+        return calls_refuse(c,
+                            "the step has %d of %d micro-steps, with adapters\ncall forward without them before or "
+                            "after the step",
+                            c->micro, t->num_micro);
     if (!calls_has_room(c, 3 * all * sizeof(int)) || !calls_tokens(c, T)) return;
     const float alpha = facts_of(t->model).lora->alpha;
     if (without) model_scale_adapters(t->model, 0);
