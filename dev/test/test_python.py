@@ -1066,7 +1066,7 @@ def test_impatience(start, mark):
     t = start(ranks=2)
     t._send("generate 1 20000 30 1 0 1 0 0 2|")
     t.close(patience=0)
-    wait_until(lambda: not processes(mark), 5)
+    wait_until(lambda: not processes(mark), 10)  # of 20: ranks look up once all sequences are queued
 
 
 def test_its_own_lines(start, capfd):
