@@ -32,7 +32,7 @@ static void test_one_step(const char *folder, const Options *o, const char *name
     double after = 0;
     model_losses(&m, d.tokens, d.targets, d.T / 2, values);
     for (size_t i = 0; i < N; i++) after += values[i] / (double)N;
-    model_decode_open(&m, 1, d.T, m.config.vocab_size);
+    model_decode_open(&m, 1, few_rows, d.T, m.config.vocab_size);
     append_tokens(&m, 0, d.tokens, d.T, values);
     int finite = 1;
     for (int i = 0; i < m.config.vocab_size; i++) finite &= isfinite(values[i]) != 0;
@@ -140,7 +140,7 @@ static void test_fp8_head(const char *folder, const Options *base) {
         o.head_dtype = i ? "fp8" : "native";
         logits[i] = (float *)malloc_or_die(2 * V * sizeof(float));
         open_reference(&m[i], folder, &o);
-        model_decode_open(&m[i], 1, d.T, (int)V);
+        model_decode_open(&m[i], 1, few_rows, d.T, (int)V);
         for (int step = 0; step < 2; step++) {
             model_forget(&m[i], 0, 0);
             append_tokens(&m[i], 0, d.tokens, d.T, logits[i] + (size_t)step * V);
@@ -252,8 +252,8 @@ static void test_weights(const char *folder, const Options *base, int brief) {
     }
 }
 // Products and attention of 64 to 1,024 rows, each with the bits of the others. What follows a prompt of 700 tokens is
-// the same alone and as one of 64 rows.
-static void test_long_prompts(const char *model, const char *weights, const char *cache) {
+// the same alone and as one of many rows.
+static void test_long_prompts(const char *model, const char *weights, const char *cache, int most) {
     enum { TOKENS = 1000, SLOTS = 3 };
     int tokens[TOKENS];
     Config c;
@@ -269,16 +269,16 @@ static void test_long_prompts(const char *model, const char *weights, const char
     o.cache_dtype = cache;
     model_open(&m, &c, &o, &one_rank);
     init_weights(&m, TP_SEED);
-    model_decode_open(&m, SLOTS, TOKENS, c.vocab_size);
+    model_decode_open(&m, SLOTS, most, TOKENS, c.vocab_size);
     for (int i = 0; i < TOKENS; i++) tokens[i] = (int)(rand_u64(TP_SEED, 7, (uint64_t)i) % (uint64_t)c.vocab_size);
     const size_t V = (size_t)c.vocab_size;
     float *alone = (float *)malloc_or_die(2 * V * sizeof(float));
-    printf("%s --weights %s --cache-dtype %s\n", model, weights, cache);
+    printf("%s --weights %s --cache-dtype %s, steps of up to %d rows\n", model, weights, cache, most);
     check_prompts(&m, tokens, TOKENS, alone, alone + V, "1,000 tokens");
     for (int others = 0; others < 2; others++) {
         DecodeRow rows[DECODE_ROWS];
         Drawn drawn[DECODE_ROWS];
-        const int count = others ? DECODE_ROWS : 1, last = 700;
+        const int count = others ? most : 1, last = 700;
         for (int slot = 0; slot < SLOTS; slot++) model_forget(&m, slot, slot == 1 ? last : 0);
         for (int i = 0; i < count - 1; i++) rows[i] = {2 * (i % 2), tokens[i], likeliest};
         rows[count - 1] = {1, tokens[last], likeliest};
@@ -286,17 +286,19 @@ static void test_long_prompts(const char *model, const char *weights, const char
         model_drawn(&m, drawn);
         model_logits(&m, count - 1, alone + others * V);
     }
-    check(memcmp(alone, alone + V, V * sizeof(float)) == 0, "%s: a token after 700, alone and beside 63", model);
+    check(memcmp(alone, alone + V, V * sizeof(float)) == 0, "%s: a token after 700, alone and beside %d", model,
+          most - 1);
     free(alone);
     model_close(&m);
 }
 static void test_all_long_prompts(void) {
     const char *const llama = "llama3:8B,layers=2,channels=1024,heads=8,kv_heads=2,ffn=2816,vocab=512,seq=1024";
     for (const char *weights : {"native", "int8", "int4"})
-        for (const char *cache : {"native", "fp8"}) {
-            test_long_prompts("gpt2:124M,layers=2,vocab=512", weights, cache);
-            test_long_prompts(llama, weights, cache);
-        }
+        for (const char *cache : {"native", "fp8"})
+            for (int most : {(int)few_rows, (int)DECODE_ROWS}) {
+                test_long_prompts("gpt2:124M,layers=2,vocab=512", weights, cache, most);
+                test_long_prompts(llama, weights, cache, most);
+            }
 }
 static void test_brief(const char *folder) {
     DebugFile d = debug_open(folder);

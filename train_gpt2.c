@@ -1455,7 +1455,7 @@ struct KvCache {
     KvLayer *layers;
     float *cos_sin;         // (room,HD/2,2)
     float *positions;       // rows of wpe (N,C), or of cos_sin (N,HD), for the places of a pass
-    float *parts, *logits;  // of the ranks (tp,DECODE_ROWS,Vp); of a step (DECODE_ROWS,V)
+    float *parts, *logits;  // of the ranks (tp,rows,Vp); of a step (rows,V)
     int room, known;        // see model_decode_open
     int *length, *drawn;    // (slots) tokens that are there; the token that the latest row drew
     DecodeStep steps[DECODE_STEPS];
@@ -1513,7 +1513,7 @@ static QuantMatrix quantised_zeros(Model *m, WeightFormat f, int rows, int cols)
 }
 // Rows that one pass of generation has at most: every rank has them all.
 static int most_rows(const Model *m) { return m->B * m->T / m->mesh->tp.world; }
-void model_decode_open(Model *m, int slots, int room, int known) {
+void model_decode_open(Model *m, int slots, int rows, int room, int known) {
     const Config *c = &m->local;
     const int NKV = c->num_kv_heads, HD = c->head_dim;
     assert(room <= c->max_seq_len && known <= m->config.vocab_size);
@@ -1530,8 +1530,8 @@ void model_decode_open(Model *m, int slots, int room, int known) {
     }
     k->cos_sin = rope_of(m, room);
     k->positions = floats(m, area(most_rows(m), position_is_rotary(c->position) ? c->head_dim : c->channels));
-    k->parts = floats(m, m->mesh->tp.world * area(min_int(most_rows(m), DECODE_ROWS), c->padded_vocab_size));
-    k->logits = floats(m, area(DECODE_ROWS, m->config.vocab_size));
+    k->parts = floats(m, m->mesh->tp.world * area(min_int(most_rows(m), rows), c->padded_vocab_size));
+    k->logits = floats(m, area(rows, m->config.vocab_size));
     k->length = (int *)floats(m, slots);
     k->drawn = (int *)floats(m, slots);
     k->room = room;

@@ -160,12 +160,13 @@ static void attend(const Model *m, const Pass *p, const Block *b, int l) {
         return;
     }
     const KvCache *k = p->cache;
-    const size_t first = ((size_t)l * k->slots + k->slot) * NKV * k->room;
-    const KvRows cache = KvRows{k->keys, k->values, k->scales}.from(first, HD);
     if (!k->prompt) {
-        attention_decode(b->y, cache, b->q_k_v, 1, p->T, k->at, k->room, NH, NKV, HD, p->stream);
+        const float *cos_sin = b->qkv.output == LINEAR_ROPE ? p->cos_sin : NULL;
+        attention_decode(b->y, k, l, b->q_k_v, cos_sin, p->N, NH, NKV, HD, p->stream);
         return;
     }
+    const size_t first = ((size_t)l * k->slots + k->slot) * NKV * k->room;
+    const KvRows cache = KvRows{k->keys, k->values, k->scales}.from(first, HD);
     kv_prompt(k->qkv, cache, k->at, p->T, p->attention.T, k->room, NH, NKV, HD, p->stream);
     attention_forward(&p->attention, k->y, k->lse, k->qkv, p->stream);
 }
@@ -192,7 +193,7 @@ static void block_forward(Model *m, const Pass *p, int l, Residual *x) {
 static TokenRows token_rows(const Model *m, const Pass *p) {
     const Config *c = &m->plan.local;
     return {m->b.tokens, m->mesh->tp.rank * c->padded_vocab_size, c->vocab_size, c->padded_vocab_size,
-            p->cache ? NULL : m->b.ranges};
+            p->cache ? p->positions : m->b.ranges};
 }
 static Norm embedding_norm(const Model *m, const Unit *first) {
     return norm_of(m, first, ROLE_LNEW, NUM_ROLES, NULL, m->b.rstd_tokens, m->b.x_tokens);
@@ -202,7 +203,7 @@ static void embed_tokens(Model *m, const Pass *p, const Unit &u) {
     const TokenRows rows = token_rows(m, p);
     const floatX *wte = unit_param(&u, u.weights, ROLE_WTE), *wpe = unit_param(&u, u.weights, ROLE_WPE);
     const int split = pass_is_split(p);
-    if (wpe && p->cache) wpe += (size_t)p->cache->at * p->C;
+    if (wpe && p->cache && p->cache->prompt) wpe += (size_t)p->cache->at * p->C;
     if (m->mesh->tp.rank > 0) wpe = NULL;  // of the ranks' sum one has the word, the first the position
     embedding_forward(split ? p->branch : m->b.x_tokens, rows, wte, wpe, p->B, p->T, p->C, p->stream);
     if (!split) return;
@@ -680,32 +681,41 @@ static void merge_blocks(Model *m) {
         unit_release(m, &p, &u, UNIT_FORWARD);
     }
 }
-void model_decode_open(Model *m, int slots, int room, int known) {
+void model_decode_open(Model *m, int slots, int rows, int room, int known) {
     const int reaches = m->links.p2p[SHORT_TENSOR].opened;
     if (m->decoder.cache.keys)
         decoder_clear(&m->decoder, &m->plan, m->gpu.compute);
     else
-        decoder_open(&m->decoder, &m->plan, &m->b, reaches, slots, room, known, m->gpu.compute);
+        decoder_open(&m->decoder, &m->plan, &m->b, reaches, slots, rows, room, known, m->decode_matmul.part_rows,
+                     m->gpu.compute);
     if (decoder_merges(&m->plan, &m->decoder)) merge_blocks(m);
 }
 int model_length(const Model *m, int slot) { return m->decoder.length[slot]; }
 void model_forget(Model *m, int slot, int length) { m->decoder.length[slot] = length; }
 
-// `count` tokens of a slot from `at` on. Every rank has all rows. Products run on whole multiples of a number of rows,
-// so that all have the same algorithm; the rows behind the last token are any.
-static Pass decode_pass(Model *m, int slot, int at, int count, int prompt) {
+// `rows` rows, for attention T tokens of one sequence. Every rank has all rows.
+static Pass decode_pass(Model *m, int T, int rows, int prompt) {
     KvCache *k = &m->decoder.cache;
-    Pass p = pass_of(m, 1, prompt ? (int)round_up((size_t)(at + count), PROMPT_ROWS) : count);
-    k->slot = slot;
-    k->at = at;
+    Pass p = pass_of(m, 1, T);
     k->prompt = prompt;
     p.shards = 1;
-    p.T = count;                                  // attention runs on all tokens
     p.attention.first = p.attention.last = NULL;  // a sample is no longer than a window
-    p.rows = p.N = prompt ? (int)round_up((size_t)count, (size_t)m->decode_matmul.part_rows) : count;
+    p.rows = p.N = rows;
     p.cache = k;
     p.matmul = &m->decode_matmul;
-    p.cos_sin = k->cos_sin ? k->cos_sin + (size_t)at * m->config.head_dim : NULL;
+    p.cos_sin = k->cos_sin;
+    return p;
+}
+// `count` tokens of a slot from `at` on. Products run on whole multiples of a number of rows, so that all have the same
+// algorithm; the rows behind the last token are any.
+static Pass prompt_pass(Model *m, int slot, int at, int count) {
+    KvCache *k = &m->decoder.cache;
+    const int rows = (int)round_up((size_t)count, (size_t)m->decode_matmul.part_rows);
+    Pass p = decode_pass(m, (int)round_up((size_t)(at + count), PROMPT_ROWS), rows, 1);
+    k->slot = slot;
+    k->at = at;
+    p.T = count;
+    if (k->cos_sin) p.cos_sin += (size_t)at * m->config.head_dim;
     return p;
 }
 // The models of a process, one a draft of the other, have streams of their own. Where they exchange with other ranks
@@ -728,53 +738,75 @@ void model_prompt(Model *m, int slot, const int *tokens, int n) {
     for (int i = 0, count; i < n; i += count) {
         count = n - i < most ? n - i : most;
         watchdog_beat(PHASE_SAMPLE, -1);
-        const Pass p = decode_pass(m, slot, *length, count, 1);
+        const Pass p = prompt_pass(m, slot, *length, count);
         upload_tokens(m, tokens + i, NULL, (size_t)count, count);
         model_forward(m, &p);
         *length += count;
     }
     end_turn(m);
 }
-// The row's token -> its logits, in fp32.
-static void decode_row(Model *m, const DecodeInput *row, float *logits) {
-    Decoder *d = &m->decoder;
-    const int token = row->token == DECODE_DRAWN ? d->last[row->slot] : row->token;
-    const int ranks = m->mesh->tp.world, Vp = m->plan.local.padded_vocab_size;
-    floatX *all = ranks > 1 ? d->gathered : m->b.logits;  // (ranks,Vp)
-    const Pass p = decode_pass(m, row->slot, row->position, 1, 0);
-    upload_tokens(m, &token, NULL, 1, 1);
-    model_forward(m, &p);
-    const Linear l = head_of(m, &p);
-    linear_product(&p, &l, all + (size_t)m->mesh->tp.rank * Vp, m->b.h_final, 0, 1);
-    m->weights_changed = 0;
-    if (ranks > 1) nccl_all_gather(&m->links.rows.nccl, "gather", all, (size_t)Vp);
-    widen_kernel<<<WIDEN_BLOCKS, WIDEN_THREADS, 0, p.stream>>>(logits, all, (size_t)(d->width / VecX::size));
-    launchCheck();
-    softcap_logits(logits, m->config.logit_softcap, (size_t)d->width, p.stream);
+// m->b.h_final (rows,C) -> logits (rows,Vp) of this rank's part of the vocabulary
+static void step_logits(Model *m, const Pass *p, float *logits) {
+    const Linear l = head_of(m, p);
+    const size_t Vp = (size_t)l.out;
+    if (l.kept.weight) {
+        RowsProduct q = linear_step(&l, m->b.h_final, p->N);
+        q.logits = logits;
+        q.bias = l.bias;
+        matmul_rows(&q, p->stream);
+        return;
+    }
+    for (int i = 0; i < p->N; i++) {  // the buffer may have room for one
+        linear_product(p, &l, m->b.logits, m->b.h_final + pass_piece(p) / p->N * i, 0, 1);
+        widen_kernel<<<WIDEN_BLOCKS, WIDEN_THREADS, 0, p->stream>>>(logits + i * Vp, m->b.logits, Vp / VecX::size);
+        launchCheck();
+    }
 }
-// Row by row, and the host waits: what rank 0 drew is what all ranks go on with.
-static void decode_rows(Model *m, int step) {
+// The rows of the step in d->told -> d->logits
+static void step_forward(Model *m, int rows) {
     Decoder *d = &m->decoder;
-    const DecodeTold *told = &d->host_told[step];
+    const int ranks = m->mesh->tp.world, Vp = m->plan.local.padded_vocab_size;
+    Pass p = decode_pass(m, 1, rows, 0);
+    p.B = rows;
+    p.positions = d->told->positions;
+    step_tokens_kernel<<<blocks_for((size_t)rows, 64), 64, 0, p.stream>>>(m->b.tokens, d->told->inputs, d->drawn, rows);
+    launchCheck();
+    model_forward(m, &p);
+    const size_t part = (size_t)rows * (size_t)Vp;
+    step_logits(m, &p, ranks > 1 ? d->gathered + (size_t)m->mesh->tp.rank * part : d->logits);
+    m->weights_changed = 0;
+    if (ranks == 1) return;
+    nccl_all_gather(&m->links.rows.nccl, "gather", d->gathered, part);
+    const dim3 blocks(blocks_for((size_t)Vp, 256), (unsigned)rows, (unsigned)ranks);
+    join_logits_kernel<<<blocks, 256, 0, p.stream>>>(d->logits, d->gathered, rows, ranks, Vp);
+    launchCheck();
+}
+// Ranks that only go along may be other GPUs: what the first drew is what all go on with.
+static void share_step(Model *m, int step) {
+    Decoder *d = &m->decoder;
     Drawn *drawn = d->host_drawn + step * DECODE_ROWS;
-    const int count = d->count[step];
-    decoder_queue(d, step, m->gpu.compute, [&] {
-        for (int i = 0; i < count; i++) decode_row(m, &told->inputs[i], d->logits + (size_t)i * d->width);
-    });
+    const DecodeTold *told = &d->host_told[step];
     cudaCheck(cudaStreamSynchronize(m->gpu.compute));
-    share_drawn(m->mesh, computes_together(&m->plan.options, &m->mesh->dp), drawn, count);
-    for (int i = 0; i < count; i++) d->last[told->inputs[i].slot] = drawn[i].token;
+    share_drawn(m->mesh, 1, drawn, d->count[step]);
+    for (int i = 0; i < d->count[step]; i++)
+        if (told->keeps[i] >= 0) upload(d->drawn + told->keeps[i], &drawn[i].token, sizeof(int), m->gpu.compute);
 }
 void model_decode(Model *m, const DecodeRow *rows, int count) {
     Decoder *d = &m->decoder;
-    const int step = decoder_begin(d, rows, count);
+    const int filled = decoder_filled(&m->plan, d, count, m->decode_matmul.part_rows);
+    const int step = decoder_begin(d, rows, count, filled);
+    // Of the training forward's work between ranks, and of products that choose their plans, there is no graph.
+    const int graphs = m->plan.options.cuda_graphs && (d->has_kernel || (d->kept && m->mesh->job.world == 1));
     watchdog_beat(PHASE_SAMPLE, -1);
     begin_turn(m);
-    if (d->has_kernel) {
-        for (int u = 0; u < m->table.num_units; u++) zero_wait(&m->links.zero, u);  // weights may be on their way
-        decoder_run(d, step, m->config.logit_softcap, (int)m->plan.options.cuda_graphs, m->gpu.compute);
-    } else
-        decode_rows(m, step);
+    for (int u = 0; u < m->table.num_units && d->has_kernel; u++) zero_wait(&m->links.zero, u);
+    decoder_run(d, step, filled, m->config.logit_softcap, graphs, m->gpu.compute, [&] {
+        if (d->has_kernel)
+            decode_launch(&d->kernel, decode_lines(&d->p2p), filled, m->gpu.compute);
+        else
+            step_forward(m, filled);
+    });
+    if (computes_together(&m->plan.options, &m->mesh->dp)) share_step(m, step);
     end_turn(m);
     cudaCheck(cudaEventRecord(d->done[step], m->gpu.compute));
 }

@@ -134,7 +134,7 @@ class Trainer:
     model: a preset with random weights ("gpt2:124M", "d6,channels=128"), a Hugging Face folder, or a run's folder.
     ranks: processes under mpirun, a GPU each. options: the program's long names with _ for -, such as batch_size,
     seq_len, total_batch, output, resume, lora, matmul_dtype, zero_stage, tp; True is 1. debug: what --debug takes.
-    samples: sequences that generate() has at a time, at most 64. verbose: the program's own lines are printed.
+    samples: sequences that generate() has at a time, at most 256. verbose: the program's own lines are printed.
     launcher: instead of mpirun, such as ["srun", "-n8"]. Errors: Ended with the program's own text.
 
     Attributes: rows, of a call at most (batch_size * groups of ranks); seq_len; micro_steps of a step (total_batch /

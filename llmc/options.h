@@ -107,7 +107,7 @@
     INT(generate, "", ' ', 0, 0, 1, \
         "1: print samples, without training; on a terminal and without --prompt: talk to the model") \
     STR(draft, "", ' ', "", "folder of a small model that proposes tokens: the same samples, sooner ('': none)") \
-    INT(serve, "", ' ', 0, 0, 64, \
+    INT(serve, "", ' ', 0, 0, 256, \
         "generate for requests on standard input, this many sequences at a time (doc/generate.md)") \
     SECTION("checkpoints (need --output)", LISTED) \
     INT(save_every, "n", ' ', -1, -1, 1 << 30, \

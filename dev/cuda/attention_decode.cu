@@ -31,6 +31,27 @@ static void check_rows(const KvRows &cache, const QuantMatrix &host, int value) 
     check_true(!memcmp(codes.data(), host.codes, count) && !differ, "%s: other codes, or %zu other scales", name,
                differ);
 }
+static KvCache device_cache(int S, int room, int NKV, int HD, int rows, int NH, int fp8) {
+    const size_t cached = (size_t)S * NKV * room;
+    KvCache d = {};
+    d.keys = device_normal<floatX>(cached * HD, 1.0f);
+    d.values = device_normal<floatX>(cached * HD, 1.0f);
+    d.scales = fp8 ? device_new<float2>(cached) : NULL;
+    d.slots = S;
+    d.room = room;
+    d.rows = device_zero<DecodeInput>(ATTENTION_ROWS);
+    d.parts = device_new<float>(attention_decode_parts(rows, NH, HD));
+    d.arrived = device_zero<unsigned>(attention_decode_counters(rows, NKV));
+    return d;
+}
+// Behind the rows comes one that is nobody's.
+static void set_rows(KvCache *d, const KvPlace *places, int rows) {
+    std::vector<DecodeInput> in;
+    for (int i = 0; i < rows; i++) in.push_back({places[i].slot, places[i].at, 0});
+    if (rows < ATTENTION_ROWS) in.push_back({-1, 0, 0});
+    cudaCheck(cudaStreamSynchronize(ladder.gpu.compute));
+    cudaCheck(cudaMemcpy((void *)d->rows, in.data(), in.size() * sizeof in[0], cudaMemcpyHostToDevice));
+}
 // Tokens come in pieces of 1, 2, 3, ... until `room` is full: the cache of one call is what the next one reads.
 static void check_shape(int S, int room, int NH, int NKV, int HD, int fp8) {
     ladder_case("S=%d room=%d NH=%d NKV=%d HD=%d%s", S, room, NH, NKV, HD, fp8 ? " in e4m3" : "");
@@ -41,37 +62,50 @@ static void check_shape(int S, int room, int NH, int NKV, int HD, int fp8) {
     const WeightFormat format = fp8 ? WEIGHTS_FP8 : WEIGHTS_FP32;
     const size_t cached = (size_t)S * NKV * room;
     const KvLayer layer = {host_cache(format, cached, HD), host_cache(format, cached, HD), room, NH, NKV, HD};
-    const KvRows rows_cached = {device_new<floatX>(cache), device_new<floatX>(cache),
-                                fp8 ? device_new<float2>(cached) : NULL};
-    floatX *d_out = device_new<floatX>((size_t)S * room * NH * HD),
-           *d_qkv = device_new<floatX>((size_t)S * room * width);
+    KvCache d = device_cache(S, room, NKV, HD, S * room < ATTENTION_ROWS ? S * room : ATTENTION_ROWS, NH, fp8);
+    const KvRows rows_cached = {d.keys, d.values, d.scales};
+    floatX *d_out = device_new<floatX>(((size_t)S * room + 1) * NH * HD),
+           *d_qkv = device_new<floatX>(((size_t)S * room + 1) * width);
+    int rows = 0;
     for (int at = 0, piece = 1; at < room; at += piece, piece++) {
         if (piece > room - at) piece = room - at;
-        const size_t rows = (size_t)S * piece;
+        rows = S * piece;
         float *qkv = (float *)malloc(rows * width * sizeof(float));
         for (size_t i = 0; i < rows * width; i++)
             qkv[i] = (float)(floatX)rand_normal(ladder.seed, 77 + (uint64_t)at, i);
-        for (int i = 0; i < S * piece; i++) places[i] = {i / piece, at + i % piece};
-        kv_append_cpu(&layer, qkv, places, S * piece);
-        attention_decode_cpu(out, qkv, &layer, places, S * piece);
+        for (int i = 0; i < rows; i++) places[i] = {i / piece, at + i % piece};
+        kv_append_cpu(&layer, qkv, places, rows);
+        attention_decode_cpu(out, qkv, &layer, places, rows);
         upload_to(d_qkv, qkv, rows * width);
-        attention_decode(d_out, rows_cached, d_qkv, S, piece, at, room, NH, NKV, HD, stream);
-        check("out", d_out, out, rows, (size_t)NH * HD, bound(4e-3, 2e-6), bound(1.5e-2, 1e-5));
+        set_rows(&d, places, rows);
+        attention_decode(d_out, &d, 0, d_qkv, NULL, rows + 1, NH, NKV, HD, stream);  // the last one is nobody's
+        check("out", d_out, out, (size_t)rows, (size_t)NH * HD, bound(4e-3, 2e-6), bound(1.5e-2, 1e-5));
         free(qkv);
     }
     check_rows(rows_cached, layer.keys, 0);
     check_rows(rows_cached, layer.values, 1);
-    check_same_bits("bits", {{d_out, (size_t)S * NH * HD * sizeof(floatX)}},
-                    [&] { attention_decode(d_out, rows_cached, d_qkv, S, 1, room - 1, room, NH, NKV, HD, stream); });
+    const size_t bytes = (size_t)NH * HD * sizeof(floatX);
+    check_same_bits("bits", {{d_out, rows * bytes}},
+                    [&] { attention_decode(d_out, &d, 0, d_qkv, NULL, rows, NH, NKV, HD, stream); });
+    std::vector<char> all(bytes), alone(bytes);
+    cudaCheck(cudaMemcpy(all.data(), (char *)d_out + (rows - 1) * bytes, bytes, cudaMemcpyDeviceToHost));
+    set_rows(&d, places + rows - 1, 1);
+    attention_decode(d_out, &d, 0, d_qkv + (rows - 1) * width, NULL, 1, NH, NKV, HD, stream);
+    cudaCheck(cudaStreamSynchronize(stream));
+    cudaCheck(cudaMemcpy(alone.data(), d_out, bytes, cudaMemcpyDeviceToHost));
+    check_true(alone == all, "the last row alone has other bits");
 }
-static void bench_shape(int S, int at, int NH, int NKV, int HD, const char *name) try {
-    ladder_case("%s, S=%d T=%d NH=%d NKV=%d HD=%d", name, S, at + 1, NH, NKV, HD);
-    const size_t cache = (size_t)S * NKV * (at + 1) * HD;
-    const KvRows rows = {device_normal<floatX>(cache, 1.0f), device_normal<floatX>(cache, 1.0f), NULL};
+static void bench_shape(int S, int T, int NH, int NKV, int HD, const char *name, int fp8) try {
+    ladder_case("%s, S=%d T=%d NH=%d NKV=%d HD=%d%s", name, S, T, NH, NKV, HD, fp8 ? " in e4m3" : "");
+    KvCache d = device_cache(S, T, NKV, HD, S, NH, fp8);
     floatX *qkv = device_normal<floatX>((size_t)S * (NH + 2 * NKV) * HD, 1.0f),
            *out = device_new<floatX>((size_t)S * NH * HD);
-    bench("one token", 2.0 * (double)cache * sizeof(floatX), 0,
-          [&] { attention_decode(out, rows, qkv, S, 1, at, at + 1, NH, NKV, HD, ladder.gpu.compute); });
+    std::vector<KvPlace> places;
+    for (int s = 0; s < S; s++) places.push_back({s, T - 1});
+    set_rows(&d, places.data(), S);
+    const double of_row = fp8 ? HD + 4 : 2 * HD;
+    bench("one token", 2.0 * S * NKV * T * of_row, 0,
+          [&] { attention_decode(out, &d, 0, qkv, NULL, S, NH, NKV, HD, ladder.gpu.compute); });
 } catch (const NoRoom &no) {
     ladder_skip(no);
 }
@@ -83,6 +117,8 @@ int main(int argc, char **argv) {
         check_shape(2, 40, 3, 1, 16, fp8);
         check_shape(3, 33, 12, 12, 64, fp8);
         check_shape(1, 300, 14, 2, 64, fp8);
+        check_shape(1, 1700, 8, 2, 128, fp8);
+        check_shape(4, 1100, 4, 4, 64, fp8);
         check_shape(2, 70, 5, 5, 80, fp8);
         check_shape(2, 29, 8, 2, 128, fp8);
         check_shape(1, 20, 4, 2, 256, fp8);
@@ -91,10 +127,14 @@ int main(int argc, char **argv) {
         check_shape(2, 20, 2, 1, 136, fp8);
     }
     if (ladder.bench) {
-        bench_shape(1, 1000, 12, 12, 64, "GPT-2 124M");
-        bench_shape(16, 1000, 12, 12, 64, "GPT-2 124M");
-        bench_shape(1, 8000, 32, 8, 128, "Llama-3-8B");
-        bench_shape(16, 8000, 32, 8, 128, "Llama-3-8B");
+        for (int fp8 : {0, 1}) {
+            bench_shape(64, 1000, 12, 12, 64, "GPT-2 124M", fp8);
+            bench_shape(64, 100, 32, 8, 128, "Llama-3-8B", fp8);
+            bench_shape(256, 100, 32, 8, 128, "Llama-3-8B", fp8);
+            bench_shape(32, 4000, 32, 8, 128, "Llama-3-8B", fp8);
+            bench_shape(8, 4000, 32, 8, 128, "Llama-3-8B", fp8);
+            bench_shape(32, 4000, 32, 8, 64, "Llama-3.2-1B", fp8);
+        }
     }
     return ladder_close();
 }

@@ -146,9 +146,10 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
     (void)T;
     (void)losses;
 }
-void model_decode_open(Model *m, int slots, int room, int known) {
+void model_decode_open(Model *m, int slots, int rows, int room, int known) {
     (void)m;
     (void)slots;
+    (void)rows;
     (void)room;
     (void)known;
 }

@@ -19,7 +19,6 @@ static void be_late(int rank, uint32_t epoch, int place);
 #include "dev/cuda/decode_model.h"
 #include "dev/test/check.h"
 
-static int groups_of(int rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 8; }
 // What a step works on. The cache is the model's, which it appends to.
 struct Step {
     Decode d;
@@ -46,19 +45,18 @@ struct Step {
         decode_workspace(&d, workspace.data());
     }
     // logits: (rows, vocabulary of all ranks)
-    void run(const DecodeLines &ranks, const std::vector<DecodeInput> &in, float *logits, int groups, bool late) {
+    void run(const DecodeLines &ranks, const std::vector<DecodeInput> &in, float *logits, bool late) {
         d.inputs = in.data();
         d.logits = logits;
         launch_on_cpu(1, DECODE_ALL_THREADS, d.shared_bytes, late,
-                      [&] { decode_kernel_of<DecodeLines>(&d, groups * DECODE_GROUP)(d, ranks, (int)in.size()); });
+                      [&] { decode_kernel_of<DecodeLines>((int)in.size())(d, ranks, (int)in.size()); });
     }
 };
-static std::vector<float> run(HostModel &m, const int *dtype, const std::vector<DecodeInput> &in, int groups,
-                              bool late) {
+static std::vector<float> run(HostModel &m, const int *dtype, const std::vector<DecodeInput> &in, bool late) {
     std::vector<float> logits(in.size() * (size_t)m.z.V, NAN);
     Step step(m, dtype);
     check(step.fits, "%s fits", m.z.name);
-    step.run(DecodeLines{}, in, logits.data(), groups, late);
+    step.run(DecodeLines{}, in, logits.data(), late);
     if (step.d.scales) {
         check(m.has_rounded(step.d.fresh, in), "%s: codes and scales of %d rows", m.z.name, (int)in.size());
         m.widen_cache();
@@ -73,7 +71,7 @@ static void check_model(const ModelSizes &z, std::vector<int> dtype, int rows, i
     const HostModel before = m;
     HostModel reference = m;
     const std::vector<DecodeInput> in = model_rows(rows, room, z.V, positions);
-    const std::vector<float> logits = run(m, dtype.data(), in, groups_of(rows), late);
+    const std::vector<float> logits = run(m, dtype.data(), in, late);
     double d2 = 0, r2 = 0;
     for (int r = 0; r < rows; r++) {
         const std::vector<float> want = reference.step(in[(size_t)r].slot, in[(size_t)r].position, in[(size_t)r].token);
@@ -93,9 +91,9 @@ static void check_model(const ModelSizes &z, std::vector<int> dtype, int rows, i
     check(error < bound && c2 < 1e-2 * r2, "%s, dtype %d, %d rows, copies %s%s: logits %.1e (bound %.0e), cache %.1e",
           z.name, dtype[0], rows, late ? "late" : "at once", fp8_cache ? ", cache in e4m3" : "", error, bound,
           sqrt(c2 / r2));
-    // A row that does not continue another one, alone and with the other number of groups.
+    // A row that does not continue another one, alone.
     HostModel again = before;
-    const std::vector<float> one = run(again, dtype.data(), {in[(size_t)alone]}, rows > 8 ? 1 : 2, !late);
+    const std::vector<float> one = run(again, dtype.data(), {in[(size_t)alone]}, !late);
     check(memcmp(one.data(), &logits[(size_t)alone * z.V], one.size() * sizeof(float)) == 0, "%s, row %d of %d alone",
           z.name, alone, rows);
 }
@@ -142,8 +140,7 @@ static void check_ranks(const ModelSizes &z, std::vector<int> dtype, int rows, i
         p.view.rank = r;
         HostModel mine = m.part(r, ranks);
         Step s(mine, dtype.data());
-        for (int i = 0; i < STEPS; i++)
-            s.run(decode_lines(&p), in[i], logits + (r * STEPS + i) * step, groups_of((int)in[i].size()), r % 2);
+        for (int i = 0; i < STEPS; i++) s.run(decode_lines(&p), in[i], logits + (r * STEPS + i) * step, r % 2);
         _exit(EXIT_SUCCESS);
     }
     int failed = 0, status;
@@ -221,23 +218,23 @@ int main(void) {
     }
     check_model(gpt2, {DECODE_NATIVE}, 2, 16, {0, 5}, false, 0);
     check_model(llama, {DECODE_NATIVE}, 7, 300, {126, 127, 128, 129, 258}, true, 3);
-    check_model(qwen, {DECODE_NATIVE}, 16, 200, {127, 3}, true, 9);
-    check_model(llama, {DECODE_NATIVE}, 33, 40, {3, 30, 17}, true, 18);
+    check_model(qwen, {DECODE_NATIVE}, 8, 200, {127, 3}, true, 4);
+    check_model(llama, {DECODE_NATIVE}, 8, 40, {3, 30, 17}, true, 6);
     check_model(gpt2, {DECODE_INT8}, 3, 16, {0, 5}, true, 1);
     check_model(gpt2, {DECODE_E4M3}, 3, 16, {0, 5}, false, 0);
     check_model(wide, {DECODE_INT4}, 4, 16, {9, 5}, true, 3);
-    check_model(qwen, {DECODE_INT4, DECODE_NATIVE, DECODE_INT4, DECODE_INT4, DECODE_INT8}, 17, 16, {9, 5}, true, 16);
-    check_model(wide, {DECODE_INT4}, 35, 16, {9, 5}, false, 34);
+    check_model(qwen, {DECODE_INT4, DECODE_NATIVE, DECODE_INT4, DECODE_INT4, DECODE_INT8}, 7, 16, {9, 5}, true, 6);
+    check_model(wide, {DECODE_INT4}, 8, 16, {9, 5}, false, 7);
     check_model(gpt2, {DECODE_NATIVE}, 3, 16, {0, 5}, true, 0, true);
     check_model(llama, {DECODE_NATIVE}, 8, 300, {126, 127, 128, 129, 258}, true, 3, true);
-    check_model(qwen, {DECODE_NATIVE}, 33, 200, {127, 3}, false, 18, true);
+    check_model(qwen, {DECODE_NATIVE}, 8, 200, {127, 3}, false, 4, true);
     check_model(qwen3, {DECODE_NATIVE}, 7, 300, {126, 127, 128, 129, 258}, true, 3);
-    check_model(qwen3, {DECODE_INT8}, 33, 40, {3, 30, 17}, false, 18, true);
-    check_model(modern, {DECODE_NATIVE}, 17, 40, {3, 30, 17}, true, 9);
+    check_model(qwen3, {DECODE_INT8}, 8, 40, {3, 30, 17}, false, 6, true);
+    check_model(modern, {DECODE_NATIVE}, 7, 40, {3, 30, 17}, true, 4);
     check_ranks(split, {DECODE_NATIVE}, 3, 40, {9, 5}, 2, 1, 3);
     check_ranks(qwen3, {DECODE_NATIVE}, 3, 40, {9, 5}, 2, 0, 3);
     check_ranks(modern, {DECODE_NATIVE}, 3, 40, {9, 5}, 2, 0, 3);
-    check_ranks(odd, {DECODE_NATIVE}, 17, 80, {9, 0, 30}, 3, 0, ~0u - 9);  // epochs wrap in the second step
+    check_ranks(odd, {DECODE_NATIVE}, 8, 80, {9, 0, 30}, 3, 0, ~0u - 9);  // epochs wrap in the second step
     check_ranks(split, {DECODE_INT8}, 2, 40, {9, 5}, 4, -1, 3);
     check_ranks(grouped, {DECODE_INT4}, 2, 40, {9, 5}, 2, -1, 3, true);
     shared_room = 101376;

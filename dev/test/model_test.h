@@ -215,6 +215,8 @@ static inline float debug_share(const DebugFile *d) {
     for (int i = 0; i < d->B * d->T; i++) masked += d->targets[i] < 0;
     return step_share(d->B * d->T, masked);
 }
+// Of a step at most: of one that streams weights, and of one that is a pass of many rows.
+enum { few_rows = 8, many_rows = 64 };
 // Token by token, and in pieces: every place sees the keys and values of all before it.
 static inline void test_logits(Model *m, const char *folder, const DebugFile *d) {
     const Bounds bound = bounds_of(m);
@@ -222,7 +224,7 @@ static inline void test_logits(Model *m, const char *folder, const DebugFile *d)
     Difference worst = {0, 0};
     float *logits = debug_floats(d, "logits", (size_t)B * T * V),
           *ours = (float *)malloc_or_die((size_t)V * sizeof(float));
-    model_decode_open(m, 1, T, V);
+    model_decode_open(m, 1, few_rows, T, V);
     for (int b = 0; b < B; b++) {
         model_forget(m, 0, 0);
         for (int t = 0, n; t < T; t += n) {
@@ -295,7 +297,7 @@ static inline void test_reference(const char *folder, const Options *base) {
 }
 
 // Rows of one slot, and between them those of another: each has the logits (T,V) that it has alone.
-static inline void check_rows(Model *m, const int *tokens, int T, float *alone, const char *name) {
+static inline void check_rows(Model *m, const int *tokens, int T, int most, float *alone, const char *name) {
     const int V = m->config.vocab_size;
     float *ours = (float *)malloc_or_die((size_t)V * sizeof(float));
     DecodeRow rows[DECODE_ROWS];
@@ -303,7 +305,7 @@ static inline void check_rows(Model *m, const int *tokens, int T, float *alone, 
     int same = 1;
     for (int t = 0; t < T; t++) append_tokens(m, 1, tokens + t, 1, alone + (size_t)t * V);
     for (int begin = 0, n; begin < T; begin += n) {
-        n = T - begin < DECODE_ROWS / 2 ? T - begin : DECODE_ROWS / 2;
+        n = T - begin < most / 2 ? T - begin : most / 2;
         for (int i = 0; i < n; i++) {
             const DecodeRow pair[] = {{0, tokens[T - 1 - begin - i], likeliest}, {2, tokens[begin + i], likeliest}};
             memcpy(rows + 2 * i, pair, sizeof pair);
@@ -363,16 +365,18 @@ static inline void check_queued_rows(Model *m, const int *tokens, const char *na
 // A slot's contents and a row's logits, bit for bit.
 static inline void test_slots(const char *folder, const Options *o) {
     DebugFile d = debug_open(folder);
-    Model m;
-    open_reference(&m, folder, o);
-    const int T = d.T < DECODE_ROWS ? d.T : DECODE_ROWS, V = m.config.vocab_size;
-    float *alone = (float *)malloc_or_die((size_t)(T * V) * sizeof(float));
-    model_decode_open(&m, 3, T, V);
-    check_rows(&m, d.tokens, T, alone, folder);
-    check_prompts(&m, d.tokens, T, alone, alone + V, folder);
-    check_queued_rows(&m, d.tokens, folder);
-    free(alone);
-    model_close(&m);
+    for (int rows = few_rows; rows <= many_rows && rows <= d.B * d.T; rows += many_rows - few_rows) {
+        Model m;
+        open_reference(&m, folder, o);
+        const int T = d.T < many_rows ? d.T : many_rows, V = m.config.vocab_size;
+        float *alone = (float *)malloc_or_die((size_t)(T * V) * sizeof(float));
+        model_decode_open(&m, 3, rows, T, V);
+        check_rows(&m, d.tokens, T, rows, alone, folder);
+        check_prompts(&m, d.tokens, T, alone, alone + V, folder);
+        check_queued_rows(&m, d.tokens, folder);
+        free(alone);
+        model_close(&m);
+    }
     debug_close(&d);
 }
 
@@ -383,7 +387,7 @@ static inline float *first_logits(const char *folder, const DebugFile *d, const 
     const int V = m.config.vocab_size;
     *count = (size_t)(d->T * V);
     float *logits = (float *)malloc_or_die(*count * sizeof(float));
-    model_decode_open(&m, 1, d->T, V);
+    model_decode_open(&m, 1, few_rows, d->T, V);
     for (int t = 0; t < d->T; t++) append_tokens(&m, 0, d->tokens + t, 1, logits + (size_t)(t * V));
     model_close(&m);
     return logits;
@@ -410,7 +414,7 @@ static inline float *model_numbers(const char *folder, const DebugFile *d, const
     open_reference(&m, folder, o);
     const size_t row = (size_t)m.config.vocab_size, count = (size_t)(d->B * d->T) * row;
     float *all = (float *)calloc_or_die((count + m.table.total) * sizeof(float));
-    model_decode_open(&m, 1, d->T, m.config.vocab_size);
+    model_decode_open(&m, 1, few_rows, d->T, m.config.vocab_size);
     for (int i = 0; i < d->B * d->T; i++) {
         if (i % d->T == 0) model_forget(&m, 0, 0);
         append_tokens(&m, 0, d->tokens + i, 1, all + (size_t)i * row);

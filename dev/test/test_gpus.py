@@ -289,14 +289,19 @@ def write(program, *options, ranks=0):
 @pytest.mark.parametrize("cache", ["native", "fp8"])
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_depend_on_no_cache_no_graph_and_no_neighbour(model, cache, precision):
-    """Samples go on beyond the context, from prompts of half of it."""
+    """Samples go on beyond the context, from prompts of half of it. A step of up to 8 rows is one kernel; one that may
+    have more is a pass of many rows, whose bits are its own."""
     options = [PROGRAMS[precision], "-e", MODELS[model].replace("channels=64", "channels=128"), "--cache-dtype", cache]
     cached = write(*options)
     assert len(cached[0].split()) > 10
     assert cached == write(*options, "--debug", "kv-cache=0") == write(*options, "--debug", "cuda-graphs=0")
-    for count in ("5", "40"):
-        many = write(*options, "--samples", count)
-        assert len(many) == int(count) and many[0] == cached[0] and many[1] != many[0]
+    few, many = write(*options, "--samples", "5"), write(*options, "--samples", "70")
+    assert len(few) == 5 and few[0] == cached[0] and few[1] != few[0]
+    assert len(many) == 70 and many[1] != many[0]
+    assert write(*options, "--samples", "9") == many[:9] == write(*options, "--samples", "9", "--debug", "kv-cache=0")
+    assert write(*options, "--samples", "70", "--debug", "cuda-graphs=0") == many
+    if precision == "fp32":
+        assert many[:5] == few
 
 
 @pytest.mark.parametrize("weights", ["native", "int8", "int4", "fp8"])
@@ -354,9 +359,13 @@ def test_a_draft_changes_no_token(data, tmp_path, precision):  # noqa: F811
     assert len(set(alone)) == 3
     for more in (["--weights", "native"], ["--weights", "int8"], ["--cache-dtype", "fp8"]):
         expected = alone if "native" in more else write(*options, *more)
-        assert write(*options, *more, "--draft", tmp_path / "small") == expected
+        draft = ["--draft", tmp_path / "small"]
+        assert write(*options, *more, *draft, "--debug", "draft-tokens=1") == expected  # 6 rows, as one kernel has them
+        twelve = [*options, *more, "--samples", "12"]
+        assert write(*twelve, *draft) == write(*twelve)  # a pass of many rows
     if MULTI and WORLD > 1:
-        assert write(*options, "--draft", tmp_path / "small", ranks=2) == write(*options, ranks=2)
+        assert write(*options, *draft, "--debug", "draft-tokens=1", ranks=2) == write(*options, ranks=2)
+        assert write(*twelve, *draft, ranks=2) == write(*twelve, ranks=2)
 
 
 DIVIDED = {
@@ -389,7 +398,8 @@ def test_tokens_of_ranks_that_share_a_model(model, tp):
         == write(*options, "--debug", "kv-cache=0", ranks=tp)
         == write(*options, "--debug", "cuda-graphs=0", ranks=tp)
     )
-    assert tokens[0] == write(*options, "--samples", "40", ranks=tp)[0]
+    many = write(*options, "--samples", "70", ranks=tp)
+    assert write(*options, "--samples", "20", ranks=tp) == many[:20]
 
 
 def endless(tp):

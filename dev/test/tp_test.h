@@ -6,7 +6,7 @@
 #ifndef LLMC_TP_TEST_H
 #define LLMC_TP_TEST_H
 
-enum { TP_STEPS = 3, TP_SEED = 11, TP_B = 2, TP_T = 24 };  // B of each tensor-parallel group
+enum { TP_STEPS = 3, TP_SEED = 11, TP_B = 2, TP_T = 24, TP_ROWS = 4 };  // B of each tensor-parallel group
 
 // What fp32 sums in another order, or values rounded to bf16, may make of a number. exact_chunks: --head-chunks changes
 // no bit.
@@ -159,7 +159,7 @@ static inline TpRun train_steps(const Config *c, const Options *o, const Mesh *m
     for (int step = 0; step < TP_STEPS; step++) {
         float loss, norm;
         fill_tokens(tokens, targets, groups * TP_B, c->vocab_size, step);
-        if (one && step == 0) model_decode_open(&m, 2, TP_T, c->vocab_size);
+        if (one && step == 0) model_decode_open(&m, 2, TP_ROWS, TP_T, c->vocab_size);
         if (one && step == 0) compare_logits(&m, one, tokens, targets, bound, name);
         // twice: the second adds to the first
         for (int micro = 0; micro < 2; micro++) model_micro_step(&m, tokens + first, targets + first, micro, 2);
@@ -249,7 +249,7 @@ static inline void test_tp(const char *model, const Mesh *mesh, const TpBounds *
     o.batch_size = TP_B * mesh->dp.world;
     model_open(&one, &c, &o, &alone);
     init_all(&one);
-    model_decode_open(&one, 2, TP_T, c.vocab_size);
+    model_decode_open(&one, 2, TP_ROWS, TP_T, c.vocab_size);
     o.batch_size = TP_B;
     const TpRun first = train_steps(&c, &o, mesh, &one, bound, name);
     check_copies(&c, &o, mesh, name);

@@ -202,6 +202,41 @@ template <typename Kernel> static bool has_hopper_code(Kernel kernel) {
     return attributes.sharedSizeBytes > 0;
 }
 
+// Kernels that begin early (launch_early): what the kernels before have written is there behind this. The kernel behind
+// may begin from here on.
+__device__ inline void kernels_before_wait() {
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ inline void kernels_behind_begin() {
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Launches a kernel that may begin while the one before it runs, and waits for that itself. cluster: blocks of a
+// cluster. Before sm_90 it begins as all do.
+template <typename... Parameters, typename... Arguments>
+static void launch_early(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, int shared, int cluster,
+                         cudaStream_t stream, const Arguments &...arguments) {
+    static const int can = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = (unsigned)cluster;
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    cudaLaunchConfig_t launch = {};
+    launch.gridDim = blocks;
+    launch.blockDim = threads;
+    launch.dynamicSmemBytes = (size_t)shared;
+    launch.stream = stream;
+    launch.attrs = attributes;
+    launch.numAttrs = cluster > 1 ? 2 : (unsigned)can;
+    cudaCheck(cudaLaunchKernelEx(&launch, kernel, Parameters(arguments)...));
+}
+
 // ---- tensor maps: how TMA sees a packed tensor (B, T, heads, HD) of contiguous rows, of bf16 or of bytes
 
 // Rows are counted per sequence, so that what lies before row 0 or from row T on is read as zero and never written.

@@ -1,4 +1,4 @@
-// A step of generation as one kernel: each of 1 to 64 rows is one token of one slot, and its logits are what follows
+// A step of generation as one kernel: each of 1 to 8 rows is one token of one slot, and its logits are what follows
 // it. A slot holds the keys and values of a sequence; several rows may continue the same slot, one position after
 // another.
 //
@@ -25,12 +25,6 @@
 #include "decode_attention.cuh"
 #include "qk_norm.cuh"
 
-// What a row is: in device memory, read when a step begins.
-typedef struct {
-    int slot, position;
-    int token;  // < 0: the one that was drawn for this slot
-} DecodeInput;
-
 // Filled once: first what is given, then what decode_prepare and decode_workspace add. Sizes are those of this rank.
 typedef struct {
     int layers, C, NH, NKV, HD, F, head_columns;
@@ -55,8 +49,8 @@ typedef struct {
 
     DecodePlan plan;
     int blocks, shared_bytes;
-    float *x;                    // (64,C): residual stream
-    floatX *normed, *q, *y, *h;  // (64,C); (64,NH HD) twice; (64,F)
+    float *x;                    // (8,C): residual stream
+    floatX *normed, *q, *y, *h;  // (8,C); (8,NH HD) twice; (8,F)
     floatX *fresh;               // as DecodeAttention has it
     float *parts;                // as DecodeAttention has it
     unsigned *arrived;
@@ -71,7 +65,7 @@ enum {
 
 struct DecodeShared {
     union {
-        float sums[DECODE_BLOCK_WARPS * DECODE_TILES * DECODE_GROUP * DECODE_SUM_STRIDE];
+        float sums[DECODE_BLOCK_WARPS * DECODE_TILES * DECODE_MOST_ROWS * DECODE_SUM_STRIDE];
         DecodeAttentionShared attention;
     };
     unsigned long long barriers[2 * DECODE_STAGES];
@@ -234,13 +228,12 @@ struct DecodePair {
     float scale[2] = {}, bias[2] = {};
     float other[2] = {};  // the residual stream, or RoPE's angle
 
-    __device__ DecodePair(const Decode &d, const DecodeShared &s, int m, const DecodeShare &share, int pass, int group,
-                          int rows) {
+    __device__ DecodePair(const Decode &d, const DecodeShared &s, int m, const DecodeShare &share, int pass, int rows) {
         const DecodeKind kind = d.plan.kind(m);
         const DecodeShape &shape = d.plan.shape[kind];
         const DecodeMatrix &matrix = s.matrix[m % 2];
-        tile = threadIdx.x / (DECODE_GROUP * 8);
-        row = group * DECODE_GROUP + threadIdx.x / 8 % DECODE_GROUP;
+        tile = threadIdx.x / (DECODE_MOST_ROWS * 8);
+        row = threadIdx.x / 8 % DECODE_MOST_ROWS;
         n = threadIdx.x % 8;
         column = 0;
         valid = row < rows && tile < min(share.each, share.end - pass);
@@ -291,9 +284,9 @@ __device__ inline void decode_finish_projection(const Decode &d, const DecodePai
 template <typename Ranks>
 __device__ inline void decode_finish(const Decode &d, const DecodeShared &s, const Ranks &ranks, int m,
                                      const DecodePair &p) {
-    constexpr int WARPS_APART = DECODE_TILES * DECODE_GROUP * DECODE_SUM_STRIDE;
+    constexpr int WARPS_APART = DECODE_TILES * DECODE_MOST_ROWS * DECODE_SUM_STRIDE;
     const DecodeKind kind = d.plan.kind(m);
-    const float *sums = decode_sum_place((float *)s.sums, 0, p.tile, p.row % DECODE_GROUP, p.n);
+    const float *sums = decode_sum_place((float *)s.sums, 0, p.tile, p.row, p.n);
     float a = __fmul_rn(decode_sum_of_warps(sums, WARPS_APART), p.scale[0]);
     float b = __fmul_rn(decode_sum_of_warps(sums + 8, WARPS_APART), p.scale[1]);
     if (decode_is_normed(kind)) {  // the others' bias is added once, to the sum of all ranks
@@ -323,62 +316,48 @@ __device__ inline void decode_finish(const Decode &d, const DecodeShared &s, con
 template <typename Ranks>
 __device__ __noinline__ void decode_join(const Decode &d, const DecodeShared &s, const Ranks &ranks, int m,
                                          DecodeShare share, int rows) {
-    for (int pass = share.first; pass < share.end; pass += share.each)
-        for (int group = 0; group * DECODE_GROUP < rows; group++) {
-            const DecodePair p(d, s, m, share, pass, group, rows);
-            if (!p.valid) continue;
-            if (d.plan.kind(m) == DECODE_HEAD) {
-                ranks.take(d, m, s.epoch, p.row, p.column, [&](int rank, float a, float b) {
-                    float *to = d.logits + ((size_t)p.row * ranks.count() + rank) * d.head_columns + p.column;
-                    to[0] = a;
-                    to[8] = b;
-                });
-                continue;
-            }
-            float sum[2];
-            ranks.sum(d, m, s.epoch, p.row, p.column, sum);
-            decode_finish_projection(d, p, sum[0], sum[1]);
+    for (int pass = share.first; pass < share.end; pass += share.each) {
+        const DecodePair p(d, s, m, share, pass, rows);
+        if (!p.valid) continue;
+        if (d.plan.kind(m) == DECODE_HEAD) {
+            ranks.take(d, m, s.epoch, p.row, p.column, [&](int rank, float a, float b) {
+                float *to = d.logits + ((size_t)p.row * ranks.count() + rank) * d.head_columns + p.column;
+                to[0] = a;
+                to[8] = b;
+            });
+            continue;
         }
+        float sum[2];
+        ranks.sum(d, m, s.epoch, p.row, p.column, sum);
+        decode_finish_projection(d, p, sum[0], sum[1]);
+    }
 }
 
 // ---- phases
 
-// A block's share of matrix m. pair: of the first pass. With more than one group there are no registers for it during
-// the product.
-template <int GROUPS, bool INTEGERS, typename Ranks>
+// A block's share of matrix m. pair: of the first pass.
+template <typename Ranks>
 __device__ __forceinline__ void decode_product(const Decode &d, DecodeShared &s, const Ranks &ranks, DecodeRing &ring,
                                                int m, const DecodeRows &in, const DecodeShare &share, DecodePair pair) {
-    constexpr int TILES = decode_tiles_at_once(DECODE_NATIVE, GROUPS);  // the most of all dtypes
     const DecodeShape &shape = d.plan.shape[d.plan.kind(m)];
     const int row_bytes = decode_row_bytes(shape);
     for (int pass = share.first; pass < share.end; pass += share.each) {
         const int tiles = min(share.each, share.end - pass);
-        if (GROUPS == 1 && pass != share.first) pair = DecodePair(d, s, m, share, pass, 0, in.rows);
-        float acc[TILES][GROUPS][4] = {};
+        if (pass != share.first) pair = DecodePair(d, s, m, share, pass, in.rows);
+        float acc[DECODE_TILES][4] = {};
         switch (shape.dtype) {
-        case DECODE_INT8:
-            if constexpr (INTEGERS) decode_accumulate<WeightsInt8, GROUPS>(acc, ring, in, tiles, row_bytes);
-            break;
-        case DECODE_E4M3: decode_accumulate<WeightsE4m3, GROUPS>(acc, ring, in, tiles, row_bytes); break;
-        case DECODE_INT4:
-            if constexpr (INTEGERS) decode_accumulate<WeightsInt4, GROUPS>(acc, ring, in, tiles, row_bytes);
-            break;
-        case DECODE_NATIVE: decode_accumulate<WeightsNative, GROUPS>(acc, ring, in, tiles, row_bytes); break;
+        case DECODE_INT8: decode_accumulate<WeightsInt8>(acc, ring, in, tiles, row_bytes); break;
+        case DECODE_E4M3: decode_accumulate<WeightsE4m3>(acc, ring, in, tiles, row_bytes); break;
+        case DECODE_INT4: decode_accumulate<WeightsInt4>(acc, ring, in, tiles, row_bytes); break;
+        case DECODE_NATIVE: decode_accumulate<WeightsNative>(acc, ring, in, tiles, row_bytes); break;
         default: __trap();
         }
-        // One copy of what finishes sums: with more the compiler takes minutes.
-        #pragma unroll 1
-        for (int n = 0; n * DECODE_GROUP < in.rows; n++) {
-            if (GROUPS > 1) pair = DecodePair(d, s, m, share, pass, n, in.rows);
-            decode_sync();  // the sums before are read
-            #pragma unroll
-            for (int k = 0; k < GROUPS; k++)
-                #pragma unroll
-                for (int tile = 0; tile < TILES; tile++)
-                    if (k == n && tile < tiles) decode_leave_sums(s.sums, acc[tile][k], tile);
-            decode_sync();
-            decode_finish(d, s, ranks, m, pair);
-        }
+        decode_sync();  // the sums before are read
+        #pragma unroll
+        for (int tile = 0; tile < DECODE_TILES; tile++)
+            if (tile < tiles) decode_leave_sums(s.sums, acc[tile], tile);
+        decode_sync();
+        decode_finish(d, s, ranks, m, pair);
     }
 }
 // QK-norm and RoPE, in place. A block that finishes columns of a head has not all of them, so this is a phase.
@@ -389,7 +368,7 @@ static __device__ __noinline__ void decode_normalise_heads(const Decode &d, cons
     const int lanes = head_lanes(d.HD, N), heads = d.NH + d.NKV;
     const HeadThread<N> t(lanes, d.HD);
     const QkNorm norm = {gains, NULL, d.norm_eps, d.query_scale};
-    const QkRows r = {rows, d.room, d.NH, d.NKV, d.HD, d.cos_sin};
+    const QkRows r = {rows, d.room, d.NH, d.NKV, d.HD, d.cos_sin, NULL};
     for (int first = blockIdx.x * t.at_once; first < rows * heads; first += gridDim.x * t.at_once) {
         const int item = first + t.slot, row = item / heads, head = item % heads;
         const bool mine = row < rows && t.used;
@@ -405,7 +384,8 @@ static __device__ __noinline__ void decode_normalise_heads(const Decode &d, cons
 }
 __device__ inline DecodeAttention decode_layer_attention(const Decode &d, int layer) {
     const KvRows cache = KvRows{d.keys, d.values, d.scales}.from((size_t)layer * d.slots * d.NKV * d.room, d.HD);
-    return {d.NH, d.NKV, d.HD, d.room, LOG2E * rsqrtf((float)d.HD), d.q, cache, d.fresh, d.y, d.parts, d.arrived};
+    const float scale = LOG2E * rsqrtf((float)d.HD);
+    return {d.NH, d.NKV, d.HD, d.room, scale, d.q, d.NH * d.HD, 1, cache, d.fresh, d.y, d.parts, d.arrived};
 }
 __device__ inline void decode_mark(const Decode &d, int &marks) {
     if (d.clocks && blockIdx.x == 0 && threadIdx.x == 0) d.clocks[marks++] = clock64();
@@ -419,15 +399,14 @@ __device__ inline void decode_read_inputs(const Decode &d, DecodeShared &s, int 
     if (threadIdx.x == 0) {
         s.spans_before[0] = 0;
         for (int row = 0; row < rows; row++)
-            s.spans_before[row + 1] = s.spans_before[row] + DecodeSpans(s.positions[row]).count;
+            s.spans_before[row + 1] = s.spans_before[row] + DecodeSpans(s.positions[row], 1).count;
     }
     decode_sync();
 }
 
-// One block on each SM. GROUPS: of 8 rows. INTEGERS: some weights may be int8 or int4; with many rows the registers
-// that they take would be missing for others. OWN: each block normalises the rows for itself. All else is found out
-// while it runs: a variant takes seconds to compile.
-template <int GROUPS, bool INTEGERS, bool OWN, typename Ranks>
+// One block on each SM. OWN: each block normalises the rows for itself. All else is found out while it runs: a variant
+// takes seconds to compile.
+template <bool OWN, typename Ranks>
 __global__ void __launch_bounds__(DECODE_ALL_THREADS, 1)
     decode_kernel(const __grid_constant__ Decode d, const __grid_constant__ Ranks ranks, int rows) {
     extern __shared__ int4 decode_shared[];
@@ -440,7 +419,7 @@ __global__ void __launch_bounds__(DECODE_ALL_THREADS, 1)
     }
     __syncthreads();
     if (threadIdx.x >= DECODE_BLOCK_THREADS) {
-        decode_load(d.plan, ring, GROUPS);
+        decode_load(d.plan, ring);
         return;
     }
     unsigned long long meeting = 0;
@@ -480,8 +459,8 @@ __global__ void __launch_bounds__(DECODE_ALL_THREADS, 1)
         }
         // While the other blocks arrive: what does not depend on them.
         arrive();
-        const DecodeShare share(shape, GROUPS, turn);
-        const DecodePair pair(d, s, m, share, share.first, 0, GROUPS == 1 ? rows : 0);
+        const DecodeShare share(shape, turn);
+        const DecodePair pair(d, s, m, share, share.first, rows);
         if (decode_is_normed(kind)) decode_prefetch_norm(matrix, d.C);
         if (threadIdx.x == DECODE_BLOCK_THREADS - 1 && m + 1 < d.plan.matrices) s.matrix[(m + 1) % 2] = d.matrix[m + 1];
         wait();
@@ -503,7 +482,7 @@ __global__ void __launch_bounds__(DECODE_ALL_THREADS, 1)
                 wait();
             }
         }
-        decode_product<GROUPS, INTEGERS>(d, s, ranks, ring, m, in, share, pair);
+        decode_product(d, s, ranks, ring, m, in, share, pair);
         if (ranks.several()) {
             decode_mark(d, marks);
             decode_mark(d, marks);
@@ -588,23 +567,13 @@ static size_t decode_workspace(Decode *d, void *memory) {
     place(&d->parts, rows * d->NH * DECODE_SPANS * (d->HD + 2));
     return at;
 }
-template <typename Ranks> static auto decode_kernel_of(const Decode *d, int rows) {
-    if (rows <= DECODE_OWN_ROWS) return decode_kernel<1, true, true, Ranks>;
-    #ifdef PRECISION_FP32  // two variants more are enough: it need not be fast
-    (void)d;
-    return rows <= 8 ? decode_kernel<1, true, false, Ranks> : decode_kernel<8, true, false, Ranks>;
-    #else
-    bool integers = false;
-    for (int dtype : d->dtype) integers |= dtype == DECODE_INT8 || dtype == DECODE_INT4;
-    if (rows <= 16) return rows <= 8 ? decode_kernel<1, true, false, Ranks> : decode_kernel<2, true, false, Ranks>;
-    if (integers) return rows <= 32 ? decode_kernel<4, true, false, Ranks> : decode_kernel<8, true, false, Ranks>;
-    return rows <= 32 ? decode_kernel<4, false, false, Ranks> : decode_kernel<8, false, false, Ranks>;
-    #endif
+template <typename Ranks> static auto decode_kernel_of(int rows) {
+    return rows <= DECODE_OWN_ROWS ? decode_kernel<true, Ranks> : decode_kernel<false, Ranks>;
 }
 #ifdef __CUDACC__  // not where a CPU runs the kernel (dev/test/decode.cpp)
 // Of several ranks each launches it, for the same rows.
 template <typename Ranks> void decode_launch(const Decode *d, const Ranks &ranks, int rows, cudaStream_t stream) {
-    const auto kernel = decode_kernel_of<Ranks>(d, rows);
+    const auto kernel = decode_kernel_of<Ranks>(rows);
     assert(rows >= 1 && rows <= DECODE_MOST_ROWS);
     cudaLaunchAttribute together;
     together.id = cudaLaunchAttributeCooperative;

@@ -21,21 +21,24 @@ enum {
     DECODE_JOIN = 64,  // dimensions that are joined at once
 };
 
-// Chunks are divided over at most DECODE_SPANS spans of as many chunks each, the last of fewer.
+// Chunks are divided over at most DECODE_SPANS spans of as many chunks each, at least `least`, the last of fewer.
 struct DecodeSpans {
     int chunks, each, count;
-    __host__ __device__ DecodeSpans(int position) {
+    __host__ __device__ DecodeSpans(int position, int least) {
         chunks = position / DECODE_CHUNK_KEYS + 1;
         each = (chunks + DECODE_SPANS - 1) / DECODE_SPANS;
+        each = each < least ? least : each;
         count = (chunks + each - 1) / each;
     }
 };
 struct DecodeAttention {
     int NH, NKV, HD, room;
     float scale;          // 1 / sqrt(HD) and log2 e
-    const floatX *q;      // (rows, NH * HD)
+    const floatX *q;      // (rows, q_row), of which NH * HD are queries
+    int q_row, least;     // least: see DecodeSpans
     KvRows cache;         // (slots, NKV, room) of a layer
-    const floatX *fresh;  // e4m3: (rows, 2 NKV, HD), keys and values of this step before they are rounded
+    const floatX *fresh;  // e4m3: (rows, 2 NKV, HD), keys and values of this step before they are rounded; NULL: they
+                          // are in the cache
     floatX *out;          // (rows, NH * HD)
     // (rows, NH, DECODE_SPANS, HD + 2): the sum weighted by exp2, then maximum and sum of exp2
     float *parts;
@@ -80,7 +83,7 @@ struct DecodeTurn {
         queries = min((int)DECODE_QUERIES, group - query);
         query += kv * group;
         span = at - in.spans_before[row];
-        const DecodeSpans spans(position);
+        const DecodeSpans spans(position, a.least);
         chunk = span * spans.each;
         end = min(chunk + spans.each, spans.chunks);
     }
@@ -201,7 +204,7 @@ template <int ROOM, typename Cached> struct DecodeWarp {
     // The queries are loaded each time: there are no registers for them.
     __device__ void take_scores(const DecodeTurn &turn) {
         const int g = threadIdx.x % WARP / 4;
-        const floatX *from = a.q + ((size_t)turn.row * a.NH + turn.query + g) * HD();
+        const floatX *from = a.q + (size_t)turn.row * a.q_row + (turn.query + g) * HD();
         load_keys(turn, 0);
         load_keys(turn, 1);
         if (FP8) load_scales(turn);
@@ -372,16 +375,14 @@ __device__ inline void decode_join_spans(const DecodeAttention &a, int HD, int r
         decode_store_two(a.out + query * HD + d, __fdiv_rn(x, total), __fdiv_rn(y, total));
     }
 }
-// A function of its own for each, which then has registers for many loads at once. Arguments are copies: a reference
-// would keep them in local memory for all that is around a call.
 template <int ROOM, typename Cached>
-__device__ __noinline__ void decode_attend(DecodeAttention a, DecodeAttentionShared &shared, DecodeAttended in,
-                                           DecodeTurn turn) {
+__device__ inline void decode_attend_items(const DecodeAttention &a, DecodeAttentionShared &shared,
+                                           const DecodeAttended &in, DecodeTurn turn) {
     DecodeWarp<ROOM, Cached> warp = {a};
     bool opens = true;
     while (turn.valid) {
         if (opens) {
-            if (warp.FP8) decode_store_fresh(a, in, turn);
+            if (warp.FP8 && a.fresh) decode_store_fresh(a, in, turn);
             warp.open();
         }
         const bool has_keys = turn.first_key() <= turn.position;
@@ -397,7 +398,7 @@ __device__ __noinline__ void decode_attend(DecodeAttention a, DecodeAttentionSha
         }
         opens = next.item != turn.item;
         if (opens) {
-            const int spans = DecodeSpans(turn.position).count, group = a.NH / a.NKV;
+            const int spans = DecodeSpans(turn.position, a.least).count, group = a.NH / a.NKV;
             warp.close(turn, shared, spans == 1);
             if (spans > 1 &&
                 last_to_arrive(a.arrived + turn.row * a.NKV + turn.kv,
@@ -406,6 +407,13 @@ __device__ __noinline__ void decode_attend(DecodeAttention a, DecodeAttentionSha
         }
         turn = next;
     }
+}
+// A function of its own for each, which then has registers for many loads at once. Arguments are copies: a reference
+// would keep them in local memory for all that is around a call.
+template <int ROOM, typename Cached>
+__device__ __noinline__ void decode_attend(DecodeAttention a, DecodeAttentionShared &shared, DecodeAttended in,
+                                           DecodeTurn turn) {
+    decode_attend_items<ROOM, Cached>(a, shared, in, turn);
 }
 __device__ inline void decode_attention(const DecodeAttention &a, DecodeAttentionShared &shared,
                                         const DecodeAttended &in, const DecodeTurn &first) {

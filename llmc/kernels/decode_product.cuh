@@ -10,9 +10,7 @@
 #include "decode_stream.cuh"
 
 enum {
-    DECODE_GROUP = 8,                        // rows of an instruction
-    DECODE_MOST_ROWS = 64,                   // of a step
-    DECODE_TILES = 4,                        // of a pass, at most
+    DECODE_MOST_ROWS = 8,                    // of a step: those of an instruction
     DECODE_SUM_STRIDE = DECODE_COLUMNS + 4,  // floats: lanes that store sums have all banks
 };
 // The threads that compute, without the warp that loads.
@@ -153,8 +151,7 @@ __device__ inline void decode_mma(float (&c)[4], const unsigned (&a)[4], unsigne
 
 // ---- the rows that are multiplied
 
-// Rows of floatX, in global memory or, if they are one group and have room there, in shared memory: then DECODE_PAD
-// bytes apart.
+// Rows of floatX, in global memory or, if they have room there, in shared memory: then DECODE_PAD bytes apart.
 struct DecodeRows {
     const floatX *from;  // (rows, K)
     unsigned shared;     // 0: global
@@ -162,33 +159,29 @@ struct DecodeRows {
 };
 static __host__ __device__ unsigned decode_shared_row(int K) { return (unsigned)K * sizeof(floatX) + DECODE_PAD; }
 
-// What a lane needs of GROUPS groups of 8 rows for a warp's pieces of a segment: of its row 4 t.. vectors that go with
-// its 16 bytes of weights.
-template <typename W, int GROUPS> struct DecodeOperand {
-    static constexpr int PIECES = decode_segment(W::DTYPE, GROUPS) / DECODE_BLOCK_WARPS / DECODE_PIECE;
+// What a lane needs of the rows for a warp's pieces of a segment: of its row 4 t.. vectors that go with its 16 bytes of
+// weights.
+template <typename W> struct DecodeOperand {
+    static constexpr int PIECES = DECODE_SEGMENT / DECODE_BLOCK_WARPS / DECODE_PIECE;
     static constexpr int STEPS = W::ELEMENTS / VecX::size;
-    int4 x[PIECES][GROUPS][STEPS];
-    float begin[W::OFFSET ? PIECES : 1][GROUPS][2];  // of a piece's sums, for rows 2 t and 2 t + 1
+    int4 x[PIECES][STEPS];
+    float begin[W::OFFSET ? PIECES : 1][2];  // of a piece's sums, for rows 2 t and 2 t + 1
 
-    // get(row, vector). first: piece of the row. Behind `pieces` there are zeros. Behind the last row, too, if there is
-    // one group; of several the last row is loaded again, which takes fewer registers. Nobody reads its sums.
+    // get(row, vector). first: piece of the row. Behind `pieces` and behind the last row there are zeros.
     template <typename Get> __device__ void load_by(const DecodeRows &in, int first, int pieces, Get get) {
         const int t = threadIdx.x % 4, g = threadIdx.x % WARP / 4;
         #pragma unroll
-        for (int i = 0; i < PIECES; i++)
+        for (int i = 0; i < PIECES; i++) {
+            const int piece = first + i * DECODE_BLOCK_WARPS;
             #pragma unroll
-            for (int n = 0; n < GROUPS; n++) {
-                const int piece = first + i * DECODE_BLOCK_WARPS, row = min(n * DECODE_GROUP + g, in.rows - 1);
-                const bool there = piece < pieces && (GROUPS > 1 || g < in.rows);
-                #pragma unroll
-                for (int v = 0; v < STEPS; v++) {
-                    x[i][n][v] = {0, 0, 0, 0};
-                    if (there) x[i][n][v] = get(row, (piece * 4 + t) * STEPS + v);
-                }
+            for (int v = 0; v < STEPS; v++) {
+                x[i][v] = {0, 0, 0, 0};
+                if (piece < pieces && g < in.rows) x[i][v] = get(g, (piece * 4 + t) * STEPS + v);
             }
+        }
     }
     __device__ void load(const DecodeRows &in, int first, int pieces) {
-        if (GROUPS == 1 && in.shared)
+        if (in.shared)
             load_by(in, first, pieces, [&](int row, int vector) {
                 return load_shared_16(in.shared + row * decode_shared_row(in.K) + vector * 16);
             });
@@ -202,24 +195,21 @@ template <typename W, int GROUPS> struct DecodeOperand {
     __device__ void order() {
         if constexpr (W::SPREAD)
             #pragma unroll
-            for (int i = 0; i < PIECES * GROUPS * STEPS; i++) {
-                int4 &vector = x[i / STEPS / GROUPS][i / STEPS % GROUPS][i % STEPS];
-                vector = decode_spread(vector);
-            }
+            for (int i = 0; i < PIECES * STEPS; i++) x[i / STEPS][i % STEPS] = decode_spread(x[i / STEPS][i % STEPS]);
         if constexpr (W::OFFSET != 0)
             #pragma unroll
-            for (int i = 0; i < PIECES * GROUPS; i++) {
+            for (int i = 0; i < PIECES; i++) {
                 const unsigned a[4] = {W::OFFSET, W::OFFSET, W::OFFSET, W::OFFSET};
                 float sum[4] = {};
                 #pragma unroll
                 for (int v = 0; v < STEPS; v++) {
                     unsigned b[4];
-                    decode_words(b, x[i / GROUPS][i % GROUPS][v]);
+                    decode_words(b, x[i][v]);
                     decode_mma(sum, a, b[0], b[1]);
                     decode_mma(sum, a, b[2], b[3]);
                 }
-                begin[i / GROUPS][i % GROUPS][0] = sum[0];
-                begin[i / GROUPS][i % GROUPS][1] = sum[1];
+                begin[i][0] = sum[0];
+                begin[i][1] = sum[1];
             }
     }
 };
@@ -227,19 +217,15 @@ template <typename W, int GROUPS> struct DecodeOperand {
 // ---- the sums of a pass
 
 // A warp's piece of a stage. at: this lane's 16 bytes of row g; scales: the piece's of row g.
-template <typename W, int GROUPS>
-__device__ __forceinline__ void decode_multiply(float (&acc)[GROUPS][4], unsigned at, unsigned stride, unsigned scales,
-                                                const int4 (&rows)[GROUPS][DecodeOperand<W, GROUPS>::STEPS],
-                                                const float (&begin)[GROUPS][2]) {
-    constexpr int STEPS = DecodeOperand<W, GROUPS>::STEPS;
-    constexpr int SCALES = decode_scale_segment(decode_segment(W::DTYPE, GROUPS));
+template <typename W>
+__device__ __forceinline__ void decode_multiply(float (&acc)[4], unsigned at, unsigned stride, unsigned scales,
+                                                const int4 (&rows)[DecodeOperand<W>::STEPS], const float (&begin)[2]) {
+    constexpr int STEPS = DecodeOperand<W>::STEPS;
     unsigned x[2][4];
-    float sum[GROUPS][4] = {};
+    float sum[4] = {};
     if (W::OFFSET)
         #pragma unroll
-        for (int n = 0; n < GROUPS; n++)
-            #pragma unroll
-            for (int e = 0; e < 4; e++) sum[n][e] = begin[n][e % 2];
+        for (int e = 0; e < 4; e++) sum[e] = begin[e % 2];
     decode_words(x[0], load_shared_16(at));
     decode_words(x[1], load_shared_16(at + 8 * stride));
     #pragma unroll
@@ -247,57 +233,52 @@ __device__ __forceinline__ void decode_multiply(float (&acc)[GROUPS][4], unsigne
         unsigned w[2][4];
         W::widen(w[0], x[0], v);
         W::widen(w[1], x[1], v);
+        unsigned b[4];
+        decode_words(b, rows[v]);
         #pragma unroll
-        for (int n = 0; n < GROUPS; n++) {
-            unsigned b[4];
-            decode_words(b, rows[n][v]);
-            #pragma unroll
-            for (int s = 0; s < 2; s++) {
-                const unsigned a[4] = {w[0][2 * s], w[1][2 * s], w[0][2 * s + 1], w[1][2 * s + 1]};
-                decode_mma(W::GROUPED ? sum[n] : acc[n], a, b[2 * s], b[2 * s + 1]);
-            }
+        for (int s = 0; s < 2; s++) {
+            const unsigned a[4] = {w[0][2 * s], w[1][2 * s], w[0][2 * s + 1], w[1][2 * s + 1]};
+            decode_mma(W::GROUPED ? sum : acc, a, b[2 * s], b[2 * s + 1]);
         }
     }
     if constexpr (W::GROUPED) {
         float scale[2];
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const unsigned both = load_shared_4((scales & ~3u) + i * 8 * SCALES);
+            const unsigned both = load_shared_4((scales & ~3u) + i * 8 * DECODE_SCALES);
             scale[i] = bits_float(scales & 2 ? both & 0xffff0000u : both << 16);
         }
         #pragma unroll
-        for (int n = 0; n < GROUPS; n++)
-            #pragma unroll
-            for (int e = 0; e < 4; e++) acc[n][e] = fmaf(sum[n][e], scale[e / 2], acc[n][e]);
+        for (int e = 0; e < 4; e++) acc[e] = fmaf(sum[e], scale[e / 2], acc[e]);
     }
 }
 // tiles: of this pass. The rows' part of the next segment is loaded while this one is multiplied, if there are
 // registers.
-template <typename W, int GROUPS, int TILES>
-__device__ __forceinline__ void decode_accumulate(float (&acc)[TILES][GROUPS][4], DecodeRing &ring,
-                                                  const DecodeRows &in, int tiles, int row_bytes) {
-    typedef DecodeOperand<W, GROUPS> Operand;
-    constexpr int SEGMENT = decode_segment(W::DTYPE, GROUPS), STRIDE = SEGMENT + DECODE_PAD;
+template <typename W>
+__device__ __forceinline__ void decode_accumulate(float (&acc)[DECODE_TILES][4], DecodeRing &ring, const DecodeRows &in,
+                                                  int tiles, int row_bytes) {
+    typedef DecodeOperand<W> Operand;
+    constexpr int SEGMENT = DECODE_SEGMENT, STRIDE = SEGMENT + DECODE_PAD;
     Operand rows, next;
-    constexpr bool AHEAD = sizeof rows.x <= (GROUPS == 1 ? 128 : 64);
+    constexpr bool AHEAD = sizeof rows.x <= 128;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, pieces = row_bytes / DECODE_PIECE;
     const unsigned offset = g * STRIDE + warp * DECODE_PIECE + lane % 4 * 16;
-    const unsigned scales = DECODE_COLUMNS * STRIDE + g * decode_scale_segment(SEGMENT) + warp * 2;
+    const unsigned scales = DECODE_COLUMNS * STRIDE + g * DECODE_SCALES + warp * 2;
     int piece = warp;
     rows.load(in, piece, pieces);
     rows.order();
     for (int at = 0; at < row_bytes; at += SEGMENT) {
         if (AHEAD) next.load(in, piece + SEGMENT / DECODE_PIECE, pieces);
         #pragma unroll
-        for (int tile = 0; tile < decode_tiles_at_once(W::DTYPE, GROUPS); tile++) {
+        for (int tile = 0; tile < DECODE_TILES; tile++) {
             if (tile >= tiles) break;
             ring.wait_full();
             #pragma unroll
             for (int i = 0; i < Operand::PIECES; i++)
                 if (piece + i * DECODE_BLOCK_WARPS < pieces)
-                    decode_multiply<W, GROUPS>(acc[tile], ring.address + offset + i * (SEGMENT / 2), STRIDE,
-                                               ring.address + scales + i * DECODE_BLOCK_WARPS * 2, rows.x[i],
-                                               rows.begin[W::OFFSET ? i : 0]);
+                    decode_multiply<W>(acc[tile], ring.address + offset + i * (SEGMENT / 2), STRIDE,
+                                       ring.address + scales + i * DECODE_BLOCK_WARPS * 2, rows.x[i],
+                                       rows.begin[W::OFFSET ? i : 0]);
             ring.release();
         }
         piece += SEGMENT / DECODE_PIECE;
@@ -309,9 +290,9 @@ __device__ __forceinline__ void decode_accumulate(float (&acc)[TILES][GROUPS][4]
     }
 }
 
-// The sums of 8 rows over all warps: sums (warps, DECODE_TILES, 8, DECODE_SUM_STRIDE) in shared memory.
+// The rows' sums over all warps: sums (warps, DECODE_TILES, 8, DECODE_SUM_STRIDE) in shared memory.
 __device__ inline float *decode_sum_place(float *sums, int warp, int tile, int row, int column) {
-    return sums + ((warp * DECODE_TILES + tile) * DECODE_GROUP + row) * DECODE_SUM_STRIDE + column;
+    return sums + ((warp * DECODE_TILES + tile) * DECODE_MOST_ROWS + row) * DECODE_SUM_STRIDE + column;
 }
 __device__ inline void decode_leave_sums(float *sums, const float (&acc)[4], int tile) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;

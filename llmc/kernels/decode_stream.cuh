@@ -18,8 +18,11 @@ enum {
     DECODE_BLOCK_WARPS = 8,  // that compute
     DECODE_BLOCK_THREADS = DECODE_BLOCK_WARPS * WARP,
     DECODE_ALL_THREADS = DECODE_BLOCK_THREADS + WARP,
-    DECODE_COLUMNS = 16,   // of a tile
-    DECODE_PIECE = 64,     // bytes
+    DECODE_COLUMNS = 16,                                // of a tile
+    DECODE_PIECE = 64,                                  // bytes
+    DECODE_SEGMENT = 1024,                              // bytes of a row in a stage: a warp has two pieces of it
+    DECODE_SCALES = DECODE_SEGMENT / DECODE_PIECE * 2,  // bytes of its scales, a bf16 for each piece
+    DECODE_TILES = 4,                                   // of a pass, at most
     DECODE_PAD = 64,       // bytes behind a row in shared memory: two rows at once have all banks
     DECODE_STAGES = 20,    // at most
     DECODE_FLYING = 3072,  // bytes of a row that are on their way at a time; with more, all else waits longer for L2
@@ -50,20 +53,8 @@ static __host__ __device__ int decode_row_bytes(const DecodeShape &s) {
     return s.dtype == DECODE_NATIVE ? s.K * (int)sizeof(floatX) : s.dtype == DECODE_INT4 ? s.K / 2 : s.K;
 }
 static __host__ __device__ int decode_scale_bytes(int K) { return (K / DECODE_INT4_GROUP + 15) / 16 * 32; }
-// Bytes of a row in a stage, for so many groups of 8 rows: a warp has one or two pieces of it. Rows that are multiplied
-// have as many elements in registers, of int4 four times as many as of bf16.
-static __host__ __device__ constexpr int decode_segment(int dtype, int groups) {
-    return (dtype == DECODE_INT4 && groups > 1) || (dtype != DECODE_NATIVE && groups > 2) ? 512 : 1024;
-}
-// Of its scales, a bf16 for each piece.
-static __host__ __device__ constexpr int decode_scale_segment(int segment) { return segment / DECODE_PIECE * 2; }
 static __host__ __device__ int decode_stage_bytes(int dtype) {
-    const int segment = decode_segment(dtype, 1);
-    return DECODE_COLUMNS * (segment + DECODE_PAD + (dtype == DECODE_INT4 ? decode_scale_segment(segment) : 0));
-}
-// How many tiles a pass has at most, with registers for so many groups of 8 rows.
-static __host__ __device__ constexpr int decode_tiles_at_once(int dtype, int groups) {
-    return groups < 8 ? 4 : dtype == DECODE_NATIVE ? 2 : 1;
+    return DECODE_COLUMNS * (DECODE_SEGMENT + DECODE_PAD + (dtype == DECODE_INT4 ? DECODE_SCALES : 0));
 }
 
 struct DecodePlan {
@@ -78,10 +69,9 @@ struct DecodePlan {
 struct DecodeShare {
     int first, end, each;
     // turn: which block is the first to get one tile more. Moves on.
-    __device__ DecodeShare(const DecodeShape &s, int groups, int &turn) {
+    __device__ DecodeShare(const DecodeShape &s, int &turn) {
         const int block = (int)blockIdx.x - turn + ((int)blockIdx.x < turn ? (int)gridDim.x : 0);
-        const int count = s.each + (block < s.more), at_once = decode_tiles_at_once(s.dtype, groups);
-        const int passes = (count + at_once - 1) / at_once;
+        const int count = s.each + (block < s.more), passes = (count + DECODE_TILES - 1) / DECODE_TILES;
         first = block * s.each + min(block, s.more);
         end = first + count;
         each = passes > 1 ? (count + passes - 1) / passes : count;
@@ -153,9 +143,8 @@ struct DecodeRing {
 
 // A segment of a tile's rows. `more`: from a row to the one that is `pair` columns further.
 __device__ inline void decode_load_stage(const DecodeRing &ring, const char *rows, size_t row_bytes, size_t more,
-                                         const char *scales, size_t scale_bytes, size_t more_scales, int bytes,
-                                         int segment) {
-    const int stride = segment + DECODE_PAD, part = decode_scale_segment(segment);
+                                         const char *scales, size_t scale_bytes, size_t more_scales, int bytes) {
+    const int stride = DECODE_SEGMENT + DECODE_PAD, part = DECODE_SCALES;
     const int lane = threadIdx.x % WARP, r = lane % DECODE_COLUMNS, at = lane / DECODE_COLUMNS * 16;
     // 16 or 32 bytes of each row: a bulk copy takes as long to start for them as for 1 KB.
     if (scales && at < part)
@@ -178,15 +167,14 @@ __device__ inline void decode_load_stage(const DecodeRing &ring, const char *row
         copy_async_arrive(ring.barrier);
     }
 }
-// groups: of 8 rows, as the kernel has them.
-__device__ inline void decode_load(const DecodePlan &plan, DecodeRing ring, int groups) {
+__device__ inline void decode_load(const DecodePlan &plan, DecodeRing ring) {
     const char *weights = (const char *)plan.matrix[0].weights, *scales = (const char *)plan.matrix[0].scales;
     int turn = 0, count = 0;
     DecodeRing landed = ring;
     for (int m = 0; m < plan.matrices; m++) {
         const DecodeShape &s = plan.shape[plan.kind(m)];
-        const DecodeShare share(s, groups, turn);
-        const int segment = decode_segment(s.dtype, groups), row_bytes = decode_row_bytes(s);
+        const DecodeShare share(s, turn);
+        const int row_bytes = decode_row_bytes(s);
         const size_t scale_bytes = s.dtype == DECODE_INT4 ? decode_scale_bytes(s.K) : 0;
         const char *from_weights = weights, *from_scales = scales;
         if (m + 1 < plan.matrices) {  // on its way while this one is loaded
@@ -194,20 +182,20 @@ __device__ inline void decode_load(const DecodePlan &plan, DecodeRing ring, int 
             scales = (const char *)plan.matrix[m + 1].scales;
         }
         for (int pass = share.first; pass < share.end; pass += share.each)
-            for (int at = 0, part = 0; at < row_bytes; at += segment, part += decode_scale_segment(segment))
+            for (int at = 0, part = 0; at < row_bytes; at += DECODE_SEGMENT, part += DECODE_SCALES)
                 for (int tile = pass; tile < min(pass + share.each, share.end); tile++) {
                     const size_t row = (size_t)decode_column(s, tile);
                     ring.wait_empty();
                     // Fewer loads ago than there are stages: a stage that was loaded twice since would be two phases
                     // further, and a barrier tells only odd phases from even ones.
-                    if (count++ >= min(DECODE_FLYING / segment, ring.stages - 1)) {
+                    if (count++ >= min(DECODE_FLYING / DECODE_SEGMENT, ring.stages - 1)) {
                         landed.wait_full();
                         landed.next();
                     }
                     decode_load_stage(ring, from_weights + row * row_bytes + at, (size_t)row_bytes,
                                       (size_t)s.pair * row_bytes,
                                       scale_bytes ? from_scales + row * scale_bytes + part : NULL, scale_bytes,
-                                      s.pair * scale_bytes, min(segment, row_bytes - at), segment);
+                                      s.pair * scale_bytes, min((int)DECODE_SEGMENT, row_bytes - at));
                     ring.next();
                 }
     }

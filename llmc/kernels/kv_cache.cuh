@@ -15,14 +15,24 @@
 #include "../fp8.h"
 
 enum { PROMPT_ROWS = 64, PROMPT_THREADS = 256, KV_MOST_HD = 256 };
+// A row of a step of generation, in device memory.
+typedef struct {
+    int slot, position;  // slot < 0: nobody's, to fill a number of rows that kernels have
+    int token;           // < 0: the one that was drawn for this slot
+} DecodeInput;
 typedef struct {
     void *keys, *values;  // (L,slots,NKV,room,HD) each: floatX, or e4m3 if there are scales
     float2 *scales;       // (L,slots,NKV,room): of a row of keys, of a row of values
     float *cos_sin;       // (room,HD/2,2) or NULL
     int slots, room;      // room: tokens of a slot
+    // Of a step: its rows in device memory, and scratch of its attention (attention_decode.cuh).
+    const DecodeInput *rows;
+    const struct RowsWeight *kept;  // (4 L + 1) in host memory: weights as they are kept; NULL: as in training
+    float *parts;
+    unsigned *arrived;
     // Of the pass that runs:
-    int slot, at;  // its slot, and how many tokens that has
-    int prompt;    // its tokens are a prompt's; else one token of a step
+    int prompt;    // its tokens are a prompt's; else it is a step
+    int slot, at;  // a prompt's slot, and how many tokens that has
     floatX *qkv;   // (prompt_rows(room),(NH+2*NKV)*HD)
     floatX *y;     // (prompt_rows(room),NH*HD)
     float *lse;

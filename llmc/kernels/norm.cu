@@ -1,5 +1,6 @@
 // The kernels of norms for every width of a row, and their launches (norm.cuh). An object of its own, because they take
 // long to compile.
+#include "../cuda/tile.cuh"
 #include "absmax.cuh"
 #include "norm.cuh"
 
@@ -23,6 +24,8 @@ __global__ void __launch_bounds__(ROW_THREADS == WARP ? NORM_FORWARD_WARPS * WAR
     __shared__ float shared[WARP];
     const int thread = warp_row ? threadIdx.x % WARP : threadIdx.x, threads = warp_row ? WARP : blockDim.x;
     const int row = warp_row ? blockIdx.x * NORM_FORWARD_WARPS + threadIdx.x / WARP : blockIdx.x;
+    kernels_behind_begin();
+    kernels_before_wait();
     if (row >= N) return;
     const size_t start = (size_t)row * C;
 
@@ -272,8 +275,8 @@ void norm_forward(const Norm *n, floatX *residual, floatX *out, const floatX *a,
     const auto of_layer = b ? norm_forward_kernel_for<NORM_LAYER, true> : norm_forward_kernel_for<NORM_LAYER, false>;
     const auto of_rms = b ? norm_forward_kernel_for<NORM_RMS, true> : norm_forward_kernel_for<NORM_RMS, false>;
     NormForwardKernel *const kernel = (n->kind == NORM_LAYER ? of_layer : of_rms)(vecs);
-    kernel<<<blocks, threads, 0, stream>>>(residual, out, n->mean, n->rstd, a, b, n->weight, n->bias, N, C, n->eps);
-    launchCheck();
+    launch_early(kernel, blocks, threads, 0, 1, stream, residual, out, n->mean, n->rstd, a, b, n->weight, n->bias, N, C,
+                 n->eps);
     timing_lap("norm", 0, (b ? 4.0 : 2.0) * N * C * sizeof(floatX), stream);
 }
 

@@ -28,6 +28,7 @@ typedef struct {
 typedef struct {
     int rows, T, NH, NKV, HD;
     const float *cos_sin;  // (T,HD/2,2); NULL: nothing is rotated
+    const int *positions;  // (rows) in that table; NULL: those in the row
 } QkRows;
 
 // The threads of a head, each of which has so many elements of either half.
@@ -91,7 +92,8 @@ template <int N> struct HeadThread {
         HeadPart<N> a;
         a.fill(1, 0);
         if (!r.cos_sin || !used) return a;
-        const float4 *table = (const float4 *)(r.cos_sin + ((size_t)(n % r.T) * half + first) * 2);
+        const int position = r.positions ? r.positions[n] : n % r.T;
+        const float4 *table = (const float4 *)(r.cos_sin + ((size_t)position * half + first) * 2);
         #pragma unroll
         for (int k = 0; k < N; k += 2) {  // (cos, sin, cos, sin)
             const float4 f = table[k / 2];

@@ -213,20 +213,21 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
 
 // Generation by one tensor-parallel group (but see computes_together). A slot holds the keys and values of one
 // sequence. A row is one token of a slot that the model runs on. A row's bits depend on the earlier tokens of its slot
-// alone, not on other rows of the step nor on their number.
+// and on how many rows a step may have, not on other rows of the step nor on their number.
 enum {
-    DECODE_ROWS = 64,  // of a step, at most
-    DECODE_STEPS = 2,  // that are queued, at most
-    DECODE_DRAWN = -1  // as a token: the one that its slot's latest row drew
+    DECODE_ROWS = 256,  // of a step, at most
+    DECODE_STEPS = 2,   // that are queued, at most
+    DECODE_DRAWN = -1   // as a token: the one that its slot's latest row drew
 };
 typedef struct {
     int slot, token;
     Draw draw;  // of the token that follows
 } DecodeRow;
-// Room for `slots` sequences of up to `room` tokens, room <= the model's context. Tokens from `known` on are never
-// drawn, because a vocabulary may be padded. Once, before the first step; in a run of calls before texts are generated,
-// and again, with the same numbers, where a pass of training was between: all slots are empty.
-void model_decode_open(Model *m, int slots, int room, int known);
+// Room for `slots` sequences of up to `room` tokens, room <= the model's context, and for steps of up to `rows` rows.
+// Tokens from `known` on are never drawn, because a vocabulary may be padded. Once, before the first step; in a run of
+// calls before texts are generated, and again, with the same numbers, where a pass of training was between: all slots
+// are empty.
+void model_decode_open(Model *m, int slots, int rows, int room, int known);
 int model_length(const Model *m, int slot);         // tokens that a slot has, those of queued steps included
 void model_forget(Model *m, int slot, int length);  // keeps the first `length` tokens of a slot
 // Appends n tokens to a slot: bitwise identical however they are divided into calls.

@@ -1,9 +1,13 @@
 // Steps of generation on a GPU: queued without waiting for the host, each an upload of what its rows are, the model,
-// and the draw. The model is one kernel (kernels/decode.cuh), and the three are a CUDA graph for each number of rows.
-// With --tp every rank runs them on its part of the model: the kernels exchange sums and logits by peer-to-peer lines
-// (model/decode_lines.cuh), and all draw the same. Where ranks do not reach each other's memory, with --zero-stage 3,
-// products in fp8 and sizes that the kernel does not have, the model runs row by row through the training forward
-// instead (train_gpt2.cu).
+// and the draw. What the model is, is decided once, by the rows that a step may have: a row's bits depend on it.
+//   up to 8 rows   one kernel, which streams weights (kernels/decode.cuh). With --tp the kernels of all ranks exchange
+//                  sums and logits by peer-to-peer lines (model/decode_lines.cuh).
+//   more           the training forward on the rows of many sequences (train_gpt2.cu): its products are those of
+//                  kernels/matmul_rows.cuh, its attention that of kernels/attention_decode.cuh. Rows are filled up to
+//                  64, 128 or 256. With --tp ranks exchange rows as in training.
+// The second one also serves where the first does not: ranks that do not reach each other's memory, --zero-stage 3,
+// products in fp8, sizes that the kernel does not have. All ranks have the same logits and draw the same.
+// The three are a CUDA graph for each number of rows.
 //
 // What a row draws goes to the host, into pinned memory, and to the device's own table of slots. A queued step reads
 // its token there (DECODE_DRAWN).
@@ -28,11 +32,13 @@ typedef struct {
     Memory memory;
     KvCache cache;
     Decode kernel;
-    int has_kernel;                // else row by row
+    int rows, most;                // of a step, at most; and filled up
+    int has_kernel;                // of few rows
+    RowsWeight *kept;              // (4 L + 1) what kernels of many rows read; NULL: products of training
     P2p p2p;                       // --tp: the workspace of the kernel's exchanges
     int known, width;              // see model_decode_open; floats from row to row of the logits
-    float *logits;                 // (DECODE_ROWS,width) of the last step
-    floatX *gathered;              // --tp, row by row: a row's logits of all ranks
+    float *logits;                 // (most,width) of the last step
+    float *gathered;               // --tp, many rows: (ranks,most,Vp)
     floatX *merged;                // --lora: all blocks' matrices
     int *drawn;                    // (slots) on the device
     DecodeTold *told, *host_told;  // (1), pinned (DECODE_STEPS)
@@ -41,8 +47,8 @@ typedef struct {
     char *workspace, *draw_scratch;
     cudaEvent_t done[DECODE_STEPS];
     Graph graphs[DECODE_STEPS][DECODE_ROWS];
-    int length[DECODE_ROWS], last[DECODE_ROWS];  // of each slot its tokens; what it drew, if row by row
-    int count[DECODE_STEPS], first, queued;      // queued steps: `first`, then the other one
+    int length[DECODE_ROWS];                 // of each slot its tokens
+    int count[DECODE_STEPS], first, queued;  // queued steps: `first`, then the other one
 } Decoder;
 
 // ---- before the first step
@@ -57,7 +63,7 @@ static CacheBytes decoder_cache(const Plan *p, const KvCache *k) {
     return {round_up(fp8 ? size : size * sizeof(floatX), 512), fp8 ? size / (size_t)c->head_dim : 0};
 }
 // With --lora the kernel reads all blocks' matrices with their adapters merged into them.
-static int decoder_merges(const Plan *p, const Decoder *d) { return d->has_kernel && p->lora.rank; }
+static int decoder_merges(const Plan *p, const Decoder *d) { return (d->has_kernel || d->kept) && p->lora.rank; }
 static size_t decoder_merged(const Plan *p) { return (size_t)p->config.num_layers * block_matrices(p); }
 // Of a run of calls, where training and generation take turns, cache and merged matrices may lie in the activations
 // that blocks but the first keep for backward. Returns whether they fit.
@@ -98,14 +104,18 @@ static void decoder_request(const Plan *p, const Buffers *b, Decoder *d) {
     memory_request(m, &k->lse, "a prompt's lse", rows * (size_t)c->num_heads);
     if (c->position == POSITION_ROPE)
         memory_request(m, &k->cos_sin, "rope table (room,HD/2,2)", (size_t)k->room * (size_t)c->head_dim);
-    memory_request(m, &d->logits, "logits (64,Vp)", (size_t)DECODE_ROWS * (size_t)d->width);
-    if (plan_is_split(p) && !d->has_kernel) memory_request(m, &d->gathered, "a row's logits (Vp)", (size_t)d->width);
+    memory_request(m, &d->logits, "logits (rows,Vp)", (size_t)d->most * (size_t)d->width);
     memory_request(m, &d->drawn, "what was drawn", (size_t)k->slots);
     memory_request(m, &d->told, "rows of a step", 1);
-    memory_request(m, &d->draw_scratch, "draws", draw_scratch_bytes(DECODE_ROWS, d->known));
+    memory_request(m, &d->draw_scratch, "draws", draw_scratch_bytes(d->most, d->known));
     memory_request_pinned(m, &d->host_told, "rows of two steps", DECODE_STEPS);
     memory_request_pinned(m, &d->host_drawn, "what they drew", (size_t)(DECODE_STEPS * DECODE_ROWS));
-    if (!d->has_kernel) return;
+    if (!d->has_kernel) {
+        if (plan_is_split(p)) memory_request(m, &d->gathered, "logits by rank", (size_t)d->most * (size_t)d->width);
+        memory_request(m, &k->parts, "spans of attention", attention_decode_parts(d->most, c->num_heads, c->head_dim));
+        memory_request(m, &k->arrived, "their counters", attention_decode_counters(d->most, c->num_kv_heads));
+        return;
+    }
     memory_request(m, &d->matrices, "table of matrices", (size_t)quantised_count(p));
     memory_request(m, &d->workspace, "rows inside a step", decode_workspace(&d->kernel, NULL));
     const int ranks = p->mesh->tp.world;
@@ -120,7 +130,8 @@ static floatX *decoder_matrix(const Plan *p, const Decoder *d, int unit, Role ro
     return d->merged + (size_t)(unit - 1) * block_matrices(p) + param_at(p->base, unit, role) -
            p->base->unit_begin[unit];
 }
-static void decoder_upload_matrices(const Plan *p, const Buffers *b, const Decoder *d, cudaStream_t stream) {
+// What a step reads of the blocks and the head: table (4 L + 1).
+static void decoder_table(const Plan *p, const Buffers *b, const Decoder *d, DecodeMatrix *table) {
     static const struct {
         Role weight, bias, gain, norm_bias, head_gains;
     } roles[] = {{ROLE_QKVW, ROLE_QKVB, ROLE_LN1W, ROLE_LN1B, ROLE_QKNORMW},
@@ -129,7 +140,6 @@ static void decoder_upload_matrices(const Plan *p, const Buffers *b, const Decod
                  {ROLE_FCPROJW, ROLE_FCPROJB, NUM_ROLES, NUM_ROLES, NUM_ROLES},
                  {ROLE_HEADW, ROLE_HEADB, ROLE_LNFW, ROLE_LNFB, NUM_ROLES}};
     const int count = quantised_count(p), final = p->base->num_units - 1;
-    DecodeMatrix *table = new_array(DecodeMatrix, count);
     for (int i = 0; i < count; i++) {
         const int head = i == count - 1, unit = head ? final : 1 + i / 4, tied = head && p->config.tied;
         const auto &r = roles[head ? 4 : i % 4];
@@ -144,7 +154,16 @@ static void decoder_upload_matrices(const Plan *p, const Buffers *b, const Decod
             table[i].scales = b->quantised.matrix[i].scales;
         }
     }
-    upload(d->matrices, table, (size_t)count * sizeof *table, stream);
+}
+static void decoder_set_matrices(const Plan *p, const Buffers *b, Decoder *d, cudaStream_t stream) {
+    const int count = quantised_count(p);
+    DecodeMatrix *table = new_array(DecodeMatrix, count);
+    decoder_table(p, b, d, table);
+    if (d->has_kernel) upload(d->matrices, table, (size_t)count * sizeof *table, stream);
+    for (int i = 0; i < count && d->kept; i++) {
+        const int native = p->lora.rank && i < count - 1;  // merged
+        d->kept[i] = {native ? WEIGHTS_FP32 : p->weights, table[i].weights, table[i].scales};
+    }
     free(table);
 }
 static void decode_memory_hint(char *text, size_t size, MemoryBytes, const Memory *, void *plan) {
@@ -160,13 +179,20 @@ static void decoder_open_exchange(Decoder *d, const Plan *p, cudaStream_t stream
             "ranks of --tp cannot exchange what a step of generation needs: %s\nuse --debug p2p=0", why);
     p2p_patience(&d->p2p, 0.8 * watchdog.timeout);
 }
+// Rows of a pass that has so many: what kernels are made for, or a multiple of part_rows, of which all products have
+// the same bits.
+static int decoder_filled(const Plan *p, const Decoder *d, int rows, int part_rows) {
+    const int filled = rows <= 64 ? 64 : rows <= 128 ? 128 : 256;
+    if (d->has_kernel) return rows;
+    return d->kept ? std::min(filled, (int)p->rows) : (int)round_up((size_t)rows, (size_t)part_rows);
+}
 // reaches: ranks of --tp write to each other's memory from inside the kernel.
-static void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int reaches, int slots, int room, int known,
-                         cudaStream_t stream) {
+static void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int reaches, int slots, int rows, int room,
+                         int known, int part_rows, cudaStream_t stream) {
     const Config *c = &p->local;
     KvCache *k = &d->cache;
     Decode *kernel = &d->kernel;
-    assert(!k->keys && slots <= DECODE_ROWS && room <= c->max_seq_len);
+    assert(!k->keys && slots <= rows && rows <= DECODE_ROWS && room <= c->max_seq_len);
     k->slots = slots;
     k->room = room;
     d->known = known;
@@ -174,14 +200,20 @@ static void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int reache
     *kernel = decode_of_plan(p);
     kernel->slots = slots;
     kernel->room = room;
-    d->has_kernel = plan_has_decode_kernel(p) && (!plan_is_split(p) || reaches);
+    d->rows = rows;
+    d->has_kernel = rows <= DECODE_MOST_ROWS && plan_has_decode_kernel(p) && (!plan_is_split(p) || reaches);
+    d->kept = !d->has_kernel && plan_has_rows_kernel(p) ? new_zeros(RowsWeight, quantised_count(p)) : NULL;
+    d->most = decoder_filled(p, d, rows, part_rows);
+    assert(d->has_kernel || d->most <= (int)p->rows);
     decoder_request(p, b, d);
     memory_allocate(&d->memory, memory_room(1), stdout, decode_memory_hint, (void *)p);
     decoder_clear(d, p, stream);
     if (k->cos_sin) upload_rope_table(c, k->cos_sin, room, stream);
     for (cudaEvent_t &e : d->done) cudaCheck(cudaEventCreateWithFlags(&e, cudaEventDisableTiming));
+    k->rows = d->told->inputs;
+    k->kept = d->kept;
+    decoder_set_matrices(p, b, d, stream);
     if (!d->has_kernel) return;
-    decoder_upload_matrices(p, b, d, stream);
     kernel->matrix = d->matrices;
     kernel->wte = weights_of_role(p, b, 0, ROLE_WTE);
     kernel->wpe = weights_of_role(p, b, 0, ROLE_WPE);
@@ -204,13 +236,15 @@ static void decoder_close(Decoder *d) {
         for (Graph &g : step) graph_close(&g);
     for (cudaEvent_t e : d->done) cudaCheck(cudaEventDestroy(e));
     memory_free(&d->memory);
+    free(d->kept);
 }
 
 // ---- a step
 
-// Appends the rows' tokens to their slots and writes down what the step is told. Returns its place.
-static int decoder_begin(Decoder *d, const DecodeRow *rows, int count) {
-    assert(count > 0 && count <= DECODE_ROWS && d->queued < DECODE_STEPS);
+// Appends the rows' tokens to their slots and writes down what the step is told, rows of nobody behind it. Returns its
+// place.
+static int decoder_begin(Decoder *d, const DecodeRow *rows, int count, int filled) {
+    assert(count > 0 && count <= d->rows && d->queued < DECODE_STEPS);
     const int step = (d->first + d->queued++) % DECODE_STEPS;
     DecodeTold *told = &d->host_told[step];  // no longer read: the step that was here has been waited for
     int last[DECODE_ROWS];
@@ -223,27 +257,45 @@ static int decoder_begin(Decoder *d, const DecodeRow *rows, int count) {
         last[slot] = i;
     }
     for (int i = 0; i < count; i++) told->keeps[i] = last[rows[i].slot] == i ? rows[i].slot : -1;
+    for (int i = count; i < filled; i++) {
+        told->inputs[i] = {-1, 0, 0};
+        told->positions[i] = 0;
+        told->draws[i] = {};
+        told->keeps[i] = -1;
+    }
     d->count[step] = count;
     return step;
 }
 // model() queues what makes the logits of the step's rows.
-template <typename Work> static void decoder_queue(Decoder *d, int step, cudaStream_t stream, Work model) {
+template <typename Work> static void decoder_queue(Decoder *d, int step, int rows, cudaStream_t stream, Work model) {
     cudaCheck(cudaMemcpyAsync(d->told, &d->host_told[step], sizeof *d->told, cudaMemcpyHostToDevice, stream));
     model();
     draw_rows(d->host_drawn + step * DECODE_ROWS, d->logits, (size_t)d->width, d->known, d->told->draws,
-              d->told->positions, d->count[step], d->draw_scratch, stream, d->drawn, d->told->keeps);
+              d->told->positions, rows, d->draw_scratch, stream, d->drawn, d->told->keeps);
 }
-static void decoder_run(Decoder *d, int step, float softcap, int graphs, cudaStream_t stream) {
-    const int count = d->count[step];
-    const auto model = [&] {
-        decode_launch(&d->kernel, decode_lines(&d->p2p), count, stream);
-        softcap_logits(d->logits, softcap, (size_t)count * (size_t)d->width, stream);
+// model() makes the logits of `rows` rows.
+template <typename Work>
+static void decoder_run(Decoder *d, int step, int rows, float softcap, int graphs, cudaStream_t stream, Work model) {
+    const auto work = [&] {
+        decoder_queue(d, step, rows, stream, [&] {
+            model();
+            softcap_logits(d->logits, softcap, (size_t)rows * (size_t)d->width, stream);
+        });
     };
-    const auto work = [&] { decoder_queue(d, step, stream, model); };
     if (graphs)
-        graph_run(&d->graphs[step][count - 1], count, stream, work);
+        graph_run(&d->graphs[step][rows - 1], rows, stream, work);
     else
         work();
+}
+// Many rows: the tokens of a step as those of a pass.
+static __global__ void step_tokens_kernel(int *tokens, const DecodeInput *rows, const int *drawn, int count) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) tokens[i] = rows[i].token < 0 ? drawn[rows[i].slot] : rows[i].token;
+}
+// logits (rows,ranks,Vp) from those of each rank (ranks,rows,Vp)
+static __global__ void join_logits_kernel(float *logits, const float *of_ranks, int rows, int ranks, int Vp) {
+    const size_t row = blockIdx.y, rank = blockIdx.z, c = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+    if (c < (size_t)Vp) logits[(row * ranks + rank) * Vp + c] = of_ranks[(rank * rows + row) * Vp + c];
 }
 
 #endif

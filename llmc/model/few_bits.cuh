@@ -25,12 +25,15 @@ static size_t quantised_elements(const Plan *p, int unit) {
     return param_at(p->base, unit, vector) - p->base->unit_begin[unit];
 }
 static int quantised_count(const Plan *p) { return 4 * p->config.num_layers + 1; }
-// The matrix of a role; -1: it is native.
-static int quantised_number(const Plan *p, int unit, Role role) {
-    if (p->weights == WEIGHTS_FP32) return -1;
+// Of the blocks' matrices and the head, in the order of use; -1: another tensor.
+static int weight_number(const Plan *p, int unit, Role role) {
     if (unit_is_block(p->base, unit) && role >= ROLE_QKVW && role <= ROLE_FCPROJW)
         return 4 * (unit - 1) + (role - ROLE_QKVW);
     return role == (p->config.tied ? ROLE_WTE : ROLE_HEADW) ? quantised_count(p) - 1 : -1;
+}
+// The matrix of a role; -1: it is native.
+static int quantised_number(const Plan *p, int unit, Role role) {
+    return p->weights == WEIGHTS_FP32 ? -1 : weight_number(p, unit, role);
 }
 static QuantMatrix quantised_matrix(const Plan *p, int number) {
     const Linear *layers[] = {&p->qkv, &p->proj, &p->fc, &p->fcproj};
@@ -70,13 +73,27 @@ static Decode decode_of_plan(const Plan *p) {
         d.dtype[kind] = p->lora.rank && kind != DECODE_HEAD ? DECODE_NATIVE : decode_dtype(p->weights);
     return d;
 }
-// Samples of training are in the arithmetic that trained: products in fp8 have no kernel, nor have weights that are
-// merged block by block. Calls want many texts soon: of weights as they are, or merged before (decoder_merges). With
-// --tp ranks must be able to write to each other's memory, which is known when links are open.
+// Whether a step of generation reads weights as they are kept. Samples of training are in the arithmetic that trained:
+// products in fp8, or of weights that are merged block by block, go through the training forward. Calls want many texts
+// soon: of weights as they are, or merged before (decoder_merges).
+static int plan_steps_as_kept(const Plan *p) {
+    const int trains_alike = !p->fp8 && !p->lora.rank;
+    return p->zero_stage < 3 && (trains_alike || *p->options.calls);
+}
+// Steps of few rows: as one kernel. With --tp ranks must be able to write to each other's memory, which is known when
+// links are open.
 static int plan_has_decode_kernel(const Plan *p) {
     const Decode sizes = decode_of_plan(p);
-    const int trains_alike = !p->fp8 && !p->lora.rank;
-    return p->zero_stage < 3 && (trains_alike || *p->options.calls) && decode_fits(&sizes);
+    return plan_steps_as_kept(p) && decode_fits(&sizes);
+}
+// Steps of many rows: by products that read weights as they are kept; else by those of training.
+static int plan_has_rows_kernel(const Plan *p) {
+    int fits = plan_steps_as_kept(p);
+    for (const Linear *l : {&p->qkv, &p->proj, &p->fc, &p->fcproj, &p->head}) {
+        const RowsProduct sizes = {1, l->out, l->in, {p->weights}};
+        fits = fits && matmul_rows_fits(&sizes);
+    }
+    return fits;
 }
 
 // ---- where
@@ -98,8 +115,8 @@ static void quantised_request(const Plan *p, Quantised *q, Memory *m) {
 static size_t block_matrices(const Plan *p) { return param_at(p->base, 1, ROLE_LN1W) - p->base->unit_begin[1]; }
 static size_t merged_elements(const Plan *p) {
     const size_t block = block_matrices(p), head = (size_t)p->head.out * (size_t)p->head.in;
-    // The head is widened for all but the kernel of a step.
-    const int has_kernel = plan_has_decode_kernel(p) && !plan_is_split(p);
+    // The head is widened for all but steps that read it as it is.
+    const int has_kernel = plan_has_decode_kernel(p) && plan_has_rows_kernel(p) && !plan_is_split(p);
     const int has_head = p->weights != WEIGHTS_FP32 && (!p->options.generate || !has_kernel);
     return has_head ? std::max(block, head) : block;
 }

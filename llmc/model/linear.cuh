@@ -62,6 +62,7 @@ typedef struct {
     const floatX *weight, *bias;                  // bias NULL: none
     floatX *dweight, *dbias;                      // NULL: the weights are frozen
     LayerAdapters adapters;                       // which are merged into `weight`
+    RowsWeight kept;                              // of a step of generation: the weight as it is kept; or without one
     uint8_t *weight_fp8, *weight_fp8_transposed;  // (out,in), (in,out); NULL: not in backward, or not in fp8
     float *in_absmax, *dout_absmax, *weight_absmax;
     ColumnSums sums;  // of the gradient of its output
@@ -132,7 +133,22 @@ static void linear_weight(const Linear *l, MatmulDtype dtype, MatmulOperands *o,
 // ---- forward
 
 static QkRows linear_heads(const Pass *p, const Linear *l) {
-    return {p->B * p->T, p->T, l->heads, l->kv_heads, l->head_dim, p->cos_sin};
+    return {p->B * p->T, p->T, l->heads, l->kv_heads, l->head_dim, p->cos_sin, p->positions};
+}
+// A step of generation reads weights as they are kept. Whether an activation is part of its product.
+static RowsProduct linear_step(const Linear *l, const floatX *in, int rows) {
+    RowsProduct q = {rows, l->out, l->in, l->kept};
+    q.a = in;
+    q.activates = l->output == LINEAR_ACTIVATION;
+    q.activation = l->mlp;
+    q.activates = q.activates && matmul_rows_fits(&q);
+    return q;
+}
+static void linear_step_product(const Pass *p, const Linear *l, floatX *out, const floatX *in, int rows) {
+    RowsProduct q = linear_step(l, in, rows);
+    q.bias = l->split == LINEAR_ROWS && pass_is_split(p) ? NULL : l->bias;
+    q.out = l->aux && !q.activates ? l->aux : out;
+    matmul_rows(&q, p->stream);
 }
 // Rows first, ..., first + count - 1 of the product, from rows `in` of the input as linear_rows gives them.
 static void linear_product_of(const Pass *p, const Linear *l, floatX *out, Rows in, int first, int count) {
@@ -141,6 +157,10 @@ static void linear_product_of(const Pass *p, const Linear *l, floatX *out, Rows 
                              l->dtype};
     const size_t at = (size_t)first * (size_t)l->out;
     floatX *to = l->aux ? l->aux : out;
+    if (l->kept.weight) {
+        linear_step_product(p, l, out, (const floatX *)in.x, count);
+        return;
+    }
     MatmulOperands x = {};
     linear_operand(&x, in);
     linear_weight(l, l->dtype, &x, l->weight_fp8);
@@ -158,7 +178,9 @@ static void linear_product(const Pass *p, const Linear *l, floatX *out, const fl
 static void linear_output(const Pass *p, const Linear *l, floatX *out) {
     switch (l->output) {
     case LINEAR_PLAIN: break;
-    case LINEAR_ROPE: rope_forward(out, p->cos_sin, p->B, p->T, l->heads, l->kv_heads, l->head_dim, p->stream); break;
+    case LINEAR_ROPE:  // a step's attention rotates while it appends
+        if (!p->positions) rope_forward(out, p->cos_sin, p->B, p->T, l->heads, l->kv_heads, l->head_dim, p->stream);
+        break;
     case LINEAR_QK_NORM: {
         const QkRows rows = linear_heads(p, l);
         qk_norm_forward(&l->qk_norm, &rows, out, l->aux, p->stream);
@@ -179,7 +201,8 @@ static void linear_forward(const Pass *p, const Linear *l, floatX *out, const fl
         linear_product_of(p, l, out, rows, first, count);
     });
     if (reads_absmax) absmax_tensor(l->in_absmax, all.absmax, (size_t)p->N, p->stream);
-    if (l->epilogue == EPILOGUE_PLAIN) linear_output(p, l, out);
+    if (l->epilogue == EPILOGUE_PLAIN && !(l->kept.weight && linear_step(l, in, p->N).activates))
+        linear_output(p, l, out);
 }
 // LINEAR_ROWS: this rank's rows (rows,C) of the result, in p->branch.
 static const floatX *linear_project(const Pass *p, const Linear *l, const floatX *in) {

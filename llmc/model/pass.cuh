@@ -6,6 +6,7 @@
 #include "../kernels/attention_decode.cuh"
 #include "../kernels/kv_cache.cuh"
 #include "../kernels/matmul.cuh"
+#include "../kernels/matmul_rows.cuh"
 #include "../kernels/quantise.cuh"
 #include "../ranks/overlap.cuh"
 #include "../ranks/push.cuh"
@@ -47,6 +48,7 @@ typedef struct {
     int sum;               // GradSum: what becomes of a unit's gradients when they are complete
     int reduce;            // backward gives each unit's gradients to zero.cuh when they are complete
     const float *cos_sin;  // rotary angles of the T positions (T,HD/2,2)
+    const int *positions;  // (N) of each row, in device memory; NULL: those in the row
     AttentionProblem attention;
     KvCache *cache;  // decoding: keys and values of the tokens before; NULL otherwise
     Matmul *matmul;

@@ -86,6 +86,11 @@ static const floatX *merged_weight(const Plan *plan, Buffers *b, const Pass *p, 
 }
 // Fills in what products read as the layer's weight, by the table at the top; what is not there yet is made.
 static void weight_operand(const Plan *plan, Buffers *b, const Pass *p, const Unit *u, Role role, Linear *l) {
+    if (p->cache && !p->cache->prompt && p->cache->kept) {
+        l->kept = p->cache->kept[weight_number(plan, u->number, role)];
+        l->dtype = MATMUL_FLOATX;
+        return;
+    }
     const int fp8 = l->dtype == MATMUL_E4M3, is_block = unit_is_block(u->table, u->number);
     const size_t at = param_at(u->table, u->number, role) - u->table->unit_begin[u->number];
     l->weight = unit_param(u, u->weights, role);

@@ -359,7 +359,7 @@ static void call_generate(Calls *c) {
     if (calls_prompts(c, prompts, given + ends, ints - ends)) {
         // all of the model's tokens, as forward has them: what is drawn must be what logp says, else a policy learns to
         // hide in ids that no tokenizer knows
-        model_decode_open(t->model, generation_slots(&t->o), t->window, t->config.vocab_size);
+        model_decode_open(t->model, generation_slots(&t->o), generation_rows(&t->o), t->window, t->config.vocab_size);
         c->has_forward = 0;
         const Ends own = {given, ends, NULL, 0};
         Sequence *sequences = new_zeros(Sequence, count);

@@ -26,7 +26,7 @@ static Options options_of_model(Trainer *t) {
     t->window = longest < most && !o.serve && !*o.calls && !t->talks ? longest : most;
     if (!o.generate) return o;
     o.seq_len = t->window < PIECE ? t->window : PIECE;
-    o.batch_size = o.tp * ceil_div(generation_slots(&o), o.seq_len);  // each rank has all rows
+    o.batch_size = o.tp * ceil_div(generation_rows(&o), o.seq_len);  // each rank has all rows
     o.recompute = 3;
     o.head_chunks = o.seq_len;
     return o;
@@ -55,6 +55,7 @@ static Engine engine_of(Trainer *t) {
     e.draft = t->draft;
     e.drafted = (int)t->o.draft_tokens;
     e.slots = generation_slots(&t->o);
+    e.rows = generation_rows(&t->o);
     e.window = t->window;
     e.keeps = (int)t->o.kv_cache;
     e.eot = first_token(t);
@@ -98,7 +99,7 @@ static void open_draft(Trainer *t, const Options *o) {
     checkpoint_require_intact(&t->comm, folder, 2);
     t->draft = model_new();
     model_open(t->draft, &t->draft_config, o, &t->mesh);
-    model_decode_open(t->draft, generation_slots(&t->o), t->window, known);
+    model_decode_open(t->draft, generation_slots(&t->o), generation_rows(&t->o), t->window, known);
     model_load_weights(t->draft, folder);
 }
 

@@ -51,8 +51,8 @@ typedef struct Sequence {
 typedef int EngineHear(void *caller, Sequence *s, const Drawn *drawn, SequenceEnd end);
 typedef struct {
     Model *m, *draft;            // draft NULL: there is none
-    int drafted;                 // tokens that it proposes at a time; slots * (drafted + 1) <= DECODE_ROWS
-    int slots, window;           // sequences at a time, at most DECODE_ROWS; tokens of a slot
+    int drafted;                 // tokens that it proposes at a time; slots * (drafted + 1) <= rows
+    int slots, rows, window;     // sequences at a time; rows of a step, at most; tokens of a slot
     int keeps;                   // keys and values; 0: each token recomputes them (--debug kv-cache=0)
     int eot;                     // token before every text
     const Tokenizer *tokenizer;  // NULL: token ids are printed
@@ -144,7 +144,7 @@ static void engine_recompute(Engine *e, Sequence *s) {
     Drawn drawn[DECODE_ROWS];
     engine_prompt(e, s);
     for (int at = s->prompted, n; at < s->count - 1; at += n) {
-        for (n = 0; n < DECODE_ROWS && at + n < s->count - 1; n++) rows[n] = engine_row(s, s->tokens[at + n]);
+        for (n = 0; n < e->rows && at + n < s->count - 1; n++) rows[n] = engine_row(s, s->tokens[at + n]);
         model_decode(e->m, rows, n);
         model_drawn(e->m, drawn);
     }

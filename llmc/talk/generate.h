@@ -22,10 +22,25 @@ typedef struct {
 static int64_t generation_longest(const Options *o) {
     return 1 + tokenizer_most(o->prompt, (int)strlen(o->prompt)) + o->sample_tokens;
 }
-// Sequences at a time, each with a row of its own and one for each token of the draft. The others follow as these end.
+// Rows of a sequence in a step: its own, and one for each token of the draft.
+static int generation_rows_each(const Options *o) { return *o->draft ? 1 + (int)o->draft_tokens : 1; }
+// Rows that a step may have, a power of two: of a micro-step, of which every rank has all. With --generate that is made
+// to be enough.
+static int generation_most_rows(const Options *o) {
+    int most = DECODE_ROWS;
+    while (!o->generate && most > 1 && most > o->batch_size * o->seq_len / o->tp) most /= 2;
+    return most;
+}
+// Sequences at a time. The others follow as these end.
 static int generation_slots(const Options *o) {
-    const int most = DECODE_ROWS / (*o->draft ? 1 + (int)o->draft_tokens : 1);
+    const int fit = generation_most_rows(o) / generation_rows_each(o), most = fit ? fit : 1;
     return o->serve ? (int)o->serve : o->samples < most ? (int)o->samples : most;
+}
+// Rows of a step: some for what a text's tokens are made again with (engine_recompute), too.
+static int generation_rows(const Options *o) {
+    enum { AGAIN = 8 };
+    const int rows = generation_slots(o) * generation_rows_each(o), most = generation_most_rows(o);
+    return rows > AGAIN ? rows : most < AGAIN ? most : AGAIN;
 }
 static Draw generation_draw(const Options *o, uint64_t part) {
     const Draw d = {

@@ -1,0 +1,156 @@
+// Ladder of llmc/kernels/matmul_rows.cuh, products of few rows with a matrix that is read once: against plain loops,
+// for all formats of the matrix, rows and sizes; a row's bits alone and among others. Speed as share of copy speed, on
+// the layers of Llama-3-8B and Llama-3.2-1B. Build and run: make bench, or see dev/cuda/common.cuh.
+#include <vector>
+#include "common.cuh"
+#include "../../llmc/kernels/lora.cuh"
+#include "../../llmc/kernels/matmul_rows.cuh"
+#include "../../llmc/kernels/activation_policy.cuh"
+
+static QuantMatrix upload_weight(WeightFormat format, int rows, int cols, float *w) {
+    QuantMatrix q = {format, rows, cols, NULL, NULL};
+    if (format == WEIGHTS_FP32) {
+        q.codes = (uint8_t *)upload<floatX>(w, (size_t)rows * cols);
+        return q;
+    }
+    const size_t of_row = quantised_row_bytes(&q), of_scales = quant_scale_bytes(format, cols);
+    uint8_t *codes = host_new<uint8_t>(rows * of_row), *scales = host_new<uint8_t>(rows * of_scales);
+    for (int i = 0; i < rows; i++) {
+        quant_row(format, codes + i * of_row, scales + i * of_scales, w + (size_t)i * cols, cols);
+        quant_widen(format, w + (size_t)i * cols, codes + i * of_row, scales + i * of_scales, cols);
+    }
+    q.codes = device_new<uint8_t>(rows * of_row);
+    q.scales = device_new<uint8_t>(rows * of_scales);
+    cudaCheck(cudaMemcpy(q.codes, codes, rows * of_row, cudaMemcpyHostToDevice));
+    cudaCheck(cudaMemcpy(q.scales, scales, rows * of_scales, cudaMemcpyHostToDevice));
+    return q;
+}
+static float activated(MlpKind kind, float x, float up) {
+    switch (kind) {
+    case MLP_GELU: return x / (1 + expf(-2 * 0.79788456080286535588f * (x + 0.044715f * x * x * x)));
+    case MLP_SWIGLU: return x / (1 + expf(-x)) * up;
+    case MLP_RELU2: return x < 0 ? 0 : x * x;
+    }
+    return 0;
+}
+static void check_product(WeightFormat format, int rows, int N, int K, int activates, MlpKind kind, int logits) {
+    ladder_case("%s rows=%d N=%d K=%d%s%s", format == WEIGHTS_FP32 ? "bf16" : weight_format_names[format], rows, N, K,
+                activates ? ", with an activation" : "", logits ? ", in fp32" : "");
+    float *a = host_normal((size_t)rows * K, 1.0f), *w = host_normal((size_t)N * K, 0.05f),
+          *bias = host_normal(N, 1.0f);
+    const QuantMatrix q = upload_weight(format, N, K, w);
+    if (format == WEIGHTS_INT4)  // weights times scales are rounded
+        for (size_t i = 0; i < (size_t)N * K; i++) w[i] = as_floatX(w[i]);
+    RowsProduct p = {rows, N, K, {format}};
+    p.a = upload<floatX>(a, (size_t)rows * K);
+    p.w.weight = q.codes;
+    p.w.scales = q.scales;
+    p.bias = logits ? NULL : upload<floatX>(bias, N);
+    p.activates = activates;
+    p.activation = kind;
+    const int gated = activates && mlp_is_gated(kind), width = gated ? N / 2 : N;
+    const size_t count = (size_t)rows * width;
+    float *want = host_new<float>(count), *row = host_new<float>(N);
+    for (int r = 0; r < rows; r++) {
+        for (int n = 0; n < N; n++) {
+            float sum = 0;
+            for (int k = 0; k < K; k++) sum += a[(size_t)r * K + k] * w[(size_t)n * K + k];
+            row[n] = sum + (logits ? 0 : bias[n]);
+        }
+        for (int n = 0; n < width; n++)
+            want[(size_t)r * width + n] = activates ? activated(kind, row[n], gated ? row[width + n] : 0) : row[n];
+    }
+    if (!matmul_rows_fits(&p)) {
+        check_true(0, "the kernel does not have these sizes");
+        return;
+    }
+    floatX *out = device_new<floatX>(count);
+    float *out32 = device_new<float>(count);
+    const size_t bytes = count * (logits ? sizeof(float) : sizeof(floatX));
+    void *to = logits ? (void *)out32 : (void *)out;
+    p.out = logits ? NULL : out;
+    p.logits = logits ? out32 : NULL;
+    const auto run = [&] { matmul_rows(&p, ladder.gpu.compute); };
+    run();
+    if (logits)
+        check("out", out32, want, (size_t)rows, (size_t)width, 1e-4, 1e-3);
+    else
+        check("out", out, want, (size_t)rows, (size_t)width, 4e-3, 2e-2);
+    check_same_bits("bits", {{to, bytes}}, run);
+    const size_t of_row = bytes / rows;
+    std::vector<char> all(bytes), alone(bytes);
+    cudaCheck(cudaStreamSynchronize(ladder.gpu.compute));
+    cudaCheck(cudaMemcpy(all.data(), to, bytes, cudaMemcpyDeviceToHost));
+    for (int few : {1, 8, 64, 65, 129}) {  // the last rows, as the first of fewer
+        if (few >= rows) break;
+        RowsProduct some = p;
+        some.rows = few;
+        some.a = p.a + (size_t)(rows - few) * K;
+        matmul_rows(&some, ladder.gpu.compute);
+        cudaCheck(cudaStreamSynchronize(ladder.gpu.compute));
+        cudaCheck(cudaMemcpy(alone.data(), to, few * of_row, cudaMemcpyDeviceToHost));
+        check_true(!memcmp(alone.data(), all.data() + (rows - few) * of_row, few * of_row),
+                   "%d of the rows have other bits", few);
+    }
+}
+static void bench_product(const char *name, WeightFormat format, int rows, int N, int K, int gated) {
+    ladder_case("%s, %s, rows=%d N=%d K=%d", name, format == WEIGHTS_FP32 ? "bf16" : weight_format_names[format], rows,
+                N, K);
+    QuantMatrix q = {format, N, K, NULL, NULL};
+    const size_t of_row = format == WEIGHTS_FP32 ? (size_t)K * 2 : quantised_row_bytes(&q),
+                 of_scales = quant_scale_bytes(format, K);
+    RowsProduct p = {rows, N, K, {format}};
+    p.a = device_normal<floatX>((size_t)rows * K, 1.0f);
+    p.w.weight = device_normal<floatX>((size_t)N * of_row / 2, 0.02f);
+    p.w.scales = of_scales ? device_normal<floatX>((size_t)N * of_scales / 2, 0.02f) : NULL;
+    p.out = device_new<floatX>((size_t)rows * N);
+    p.activates = gated;
+    p.activation = MLP_SWIGLU;
+    const double bytes = (double)N * (double)(of_row + of_scales) + 2.0 * rows * (K + (gated ? N / 2 : N));
+    bench("product", bytes, 2.0 * rows * N * K, [&] { matmul_rows(&p, ladder.gpu.compute); });
+}
+int main(int argc, char **argv) {
+    ladder_open("matmul_rows", argc, argv);
+    const WeightFormat formats[] = {WEIGHTS_FP32, WEIGHTS_INT8, WEIGHTS_FP8, WEIGHTS_INT4};
+    if (!matmul_rows_here()) {
+        printf("skip matmul_rows | this GPU and build have no such kernel\n");
+        return ladder_close();
+    }
+    if (ladder.check)
+        for (WeightFormat f : formats) {
+            for (int rows : {1, 16, 63, 64, 100, 128, 200, 256}) check_product(f, rows, 384, 1024, 0, MLP_GELU, 0);
+            for (int rows : {3, 70, 256}) {
+                check_product(f, rows, 1024, 2048, 1, MLP_SWIGLU, 0);
+                check_product(f, rows, 256, 1152, 1, MLP_GELU, 0);
+                check_product(f, rows, 260, 128, 1, MLP_RELU2, 0);
+                check_product(f, rows, 1152, 896, 0, MLP_GELU, 1);
+            }
+            if (f != WEIGHTS_INT4) check_product(f, 20, 144, 96, 0, MLP_GELU, 0);
+        }
+    if (ladder.variants)
+        for (WeightFormat f : {WEIGHTS_FP32, WEIGHTS_INT8})
+            for (int rows : {64, 256})
+                for (matmul_rows_splits = 1; matmul_rows_splits <= 8; matmul_rows_splits *= 2) {
+                    printf("splits %d\n", matmul_rows_splits);
+                    bench_product("8B qkv", f, rows, 6144, 4096, 0);
+                    bench_product("8B proj", f, rows, 4096, 4096, 0);
+                    bench_product("8B fcproj", f, rows, 4096, 14336, 0);
+                    bench_product("1B qkv", f, rows, 3072, 2048, 0);
+                    bench_product("1B proj", f, rows, 2048, 2048, 0);
+                    bench_product("1B fcproj", f, rows, 2048, 8192, 0);
+                }
+    matmul_rows_splits = 0;
+    if (ladder.bench)
+        for (WeightFormat f : formats)
+            for (int rows : {8, 64, 128, 256}) {
+                bench_product("8B qkv", f, rows, 6144, 4096, 0);
+                bench_product("8B proj", f, rows, 4096, 4096, 0);
+                bench_product("8B fc", f, rows, 28672, 4096, 1);
+                bench_product("8B fcproj", f, rows, 4096, 14336, 0);
+                bench_product("8B head", f, rows, 128256, 4096, 0);
+                bench_product("1B qkv", f, rows, 3072, 2048, 0);
+                bench_product("1B fc", f, rows, 16384, 2048, 1);
+                bench_product("1B fcproj", f, rows, 2048, 8192, 0);
+            }
+    return ladder_close();
+}

@@ -1,0 +1,462 @@
+// The kernels of matmul_rows.cuh, an object of their own. A block has two math warpgroups, each with 64 rows of the
+// weight, and two warps that fetch: one the weight, in stages of 128 bytes of each row, one the rows of a, 64 elements
+// at a time. Source: PTX ISA (wgmma with its first operand in registers, TMA, distributed shared memory).
+#include "matmul_rows.cuh"
+
+int matmul_rows_splits;
+#ifdef PRECISION_FP32
+int matmul_rows_here(void) { return 0; }
+int matmul_rows_fits(const RowsProduct *) { return 0; }
+void matmul_rows(const RowsProduct *p, cudaStream_t) {
+    require(0, "a product of %d rows in few bits needs a bf16 build\nask matmul_rows_here first", p->rows);
+}
+#else
+#include "activation_policy.cuh"
+#include "../cuda/tile.cuh"
+
+enum {
+    ROWS_MATH = 2 * WARPGROUP,
+    ROWS_STRIDE = ROWS_TILE + 4,  // floats of a row of sums: lanes that store them have all banks
+};
+
+// ---- how weights become the first operand: two neighbouring elements a register
+
+struct RowsBf16 {
+    static constexpr int BITS = 16;
+    static constexpr bool GROUPED = false;
+};
+// A byte has m, its low 7 bits, and s, its sign: its value is m - s. 128 + m and 128 + s are bf16s with these bits as
+// their mantissa.
+struct RowsInt8 {
+    static constexpr int BITS = 8;
+    static constexpr bool GROUPED = false;
+    __device__ static unsigned widen(unsigned pair, unsigned) {
+        const unsigned x = __byte_perm(pair, 0x43, 0x4140);
+        return fma_bf16(x & 0xff7fff7f, 0x3f803f80, mask_and_set(x, 0xff80ff80, 0x80008000));
+    }
+};
+// The bits of an e4m3 are those of a bf16 that is 2^120 times smaller: both steps are exact, subnormals too.
+struct RowsE4m3 {
+    static constexpr int BITS = 8;
+    static constexpr bool GROUPED = false;
+    __device__ static unsigned widen(unsigned pair, unsigned) {
+        const unsigned low = pair << 4 & 0xf0f0, high = (pair >> 4 & 0x0707) | (pair & 0x8080);
+        return fma_bf16(__byte_perm(low, high, 0x5140), 0x7b807b80, 0x80008000);
+    }
+};
+// A code n stands for n - 8: 128 + n is a bf16 with n in its mantissa. Times the group's scale it is rounded to bf16,
+// as weights are that are widened for a prompt.
+struct RowsInt4 {
+    static constexpr int BITS = 4;
+    static constexpr bool GROUPED = true;
+    __device__ static unsigned widen(unsigned pair, unsigned scale) {
+        const unsigned x = fma_bf16(mask_and_set(pair | pair << 12, 0x000f000f, 0x43004300), 0x3f803f80, 0xc308c308);
+        return fma_bf16(x, scale, 0x80008000);
+    }
+};
+
+// COLUMNS: rows of a in a tile.
+template <typename W, int COLUMNS_> struct RowsTile {
+    typedef W Weights;
+    static constexpr int COLUMNS = COLUMNS_, AT_ONCE = COLUMNS < 128 ? COLUMNS : 128, PARTS = COLUMNS / AT_ONCE;
+    static constexpr int STAGE_K = 128 * 8 / W::BITS, TURNS = STAGE_K / 64;  // of 64 elements of k
+    // on an SM: few bits pass through registers
+    static constexpr int BLOCKS = COLUMNS <= (W::BITS < 16 ? 64 : 128) ? 2 : 1;
+    static constexpr int A_BYTES = COLUMNS * 128, W_BYTES = ROWS_TILE * 128;
+    static constexpr int W_STAGES = COLUMNS == 64 ? 4 : BLOCKS == 2 ? 3 : 5;
+    static constexpr int A_STAGES = COLUMNS == 64 ? 5 : BLOCKS == 2 ? 3 : 4;
+    static constexpr int RING_BYTES = W_STAGES * W_BYTES + A_STAGES * A_BYTES;
+    static constexpr int SUM_BYTES = COLUMNS * ROWS_STRIDE * 4;
+    static constexpr int BYTES = TILE_ALIGNMENT + (RING_BYTES > SUM_BYTES ? RING_BYTES : SUM_BYTES);
+    // Few bits of many rows need more registers than there are for all: those who fetch give theirs, as a warpgroup.
+    static constexpr bool MOVES_REGISTERS = W::BITS < 16 && COLUMNS > 128;
+    static constexpr int THREADS = ROWS_MATH + (MOVES_REGISTERS ? WARPGROUP : 2 * WARP);
+    static_assert(BLOCKS * (BYTES + 2048) <= 232448, "shared memory");
+};
+struct RowsWork {
+    int rows, N, K, splits;
+    int row_scales, group_scales;  // few bits: a scale a row; bytes of a row's group scales
+    const void *scales;
+    const bf16 *bias;
+    bf16 *out;
+    float *logits;
+    int activates, gated;
+    MlpKind activation;
+};
+
+// The stages of a block: k is divided among the blocks of a cluster.
+struct RowsShare {
+    int first, end;  // in stages
+    template <typename T> __device__ static RowsShare of(const RowsWork &w, int part) {
+        const int stages = (w.K + T::STAGE_K - 1) / T::STAGE_K;
+        return {stages * part / w.splits, stages * (part + 1) / w.splits};
+    }
+};
+__device__ inline int cluster_rank(void) {
+    int rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+__device__ inline float4 cluster_load(unsigned from) {
+    float4 x;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(from)
+                 : "memory");
+    return x;
+}
+
+// ---- the warps that fetch
+
+template <typename T>
+__device__ inline void rows_fetch_weight(const CUtensorMap *map, const RowsWork &w, RowsShare share, int tile,
+                                         unsigned to, unsigned full, unsigned empty) {
+    RingPlace<T::W_STAGES> ring;
+    tensor_map_prefetch(map);
+    // SwiGLU: 64 rows of gate, then the same of up
+    const int first = w.gated ? tile * 64 : tile * ROWS_TILE, second = w.gated ? w.N / 2 + first : first + 64;
+    for (int s = share.first; s < share.end; s++, ring.next()) {
+        const unsigned barrier = full + 8 * ring.stage, at = to + ring.stage * T::W_BYTES;
+        mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+        mbarrier_arrive_expect(barrier, T::W_BYTES);
+        const int column = T::Weights::BITS == 16 ? s * 64 : s * 128;
+        box_load(at, map, barrier, column, 0, first, 0);
+        box_load(at + BOX_BYTES, map, barrier, column, 0, second, 0);
+    }
+}
+template <typename T>
+__device__ inline void rows_fetch_a(const CUtensorMap *map, const RowsWork &w, RowsShare share, unsigned to,
+                                    unsigned full, unsigned empty) {
+    RingPlace<T::A_STAGES> ring;
+    tensor_map_prefetch(map);
+    kernels_before_wait();
+    for (int k = share.first * T::STAGE_K; k < share.end * T::STAGE_K; k += 64, ring.next()) {
+        const unsigned barrier = full + 8 * ring.stage, at = to + ring.stage * T::A_BYTES;
+        mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+        mbarrier_arrive_expect(barrier, T::A_BYTES);
+        #pragma unroll
+        for (int i = 0; i < T::COLUMNS / BOX_ROWS; i++)
+            box_load(at + i * BOX_BYTES, map, barrier, k, 0, i * BOX_ROWS, 0);
+    }
+}
+
+// ---- a math warpgroup
+
+template <typename T> struct RowsMath {
+    typedef typename T::Weights W;
+    static constexpr bool REGISTERS = W::BITS < 16;  // the weight passes through them
+    unsigned w_tiles, w_full, w_empty, a_tiles, a_full, a_empty;
+    RingPlace<T::W_STAGES> ring;
+    RingPlace<T::A_STAGES> a_ring;
+    float acc[T::PARTS][T::AT_ONCE / 2];
+
+    __device__ static void release(unsigned barrier) {
+        if (threadIdx.x % WARP == 0) mbarrier_arrive(barrier);
+    }
+    // Of this thread's rows g and g + 8, the scales of both groups of a stage.
+    __device__ static void load_scales(unsigned (&scales)[2], const char *const (&from)[2], int stage) {
+        #pragma unroll
+        for (int h = 0; h < 2; h++) scales[h] = from[h] ? *(const unsigned *)(from[h] + 4 * stage) : 0;
+    }
+    // Codes of the first operand of 64 of k: of each 16 this thread's elements 2 t, 2 t + 1 of rows g and g + 8, then
+    // those that are 8 further.
+    __device__ static void load(unsigned (&codes)[4][4], unsigned tile, int turn) {
+        constexpr int PAIR = W::BITS / 4;  // bytes of two elements
+        const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4, g = lane / 4, t = lane % 4;
+        const unsigned row = tile + (warp * 16 + g) * 128 + t * PAIR;
+        #pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const int byte = (4 * turn + k) * 16 * W::BITS / 8;
+            const unsigned at = row + ((byte / 16 ^ g) * 16) + byte % 16;
+            #pragma unroll
+            for (int i = 0; i < 4; i++) codes[k][i] = load_pair(at + i % 2 * 8 * 128 + i / 2 * 4 * PAIR);
+        }
+    }
+    __device__ static unsigned load_pair(unsigned at) {
+        unsigned short x;
+        if constexpr (W::BITS == 8)
+            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(at) : "memory");
+        else
+            asm volatile("ld.shared.u8 %0, [%1];" : "=h"(x) : "r"(at) : "memory");
+        return x;
+    }
+    __device__ static void widen(unsigned (&x)[4][4], const unsigned (&codes)[4][4], const unsigned (&scales)[2],
+                                 int turn) {
+        const unsigned group = turn < 2 ? 0x1010 : 0x3232;
+        const unsigned both[2] = {__byte_perm(scales[0], 0, group), __byte_perm(scales[1], 0, group)};
+        #pragma unroll
+        for (int k = 0; k < 4; k++)
+            #pragma unroll
+            for (int i = 0; i < 4; i++) x[k][i] = W::widen(codes[k][i], both[i % 2]);
+    }
+    __device__ void multiply(const unsigned (&x)[4], unsigned w_tile, unsigned a_tile, int k, int add) {
+        #pragma unroll
+        for (int part = 0; part < T::PARTS; part++) {
+            const unsigned long long b = operand_k<BOX_ROWS>(a_tile + part * T::AT_ONCE * 128, k);
+            if constexpr (REGISTERS)
+                wgmma<T::AT_ONCE, 0>(acc[part], x, b, add);
+            else
+                wgmma<T::AT_ONCE, 0, 0>(acc[part], operand_k<BOX_ROWS>(w_tile, k), b, add);
+        }
+    }
+    // The products of 64 of k. first: they begin the sums.
+    __device__ void turn(const unsigned (&x)[4][4], unsigned w_tile, bool first) {
+        mbarrier_wait(a_full + 8 * a_ring.stage, a_ring.parity);
+        wgmma_fence();
+        #pragma unroll
+        for (int k = 0; k < 4; k++) multiply(x[k], w_tile, a_tiles + a_ring.stage * T::A_BYTES, k, !first || k > 0);
+        wgmma_commit();
+    }
+    // The weight as it lies in shared memory: the products of a turn run while the next one begins.
+    __device__ void run_shared(RowsShare share, int warpgroup) {
+        const unsigned none[4][4] = {};
+        unsigned a_last = 0, w_last = 0;
+        for (int s = share.first; s < share.end; s++) {
+            mbarrier_wait(w_full + 8 * ring.stage, ring.parity);
+            turn(none, w_tiles + ring.stage * T::W_BYTES + warpgroup * BOX_BYTES, s == share.first);
+            if (s > share.first) {
+                wgmma_wait<1>();
+                release(a_empty + 8 * a_last);
+                release(w_empty + 8 * w_last);
+            }
+            a_last = a_ring.stage;
+            w_last = ring.stage;
+            a_ring.next();
+            ring.next();
+        }
+    }
+    // Few bits: the codes of the next turn are loaded while the products of this one run.
+    __device__ void run_registers(const RowsWork &w, RowsShare share, int tile, int warpgroup) {
+        const int warp = threadIdx.x / WARP % 4, g = threadIdx.x % WARP / 4;
+        const char *from[2] = {};
+        unsigned scales[2] = {}, next[2] = {}, codes[4][4], x[4][4];
+        if constexpr (W::GROUPED) {
+            const int first = w.gated ? warpgroup * (w.N / 2) + tile * 64 : tile * ROWS_TILE + warpgroup * 64;
+            for (int h = 0; h < 2; h++) {
+                const int row = first + warp * 16 + g + 8 * h;
+                if (row < w.N) from[h] = (const char *)w.scales + (size_t)row * w.group_scales;
+            }
+            load_scales(next, from, share.first);
+        }
+        const auto tile_of = [&] { return w_tiles + ring.stage * T::W_BYTES + warpgroup * BOX_BYTES; };
+        mbarrier_wait(w_full + 8 * ring.stage, ring.parity);
+        load(codes, tile_of(), 0);
+        for (int s = share.first; s < share.end; s++) {
+            if constexpr (W::GROUPED) {
+                scales[0] = next[0];
+                scales[1] = next[1];
+                if (s + 1 < share.end) load_scales(next, from, s + 1);
+            }
+            #pragma unroll 1
+            for (int t = 0; t < T::TURNS; t++) {
+                widen(x, codes, scales, t);
+                turn(x, 0, s == share.first && t == 0);
+                if (t + 1 < T::TURNS)
+                    load(codes, tile_of(), t + 1);
+                else {
+                    __syncwarp();
+                    release(w_empty + 8 * ring.stage);
+                    ring.next();
+                    if (s + 1 < share.end) {
+                        mbarrier_wait(w_full + 8 * ring.stage, ring.parity);
+                        load(codes, tile_of(), 0);
+                    }
+                }
+                wgmma_wait<0>();
+                release(a_empty + 8 * a_ring.stage);
+                a_ring.next();
+            }
+        }
+    }
+    __device__ void run(const RowsWork &w, RowsShare share, int tile, int warpgroup) {
+        if constexpr (REGISTERS)
+            run_registers(w, share, tile, warpgroup);
+        else
+            run_shared(share, warpgroup);
+        wgmma_wait<0>();
+        #pragma unroll
+        for (int part = 0; part < T::PARTS; part++) wgmma_pin(acc[part]);
+    }
+    // sums (COLUMNS,ROWS_STRIDE)
+    __device__ void store(float *sums, int warpgroup) const {
+        const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
+        float *to = sums + lane % 4 * 2 * ROWS_STRIDE + warpgroup * 64 + warp * 16 + lane / 4;
+        #pragma unroll
+        for (int part = 0; part < T::PARTS; part++)
+            #pragma unroll
+            for (int i = 0; i < T::AT_ONCE / 2; i++)
+                to[(part * T::AT_ONCE + i / 4 * 8 + i % 2) * ROWS_STRIDE + i / 2 % 2 * 8] = acc[part][i];
+    }
+};
+
+// ---- where sums are finished
+
+// Four neighbouring columns of a row of the product, from column n on of the matrix, column f of the tile.
+__device__ inline void rows_sum(float (&x)[4], const RowsWork &w, unsigned sums, int row, int f, int n) {
+    const unsigned at = sums + (row * ROWS_STRIDE + f) * 4;
+    #pragma unroll
+    for (int k = 0; k < 4; k++) x[k] = 0;
+    for (int part = 0; part < w.splits; part++) {
+        const float4 y = cluster_load(w.splits > 1 ? cluster_address(at, part) : at);
+        x[0] = __fadd_rn(x[0], y.x);
+        x[1] = __fadd_rn(x[1], y.y);
+        x[2] = __fadd_rn(x[2], y.z);
+        x[3] = __fadd_rn(x[3], y.w);
+    }
+    #pragma unroll
+    for (int k = 0; k < 4; k++) {
+        if (w.row_scales) x[k] = __fmul_rn(x[k], ((const float *)w.scales)[n + k]);
+        if (w.bias) x[k] = __fadd_rn(x[k], (float)w.bias[n + k]);
+    }
+}
+template <typename T> __device__ inline void rows_finish(const RowsWork &w, unsigned sums, int tile, int part) {
+    const int columns = w.gated ? 64 : ROWS_TILE, width = w.gated ? w.N / 2 : w.N;
+    const int each = (w.rows + w.splits - 1) / w.splits, first = part * each, end = min(first + each, w.rows);
+    for (int i = first * columns / 4 + (int)threadIdx.x; i < end * columns / 4; i += ROWS_MATH) {
+        const int row = i / (columns / 4), f = i % (columns / 4) * 4, n = tile * columns + f;
+        float x[4], up[4] = {};
+        if (n >= width) continue;
+        rows_sum(x, w, sums, row, f, n);
+        if (w.gated) rows_sum(up, w, sums, row, 64 + f, width + n);
+        if (w.activates)
+            #pragma unroll
+            for (int k = 0; k < 4; k++) x[k] = activation_value(w.activation, x[k], up[k]);
+        const size_t at = (size_t)row * width + n;
+        if (w.logits)
+            *(float4 *)(w.logits + at) = make_float4(x[0], x[1], x[2], x[3]);
+        else
+            *(uint2 *)(w.out + at) = make_uint2(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]));
+    }
+}
+
+template <typename T>
+__device__ inline void rows_block(const CUtensorMap *a_map, const CUtensorMap *w_map, const RowsWork &w) {
+    __shared__ alignas(8) unsigned long long barriers[2 * (T::W_STAGES + T::A_STAGES)];
+    extern __shared__ int4 rows_shared[];
+    const unsigned base = shared_address_once(rows_shared),
+                   tiles = (base + TILE_ALIGNMENT - 1) / TILE_ALIGNMENT * TILE_ALIGNMENT;
+    const unsigned a_tiles = tiles + T::W_STAGES * T::W_BYTES;
+    const unsigned w_full = shared_address_once(barriers), w_empty = w_full + 8 * T::W_STAGES,
+                   a_full = w_empty + 8 * T::W_STAGES, a_empty = a_full + 8 * T::A_STAGES;
+    const int part = w.splits > 1 ? cluster_rank() : 0, tile = blockIdx.x / w.splits;
+    const RowsShare share = RowsShare::of<T>(w, part);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < T::W_STAGES; i++) {
+            mbarrier_init(w_full + 8 * i, 1);
+            mbarrier_init(w_empty + 8 * i, ROWS_MATH / WARP);
+        }
+        for (int i = 0; i < T::A_STAGES; i++) {
+            mbarrier_init(a_full + 8 * i, 1);
+            mbarrier_init(a_empty + 8 * i, ROWS_MATH / WARP);
+        }
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    kernels_behind_begin();
+    const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / WARP, 0), warpgroup = warp / 4;
+    float *sums = (float *)((char *)rows_shared + (tiles - base));
+    // A role ends with its block: in a cluster nobody leaves while others read its sums.
+    const auto meet = [&] {
+        if (w.splits > 1)
+            cluster_sync();
+        else
+            __syncthreads();
+    };
+    if (warpgroup < 2) {
+        if constexpr (T::MOVES_REGISTERS) registers_raise<240>();
+        RowsMath<T> math = {tiles, w_full, w_empty, a_tiles, a_full, a_empty};
+        math.run(w, share, tile, warpgroup);
+        named_barrier(1, ROWS_MATH);  // all stages are read: sums take their place
+        math.store(sums, warpgroup);
+        meet();
+        rows_finish<T>(w, tiles, tile, part);
+    } else {
+        if constexpr (T::MOVES_REGISTERS) registers_lower<24>();
+        if (warp == ROWS_MATH / WARP && elect_one())
+            rows_fetch_weight<T>(w_map, w, share, tile, tiles, w_full, w_empty);
+        if (warp == ROWS_MATH / WARP + 1 && elect_one()) rows_fetch_a<T>(a_map, w, share, a_tiles, a_full, a_empty);
+        __syncwarp();
+        meet();
+    }
+    if (w.splits > 1) cluster_sync();
+}
+template <typename T>
+__global__ void __launch_bounds__(T::THREADS, T::BLOCKS)
+    matmul_rows_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap weight,
+                       const __grid_constant__ RowsWork w) {
+    if constexpr (HOPPER_CODE)
+        rows_block<T>(&a, &weight, w);
+    else
+        __trap();
+}
+
+// ---- host
+
+static int rows_gated(const RowsProduct *p) { return p->activates && mlp_is_gated(p->activation); }
+static int rows_bits(const RowsProduct *p) { return p->w.format == WEIGHTS_FP32 ? 16 : quant_bits(p->w.format); }
+// Of a row of codes: as they lie on the device (kernels/lora.cuh).
+static int rows_bytes(const RowsProduct *p) { return (int)round_up(quant_row_bytes(p->w.format, p->K), 16); }
+static int rows_tiles(const RowsProduct *p) { return (int)ceil_div((size_t)p->N, ROWS_TILE); }
+// So many that each SM has a block, and each block some stages.
+static int rows_splits(const RowsProduct *p) {
+    const int stages = (int)ceil_div((size_t)p->K * (size_t)rows_bits(p), 1024);
+    int splits = 1;
+    if (matmul_rows_splits) return matmul_rows_splits;
+    while (splits < ROWS_SPLITS && 2 * splits * rows_tiles(p) <= device_attribute(cudaDevAttrMultiProcessorCount) &&
+           stages >= 8 * splits)
+        splits *= 2;
+    return splits;
+}
+template <typename T> static void rows_launch(const RowsProduct *p, cudaStream_t stream) {
+    static int prepared;
+    const int splits = rows_splits(p), gated = rows_gated(p);
+    if (!prepared) {
+        cudaCheck(cudaFuncSetAttribute(matmul_rows_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, T::BYTES));
+        prepared = 1;
+    }
+    const RowsWork w = {p->rows,
+                        p->N,
+                        p->K,
+                        splits,
+                        quant_has_row_scale(p->w.format),
+                        (int)quant_scale_bytes(p->w.format, p->K),
+                        p->w.scales,
+                        p->bias,
+                        p->out,
+                        p->logits,
+                        p->activates,
+                        gated,
+                        p->activation};
+    const CUtensorMap a = tensor_map<bf16>(p->a, 1, p->rows, 1, p->K);
+    const CUtensorMap weight = T::Weights::BITS == 16 ? tensor_map<bf16>(p->w.weight, 1, p->N, 1, p->K)
+                                                      : tensor_map<uint8_t>(p->w.weight, 1, p->N, 1, rows_bytes(p));
+    launch_early(matmul_rows_kernel<T>, dim3((unsigned)(rows_tiles(p) * splits)), T::THREADS, T::BYTES, splits, stream,
+                 a, weight, w);
+}
+template <typename W> static void rows_launch_width(const RowsProduct *p, cudaStream_t stream) {
+    if (p->rows <= 64)
+        rows_launch<RowsTile<W, 64>>(p, stream);
+    else if (p->rows <= 128)
+        rows_launch<RowsTile<W, 128>>(p, stream);
+    else
+        rows_launch<RowsTile<W, 256>>(p, stream);
+}
+int matmul_rows_here(void) {
+    static int here = -1;
+    if (here < 0) here = has_hopper_code(matmul_rows_kernel<RowsTile<RowsBf16, 64>>);
+    return here;
+}
+int matmul_rows_fits(const RowsProduct *p) {
+    return matmul_rows_here() && p->K % 8 == 0 && p->N % 4 == 0 && (!rows_gated(p) || p->N % 128 == 0);
+}
+void matmul_rows(const RowsProduct *p, cudaStream_t stream) {
+    assert(p->rows >= 1 && p->rows <= MATMUL_ROWS && matmul_rows_fits(p) && !p->out != !p->logits);
+    switch (p->w.format) {
+    case WEIGHTS_FP32: rows_launch_width<RowsBf16>(p, stream); break;
+    case WEIGHTS_INT8: rows_launch_width<RowsInt8>(p, stream); break;
+    case WEIGHTS_FP8: rows_launch_width<RowsE4m3>(p, stream); break;
+    case WEIGHTS_INT4: rows_launch_width<RowsInt4>(p, stream); break;
+    default: unhandled(p->w.format);
+    }
+}
+#endif

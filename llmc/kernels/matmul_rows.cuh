@@ -1,0 +1,48 @@
+// Products of up to 256 rows with a matrix that is read once, as a step of generation of many sequences has them:
+//   out (rows,N) = a (rows,K) weight (N,K)^T + bias
+//   ACTIVATION: f(x) of that; SwiGLU: x has gate, then up, and out N / 2 columns
+// The weight is bf16 or in few bits (quant.h), which are widened to bf16 in registers in front of the tensor cores.
+//
+// Its rows are what fills a tile, 128 of them, and the rows of a are the tile's columns: 64, 128 or 256. Where there
+// are fewer tiles than SMs have room for, a cluster of blocks divides k. Each block's sums then lie in its shared
+// memory, and every block adds up some rows over all of them, in the order of k. How k is divided follows from N and K
+// alone, so a row's bits do not depend on the rows beside it nor on their number.
+//
+// It begins while the kernel before it runs: weights are on their way before its rows are there. So the weight must be
+// older than that kernel.
+//
+// Ladder: dev/cuda/matmul_rows.cu. Not supported: fp32; GPUs other than sm_90a (matmul_rows_here); rows of a or of the
+// weight that are no multiple of 16 bytes; SwiGLU with N / 2 no multiple of 64.
+#ifndef LLMC_MATMUL_ROWS_CUH
+#define LLMC_MATMUL_ROWS_CUH
+
+#include "../config.h"
+#include "../cuda/common.cuh"
+#include "../quant.h"
+
+enum { MATMUL_ROWS = 256, ROWS_TILE = 128, ROWS_SPLITS = 4 };
+
+// A matrix as it is kept.
+typedef struct RowsWeight {
+    WeightFormat format;          // WEIGHTS_FP32: floatX
+    const void *weight, *scales;  // of few bits: codes in rows of 16 bytes (kernels/lora.cuh), and quant.h's scales
+} RowsWeight;
+typedef struct {
+    int rows, N, K;
+    RowsWeight w;
+    const floatX *a;
+    const floatX *bias;  // (N) or NULL
+    floatX *out;         // or
+    float *logits;       // in fp32
+    int activates;
+    MlpKind activation;
+} RowsProduct;
+
+extern int matmul_rows_splits;  // for the ladder: blocks that divide k; 0: chosen
+// Whether this GPU has the kernel.
+int matmul_rows_here(void);
+// Whether it has these sizes. Sizes, format and activation of p alone are read.
+int matmul_rows_fits(const RowsProduct *p);
+void matmul_rows(const RowsProduct *p, cudaStream_t stream);
+
+#endif
