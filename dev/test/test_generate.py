@@ -589,6 +589,18 @@ def test_what_the_server_says(runs):
     assert "served 14 requests" in server.process.stderr.read().decode()
 
 
+def test_requests_that_are_cancelled_while_they_wait(runs):
+    """The last, one in the middle and the first of those that wait; the others have their turns, also behind them."""
+    server = Server(1, "-e", runs / "big")
+    for _ in range(2):  # the second time after nothing was left
+        requests = [{"id": id, "prompt": "int ", "max_tokens": 9, "seed": i} for i, id in enumerate("abcdef")]
+        cancelled = [{"id": id, "cancel": True} for id in "fdb"]
+        server.send(*requests, *cancelled, {"id": "g", "prompt": "int ", "max_tokens": 9})
+        ends = [(e["id"], e["reason"] == "cancelled") for e in server.until_ended(7) if e["event"] == "end"]
+        assert ends == [*((id, True) for id in "fdb"), *((id, False) for id in "aceg")]
+    assert not server.close()
+
+
 def test_more_logprobs_than_tokens():
     """Without a tokenizer a text is the ids."""
     server = Server(1, "-e", "d1,channels=32,vocab=5,seq=16")

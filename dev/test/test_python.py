@@ -482,6 +482,16 @@ def equal(a, b):
     return all(np.array_equal(x, y) for x, y in [*arrays, (a.ended, b.ended)])
 
 
+def test_many_sequences_that_wait(start):
+    """What is done for a step does not grow with those that wait for their turn."""
+    t, n = start("d1,channels=16,heads=1,vocab=32,seq=16", batch_size=2, seq_len=8), 100_000
+    few = t.generate([[1]], n=100, max_tokens=2, seed=3)
+    begin = time.time()
+    many = t.generate([[1]], n=n, max_tokens=2, seed=3)
+    assert time.time() - begin < 10  # it takes one second, and 20 if each step looks at all
+    assert all(map(np.array_equal, few[0], many[0])) and len(many[0]) == n and set(map(len, many[0])) == {1, 2}
+
+
 @pytest.mark.parametrize("model", ["gpt2", "llama3", "qwen3"])
 def test_generated_tokens(start, tmp_path, model):
     t = start(model, output=tmp_path)

@@ -60,8 +60,9 @@ typedef struct {
     EngineHear *hear;
     void *caller;
     // private
-    Sequence *first;         // of those that have not ended, in the order of engine_add
-    int count;               // of those
+    Sequence *first, *last;  // of those that have not ended, in the order of engine_add
+    Sequence *waits;         // the first that has no slot; none behind it has one
+    int count;               // of those that have not ended
     char used[DECODE_ROWS];  // slots
     struct {
         Sequence *of[DECODE_ROWS];  // the sequence of each row; NULL: its token is dropped
@@ -72,20 +73,22 @@ typedef struct {
 } Engine;
 
 static void engine_add(Engine *e, Sequence *s) {
-    Sequence **last = &e->first;
-    while (*last) last = &(*last)->next;
     assert(s->count > 0 && s->count < s->most);
     s->prompt = s->count;
     s->slot = -1;
     s->ahead = s->proposed = 0;
     s->next = NULL;
-    *last = s;
+    *(e->last ? &e->last->next : &e->first) = s;
+    e->last = s;
+    if (!e->waits) e->waits = s;
     e->count++;
 }
 static void engine_end(Engine *e, Sequence *s, SequenceEnd end) {
-    Sequence **at = &e->first;
-    while (*at != s) at = &(*at)->next;
-    *at = s->next;
+    Sequence *before = NULL;
+    for (Sequence *at = e->first; at != s; at = at->next) before = at;
+    *(before ? &before->next : &e->first) = s->next;
+    if (e->last == s) e->last = before;
+    if (e->waits == s) e->waits = s->next;
     e->count--;
     if (s->slot >= 0) e->used[s->slot] = 0;
     for (int i = 0; i < e->queued; i++)
@@ -123,8 +126,7 @@ static void engine_prompt(Engine *e, Sequence *s) {
 }
 static void engine_join(Engine *e) {
     int slot = 0;
-    for (Sequence *s = e->first; s; s = s->next) {
-        if (s->slot >= 0) continue;
+    for (Sequence *s; (s = e->waits); e->waits = s->next) {
         while (slot < e->slots && e->used[slot]) slot++;
         if (slot == e->slots) return;
         e->used[slot] = 1;
@@ -163,14 +165,13 @@ static int engine_proposals(Engine *e, Sequence *s) {
 // The draft draws token after token. First it runs on the tokens that it has not had: the last one, or, if all its
 // proposals were accepted, the last two.
 static void engine_propose(Engine *e) {
-    for (Sequence *s = e->first; s; s = s->next)
-        if (s->slot >= 0) s->proposed = engine_proposals(e, s);
+    for (Sequence *s = e->first; s != e->waits; s = s->next) s->proposed = engine_proposals(e, s);
     for (int k = 0; k < e->drafted; k++) {
         DecodeRow rows[DECODE_ROWS];
         Drawn drawn[DECODE_ROWS];
         int *to[DECODE_ROWS], n = 0;
-        for (Sequence *s = e->first; s; s = s->next) {
-            if (s->slot < 0 || k >= s->proposed) continue;
+        for (Sequence *s = e->first; s != e->waits; s = s->next) {
+            if (k >= s->proposed) continue;
             for (int at = s->begin + model_length(e->draft, s->slot); at < s->count + k; at++) {
                 rows[n] = engine_row(s, s->tokens[at]);
                 to[n++] = s->tokens + s->count + k;  // the last row of a sequence counts
@@ -186,8 +187,8 @@ static void engine_propose(Engine *e) {
 static void engine_queue(Engine *e) {
     DecodeRow rows[DECODE_ROWS];
     int n = 0;
-    for (Sequence *s = e->first; s; s = s->next) {
-        if (s->slot < 0 || s->count + s->ahead >= s->most) continue;
+    for (Sequence *s = e->first; s != e->waits; s = s->next) {
+        if (s->count + s->ahead >= s->most) continue;
         int full = model_length(e->m, s->slot) == e->window;
         if (full && s->ahead) continue;  // it first has to know its last token
         if (full) engine_prompt(e, s);
