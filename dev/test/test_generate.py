@@ -733,8 +733,8 @@ def test_random_requests_on_ranks():
     ]
     said = [launcher.run([*command, *more], timeout=300) for more in ([], ["--draft"], ["--", "--weights", "int8"])]
     assert not any(done.returncode for done in said), said
-    told = [re.search(r"(\d{4}) tokens on 3 ranks .*; all answers: (\w+)$", done.stdout).groups() for done in said]
-    assert told[0] == told[1] and told[1][1] != told[2][1]
+    told = [re.search(r"\d{4} tokens on 3 ranks .*; all answers: (\w+)$", done.stdout)[1] for done in said]
+    assert told[0] == told[1] != told[2]  # how many tokens a cancelled one gets is chance
 
 
 # ---- on a terminal
