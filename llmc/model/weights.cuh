@@ -14,8 +14,8 @@
 //
 // "After an update": in the first forward pass after it, which is told by p->quantises_weights. "In each pass": forward
 // and backward make it anew, block by block. zero_get (zero.cuh) is the get of a unit; the others are made here.
-// Embedding, norms and biases are floatX always. --offload moves no weights. A step of generation is one kernel, which
-// reads weights as they are kept (kernels/decode_stream.cuh); with --lora, in a run of calls, all blocks' merged.
+// Embedding, norms and biases are floatX always. --offload moves no weights. A step of generation
+// reads weights as they are kept (decoder.cuh); with --lora, in a run of calls, all blocks' merged.
 #ifndef LLMC_WEIGHTS_CUH
 #define LLMC_WEIGHTS_CUH
 
