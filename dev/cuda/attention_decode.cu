@@ -56,7 +56,7 @@ static void set_rows(KvCache *d, const KvPlace *places, int rows) {
 static void check_shape(int S, int room, int NH, int NKV, int HD, int fp8) {
     ladder_case("S=%d room=%d NH=%d NKV=%d HD=%d%s", S, room, NH, NKV, HD, fp8 ? " in e4m3" : "");
     cudaStream_t stream = ladder.gpu.compute;
-    const size_t width = (size_t)(NH + 2 * NKV) * HD, cache = (size_t)S * NKV * room * HD;
+    const size_t width = (size_t)(NH + 2 * NKV) * HD;
     float *out = host_new<float>((size_t)S * room * NH * HD);
     KvPlace *places = host_new<KvPlace>((size_t)S * room);
     const WeightFormat format = fp8 ? WEIGHTS_FP8 : WEIGHTS_FP32;

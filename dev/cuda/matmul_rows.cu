@@ -2,29 +2,10 @@
 // for all formats of the matrix, rows and sizes; a row's bits alone and among others. Speed as share of copy speed, on
 // the layers of Llama-3-8B and Llama-3.2-1B. Build and run: make bench, or see dev/cuda/common.cuh.
 #include <vector>
-#include "common.cuh"
-#include "../../llmc/kernels/lora.cuh"
+#include "few_bits.cuh"
 #include "../../llmc/kernels/matmul_rows.cuh"
 #include "../../llmc/kernels/activation_policy.cuh"
 
-static QuantMatrix upload_weight(WeightFormat format, int rows, int cols, float *w) {
-    QuantMatrix q = {format, rows, cols, NULL, NULL};
-    if (format == WEIGHTS_FP32) {
-        q.codes = (uint8_t *)upload<floatX>(w, (size_t)rows * cols);
-        return q;
-    }
-    const size_t of_row = quantised_row_bytes(&q), of_scales = quant_scale_bytes(format, cols);
-    uint8_t *codes = host_new<uint8_t>(rows * of_row), *scales = host_new<uint8_t>(rows * of_scales);
-    for (int i = 0; i < rows; i++) {
-        quant_row(format, codes + i * of_row, scales + i * of_scales, w + (size_t)i * cols, cols);
-        quant_widen(format, w + (size_t)i * cols, codes + i * of_row, scales + i * of_scales, cols);
-    }
-    q.codes = device_new<uint8_t>(rows * of_row);
-    q.scales = device_new<uint8_t>(rows * of_scales);
-    cudaCheck(cudaMemcpy(q.codes, codes, rows * of_row, cudaMemcpyHostToDevice));
-    cudaCheck(cudaMemcpy(q.scales, scales, rows * of_scales, cudaMemcpyHostToDevice));
-    return q;
-}
 static float activated(MlpKind kind, float x, float up) {
     switch (kind) {
     case MLP_GELU: return x / (1 + expf(-2 * 0.79788456080286535588f * (x + 0.044715f * x * x * x)));
@@ -127,19 +108,6 @@ int main(int argc, char **argv) {
             }
             if (f != WEIGHTS_INT4) check_product(f, 20, 144, 96, 0, MLP_GELU, 0);
         }
-    if (ladder.variants)
-        for (WeightFormat f : {WEIGHTS_FP32, WEIGHTS_INT8})
-            for (int rows : {64, 256})
-                for (matmul_rows_splits = 1; matmul_rows_splits <= 8; matmul_rows_splits *= 2) {
-                    printf("splits %d\n", matmul_rows_splits);
-                    bench_product("8B qkv", f, rows, 6144, 4096, 0);
-                    bench_product("8B proj", f, rows, 4096, 4096, 0);
-                    bench_product("8B fcproj", f, rows, 4096, 14336, 0);
-                    bench_product("1B qkv", f, rows, 3072, 2048, 0);
-                    bench_product("1B proj", f, rows, 2048, 2048, 0);
-                    bench_product("1B fcproj", f, rows, 2048, 8192, 0);
-                }
-    matmul_rows_splits = 0;
     if (ladder.bench)
         for (WeightFormat f : formats)
             for (int rows : {8, 64, 128, 256}) {

@@ -3,7 +3,6 @@
 // at a time. Source: PTX ISA (wgmma with its first operand in registers, TMA, distributed shared memory).
 #include "matmul_rows.cuh"
 
-int matmul_rows_splits;
 #ifdef PRECISION_FP32
 int matmul_rows_here(void) { return 0; }
 int matmul_rows_fits(const RowsProduct *) { return 0; }
@@ -401,7 +400,6 @@ static int rows_tiles(const RowsProduct *p) { return (int)ceil_div((size_t)p->N,
 static int rows_splits(const RowsProduct *p) {
     const int stages = (int)ceil_div((size_t)p->K * (size_t)rows_bits(p), 1024);
     int splits = 1;
-    if (matmul_rows_splits) return matmul_rows_splits;
     while (splits < ROWS_SPLITS && 2 * splits * rows_tiles(p) <= device_attribute(cudaDevAttrMultiProcessorCount) &&
            stages >= 8 * splits)
         splits *= 2;

@@ -38,7 +38,6 @@ typedef struct {
     MlpKind activation;
 } RowsProduct;
 
-extern int matmul_rows_splits;  // for the ladder: blocks that divide k; 0: chosen
 // Whether this GPU has the kernel.
 int matmul_rows_here(void);
 // Whether it has these sizes. Sizes, format and activation of p alone are read.
