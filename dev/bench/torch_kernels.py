@@ -121,6 +121,12 @@ def bias_gradient(s, compiled):
     return lambda: dout.sum(0)
 
 
+@peer(r"matmul_rows product", "PyTorch in bf16, no activation")
+def product_of_rows(s, compiled):
+    a, weight = normal(s.rows, s.K), normal(s.N, s.K)
+    return lambda: F.linear(a, weight)
+
+
 @peer(r"activation gelu (forward|backward)(?: in place| with slopes)?")
 def gelu(s, compiled, way):
     x, dout = normal(s.N, s.F), normal(s.N, s.F)

@@ -74,7 +74,7 @@ static void check_product(WeightFormat format, int rows, int N, int K, int activ
                    "%d of the rows have other bits", few);
     }
 }
-static void bench_product(const char *name, WeightFormat format, int rows, int N, int K, int gated) {
+static void bench_product(const char *name, WeightFormat format, int rows, int N, int K, int gated) try {
     ladder_case("%s, %s, rows=%d N=%d K=%d", name, format == WEIGHTS_FP32 ? "bf16" : weight_format_names[format], rows,
                 N, K);
     QuantMatrix q = {format, N, K, NULL, NULL};
@@ -89,6 +89,8 @@ static void bench_product(const char *name, WeightFormat format, int rows, int N
     p.activation = MLP_SWIGLU;
     const double bytes = (double)N * (double)(of_row + of_scales) + 2.0 * rows * (K + (gated ? N / 2 : N));
     bench("product", bytes, 2.0 * rows * N * K, [&] { matmul_rows(&p, ladder.gpu.compute); });
+} catch (const NoRoom &no) {
+    ladder_skip(no);
 }
 int main(int argc, char **argv) {
     ladder_open("matmul_rows", argc, argv);

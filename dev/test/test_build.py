@@ -85,6 +85,7 @@ C_ROOMS = ("llmc", "llmc/data", "llmc/files", "llmc/talk", "llmc/run", "llmc/cpu
 SHARED_BY_KERNELS = {
     "absmax.cuh": "the largest value of a tensor, which the kernel that writes it leaves for fp8",
     "kv_cache.cuh": "how keys and values are kept, which all of attention while text is generated reads",
+    "decode_attention.cuh": "attention over the cache, for few rows and for many",
     "bias.cuh": "the sum of columns, of whatever is a layer's gradient",
     "activation_policy.cuh": "an activation's formulas, which matmuls apply, too",
     "adamw.cuh": "what an optimiser rounds stochastically, and the scalars of a step",

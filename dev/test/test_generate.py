@@ -423,7 +423,7 @@ def test_a_draft_changes_no_token(runs, temperature, more):
 def test_drafts_that_are_refused(runs, tmp_path):
     options = ["-e", runs / "big", "--generate", "--draft"]
     assert "is no folder" in run(*options, tmp_path / "none", status=1)
-    assert "more than the 64 rows of a step" in run(*options, runs / "small", "--serve", 13, status=1)
+    assert "more than the 256 rows of a step" in run(*options, runs / "small", "--serve", 52, status=1)
     assert "--debug kv-cache=1" in run(*options, runs / "small", "--debug", "kv-cache=0", status=1)
     run(
         *("-e", "d1,channels=48,vocab=300,seq=64", "-i", runs / "train.bin", "-b", 1, "-t", 16, "-x", 1, "-v", 0),

@@ -256,7 +256,7 @@ CLASSIFIER = ("forward only", "forward and dlogits", "forward and dlogits, softc
 KERNELS = (
     [(f"attention {path} {way}", HEADS) for path in ("wgmma", "mma.sync") for way in ("forward", "backward")]
     + [("attention wgmma backward, rotated", HEADS), ("attention_decode one token", HEADS | {"S": 2})]
-    + [("matmul dbias", dict(N=8, C=8, OC=16))]
+    + [("matmul dbias", dict(N=8, C=8, OC=16)), ("matmul_rows product", dict(rows=8, N=16, K=8))]
     + [
         (f"activation {what}", dict(N=8, F=16))
         for what in (
