@@ -24,7 +24,7 @@
 #define LLMC_OPTIONS(SECTION, STR, ONE, INT, FLT) \
     SECTION("input and output", LISTED) \
     STR(train_data, "i", '*', "dev/data/tinyshakespeare/tiny_shakespeare_train.bin", \
-        "token shards to train on: a file or a quoted glob") \
+        "token shards: a file, a quoted glob, or a mixture 'a/*.bin:0.7,b/*.bin:0.3'") \
     STR(val_data, "j", '*', "auto", \
         "token shards of the validation loss, for --patience and --debug overfit, too (auto: --train-data with val " \
         "for train, if that exists; '': none)") \

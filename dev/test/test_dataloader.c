@@ -1,4 +1,5 @@
-// Tests of llmc/data/dataloader.h: order, positions, ranks, big and many shards, and every refusal.
+// Tests of llmc/data/dataloader.h: order, positions, ranks, big and many shards, mixtures, and every
+// refusal.
 #include "llmc/data/dataloader.h"
 
 #include "dev/test/check.h"
@@ -93,7 +94,7 @@ static void test_order(void) {
     int64_t epoch, row;
     dataloader_position(&d, &epoch, &row);
     check(epoch == 5 && row == 0, "position after 60 rows of 12 is epoch 5, row 0");
-    dataloader_reset(&d);
+    dataloader_seek(&d, 0, 0);
     dataloader_next(&d);
     check(row_is(&d, 0, 0), "reset goes back to the first row");
     dataloader_close(&d);
@@ -194,8 +195,8 @@ static void test_read_ahead(void) {
             dataloader_seek(&e, 2, 7);
         }
         if (i == 40) {
-            dataloader_reset(&d);
-            dataloader_reset(&e);
+            dataloader_seek(&d, 0, 0);
+            dataloader_seek(&e, 0, 0);
         }
         dataloader_next(&d);
         dataloader_next(&e);
@@ -544,6 +545,186 @@ static void test_packing_is_tight(void) {
     packing_free(&p);
 }
 
+// ---- mixtures
+
+// Any first n rows have n times its share of each set, to less than one row; any 1,000 rows thousandths exactly, and
+// those of two sets to one row. Counted with whole numbers.
+static void check_shares(const char *text, double most_in_window) {
+    enum { ROWS_SEEN = 12000, WINDOW = 1000 };
+    static int64_t count[ROWS_SEEN + 1][MOST_SETS];
+    Mixture m;
+    int64_t of_set, most_off = 0, most_in = 0;
+    int ok = 1;
+    mixture_open(&m, text);
+    memset(count, 0, sizeof count);
+    for (int n = 0; n < ROWS_SEEN; n++) {
+        const int set = mixture_next(&m, &of_set);
+        ok &= of_set == count[n][set];
+        for (int i = 0; i < m.count; i++) count[n + 1][i] = count[n][i] + (i == set);
+    }
+    for (int n = 0; n <= ROWS_SEEN; n++)
+        for (int i = 0; i < m.count; i++) {
+            const int64_t off = llabs(count[n][i] * m.total - n * m.shares[i]);
+            const int64_t before = n < WINDOW ? 0 : count[n - WINDOW][i];
+            const int64_t in = n < WINDOW ? 0 : llabs((count[n][i] - before) * m.total - WINDOW * m.shares[i]);
+            if (off > most_off) most_off = off;
+            if (in > most_in) most_in = in;
+        }
+    const double bound = m.count > 1 ? 1 - 1.0 / (2 * m.count - 2) : 0;
+    check(ok && most_off <= bound * m.total + 1e-6 && most_in <= most_in_window * m.total,
+          "%.40s: shares after any rows to %.3f of a row, in any %d rows to %.3f", text, most_off / (double)m.total,
+          WINDOW, most_in / (double)m.total);
+    mixture_close(&m);
+}
+static void test_shares(void) {
+    char many[MOST_SETS * 16] = "";
+    check_shares("alone", 0);
+    check_shares("a:0.7,b:0.3", 0);
+    check_shares("a:0.5,b:0.3,c:0.2", 0);
+    check_shares("a:0.985,b:0.001,c:0.007,d:0.007", 0);
+    check_shares("a:1,b:1,c:1", 1);
+    check_shares("a:0.12345,b:0.7", 1);
+    check_shares("a:0.99999,b:0.00001", 1);
+    check_shares("a:61,b:59,c:7,d:5,e:2", 2);
+    for (int i = 0; i < MOST_SETS; i++) APPEND(many, "%ss%d:%d", i ? "," : "", i, 1 + i * i % 97);
+    check_shares(many, 2);
+}
+// A row's set does not depend on where one begins to read.
+static void test_places_in_a_mixture(void) {
+    enum { ROWS_SEEN = 3000 };
+    int sets[ROWS_SEEN], ok = 1;
+    int64_t of_set[ROWS_SEEN], row;
+    Mixture m;
+    mixture_open(&m, "a:0.31,b:0.44,c:0.2,d:0.04");
+    for (int n = 0; n < ROWS_SEEN; n++) sets[n] = mixture_next(&m, &of_set[n]);
+    for (uint64_t i = 0; i < 2000; i++) {
+        const int n = (int)(rand_u64(8, 0, i) % ROWS_SEEN);
+        mixture_seek(&m, n);
+        ok &= mixture_next(&m, &row) == sets[n] && row == of_set[n];
+    }
+    mixture_seek(&m, 99000ll * 100000000 + 1234);
+    ok &= mixture_next(&m, &row) == sets[1234] && m.taken[2] >= 20000ll * 100000000;
+    check(ok && m.total == 99000, "the set of a row is that of its number, far away, too");
+    mixture_close(&m);
+}
+// What a text names: "pattern=share ..." with shares of their sum.
+static void check_sets(const char *text, const char *expected) {
+    Mixture m;
+    char found[512] = "";
+    mixture_open(&m, text);
+    for (int i = 0; i < m.count; i++)
+        APPEND(found, "%s%s=%g", i ? " " : "", m.patterns[i], m.shares[i] / (double)m.total);
+    check(!strcmp(found, expected), "'%s' names %s", text, found);
+    mixture_close(&m);
+}
+static void test_names_of_sets(void) {
+    char text[300], expected[300];
+    check_sets("a/*.bin", "a/*.bin=1");
+    check_sets("a/*.bin,b/*.bin", "a/*.bin,b/*.bin=1");
+    check_sets("a/*.bin:0.7,b/*.bin:0.3", "a/*.bin=0.7 b/*.bin=0.3");
+    check_sets("a:b:25,c:75", "a:b=0.25 c=0.75");
+    write_good("odd:0.7,even:0.3", 9, 0);
+    snprintf(expected, sizeof expected, "%s=1", in_folder("odd:0.7,even:0.3"));
+    check_sets(in_folder("odd:0.7,even:0.3"), expected);
+    snprintf(text, sizeof text, "%s", in_folder("sets.mix"));
+    check_sets(text, strcat(strcpy(expected, text), "=1"));
+    FILE *f = fopen_or_die(text, "w", ".");
+    fputs("# a comment: 0.5\n\na/*.bin:0.75\r\n#b:3\nfolder with blanks/a,b.bin:0.25", f);
+    fclose(f);
+    check_sets(text, "a/*.bin=0.75 folder with blanks/a,b.bin=0.25");
+    mkdir(in_folder("shards.mix"), 0700);
+    write_good("shards.mix/x.bin", 9, 0);
+    snprintf(text, sizeof text, "%s", in_folder("shards.mix/*.bin"));
+    check_sets(text, strcat(strcpy(expected, text), "=1"));
+}
+// Two sets of three shards and of one. Tokens say which set a row is from: 3000 and more are of the second.
+static const char *two_sets(void) {
+    static char text[512];
+    snprintf(text, sizeof text, "%s:0.7,%s:0.3", in_folder("abc_train_*.bin"), in_folder("second.bin"));
+    return text;
+}
+enum { MIXED_STEPS = 50, MIXED_ROWS = 8 };
+// Steps of 8 rows on some ranks. From step `from` on; the loader comes there by a saved place if it is not 0.
+static void collect_mixed(int B, int world, int micro_steps, int from, int *out /*[MIXED_STEPS][MIXED_ROWS][4]*/) {
+    for (int rank = 0; rank < world; rank++) {
+        DataLoader d;
+        int64_t epoch, row;
+        open_plain(&d, two_sets(), B, 4, rank, world, 1, 99, 0);
+        dataloader_seek(&d, 0, from * MIXED_ROWS);
+        dataloader_position(&d, &epoch, &row);
+        dataloader_seek(&d, epoch, row);
+        for (int step = from; step < MIXED_STEPS; step++)
+            for (int m = 0; m < micro_steps; m++) {
+                dataloader_next(&d);
+                if (step % 3) dataloader_read_ahead(&d);
+                memcpy(out + (step * MIXED_ROWS + (m * world + rank) * B) * 4, d.inputs, B * 4 * sizeof(int));
+            }
+        dataloader_close(&d);
+    }
+}
+static void test_mixed_rows(void) {
+    enum { ALL = MIXED_STEPS * MIXED_ROWS };
+    static const int ways[][3] = {{8, 1, 1}, {4, 2, 1}, {2, 4, 1}, {1, 4, 2}, {2, 1, 4}};
+    static int a[ALL * 4], b[ALL * 4];
+    int ok = 1, same = 1, second = 0;
+    write_good("second.bin", 22, 3000);
+    collect_mixed(8, 1, 1, 0, a);
+    DataLoader sets[2];
+    open_plain(&sets[0], in_folder("abc_train_*.bin"), 1, 4, 0, 1, 1, 99, 0);
+    open_plain(&sets[1], in_folder("second.bin"), 1, 4, 0, 1, 1, 99, 0);
+    for (int i = 0; i < ALL; i++) {
+        const int of_second = a[4 * i] >= 3000;
+        dataloader_next(&sets[of_second]);
+        same &= !memcmp(sets[of_second].inputs, a + 4 * i, 4 * sizeof(int));
+        second += of_second;
+        ok &= abs(10 * second - 3 * (i + 1)) <= 5;
+    }
+    check(ok && second == 3 * ALL / 10, "three of ten rows are of the second set, to half a row at any place");
+    check(same && sets[0].next > 20 * ROWS && sets[1].next > 20 * 5,
+          "each set has the order that it has alone, epoch after epoch");
+    for (int i = 0; i < 2; i++) dataloader_close(&sets[i]);
+    for (int i = 0; i < COUNT_OF(ways); i++)
+        for (int from = 0; from < 40; from += 13) {
+            memset(b, -1, sizeof b);
+            collect_mixed(ways[i][0], ways[i][1], ways[i][2], from, b);
+            const size_t at = from * MIXED_ROWS * 4;
+            check(!memcmp(a + at, b + at, sizeof a - at * sizeof *a),
+                  "the same rows from step %d on, %d ranks with %d micro-steps of %d", from, ways[i][1], ways[i][2],
+                  ways[i][0]);
+        }
+}
+// Packed documents of two sets, and one set alone after the other, as validation reads them.
+static void test_mixed_documents(void) {
+    const RowKind cut = {PACK_CUT, 1};
+    DataLoader d, alone[2];
+    char text[512];
+    int ok = 1;
+    snprintf(text, sizeof text, "%s:0.6,%s:0.4", in_folder("short.bin"), in_folder("long.bin"));
+    dataloader_open(&d, text, 1, ROW, cut, 0, 1, 1, 5, 0);
+    open_documents(&alone[0], "short.bin", 1, cut, 0, 1);
+    open_documents(&alone[1], "long.bin", 1, cut, 0, 1);
+    check(d.rows_per_epoch == 5 + 8 && d.num_shards == 2 && d.cut_documents == 3 && d.sets[1].rows == 8,
+          "a mixture counts what its sets have together");
+    for (int i = 0; i < 100; i++) {
+        dataloader_next(&d);
+        DataLoader *of = &alone[i % 5 % 2 == 1];  // 0 1 0 1 0
+        dataloader_next(of);
+        ok &= !memcmp(d.inputs, of->inputs, ROW * sizeof(int)) && !memcmp(d.targets, of->targets, ROW * sizeof(int));
+    }
+    for (int i = 0; i < 60; i++) {
+        const int set = i / 20 % 2;
+        if (i % 20 == 0) dataloader_begin_set(&d, set);
+        if (i % 20 == 0) dataloader_seek(&alone[set], 0, 0);
+        dataloader_next(&d);
+        if (i % 3) dataloader_read_ahead(&d);
+        dataloader_next(&alone[set]);
+        ok &= !memcmp(d.inputs, alone[set].inputs, ROW * sizeof(int));
+    }
+    check(ok, "packed rows of a mixture, and those of one of its sets, are those of the sets alone");
+    dataloader_close(&d);
+    for (int i = 0; i < 2; i++) dataloader_close(&alone[i]);
+}
+
 // ---- what is refused
 
 static void open_pattern(const char *name, int B, int T, int vocab_size) {
@@ -700,8 +881,64 @@ static void shrunk(void *unused) {
     for (int i = 0; i < 6; i++) dataloader_next(&d);
 }
 
+static void open_mixture(const char *format, const char *a, const char *b) {
+    char text[1024];
+    DataLoader d;
+    snprintf(text, sizeof text, format, a, b);
+    open_plain(&d, text, 1, 4, 0, 1, 0, 1, 0);
+}
+#define BAD_MIXTURE(name, format) \
+    static void name(void *unused) { \
+        (void)unused; \
+        open_mixture(format, in_folder("good.bin"), in_folder("other_good.bin")); \
+    }
+BAD_MIXTURE(share_of_0, "%s:0,%s:1")
+BAD_MIXTURE(negative_share, "%s:1,%s:-0.5")
+BAD_MIXTURE(share_is_a_word, "%s:half,%s:0.5")
+BAD_MIXTURE(share_is_nan, "%s:nan,%s:0.5")
+BAD_MIXTURE(share_is_infinite, "%s:inf,%s:0.5")
+BAD_MIXTURE(share_too_small, "%s:0.000001,%s:0.5")
+BAD_MIXTURE(share_too_fine, "%s:0.123456,%s:0.5")
+BAD_MIXTURE(no_share, "%s:0.5,%s")
+BAD_MIXTURE(two_commas, "%s:0.5,,%s:0.5")
+BAD_MIXTURE(share_too_large, "%s:101,%s:0.5")
+BAD_MIXTURE(set_without_files, "%s:0.5,%s/*.bin:0.5")
+static void other_tokenizer(void *unused) {
+    (void)unused;
+    write_shard("words.bin", SHARD_MAGIC_16, 1, 32, 32, 0, 50257);
+    open_mixture("%s:0.5,%s:0.5", in_folder("good.bin"), in_folder("words.bin"));
+}
+static void other_width(void *unused) {
+    (void)unused;
+    open_mixture("%s:0.5,%s:0.5", in_folder("good.bin"), in_folder("wide.bin"));
+}
+static void text_and_conversations(void *unused) {
+    (void)unused;
+    const RowKind cut = {PACK_CUT, 1};
+    DataLoader d;
+    char text[512];
+    snprintf(text, sizeof text, "%s:0.5,%s:0.5", in_folder("talk.bin"), in_folder("talk_wide.bin"));
+    dataloader_open(&d, text, 1, ROW, cut, 0, 1, 1, 5, 0);
+}
+static void too_many_sets(void *unused) {
+    (void)unused;
+    char text[8000] = "";
+    Mixture m;
+    for (int i = 0; i < 1000; i++) APPEND(text, "%ss%d:1", i ? "," : "", i);
+    mixture_open(&m, text);
+}
+static void empty_mix(void *unused) {
+    (void)unused;
+    Mixture m;
+    FILE *f = fopen_or_die(in_folder("empty.mix"), "w", ".");
+    fputs("# nothing\n", f);
+    fclose(f);
+    mixture_open(&m, in_folder("empty.mix"));
+}
+
 static void test_refusals(void) {
     write_good("good.bin", 32, 0);
+    write_good("other_good.bin", 32, 0);
     #define REFUSES(f, words) check_refused(#f ": " words, f, NULL, words)
     REFUSES(no_match, "no file matches '");
     REFUSES(no_match, "nothing_*.bin'");
@@ -734,6 +971,24 @@ static void test_refusals(void) {
     REFUSES(long_document, "--pack cut");
     REFUSES(cut_conversations, "talk.bin' holds conversations: rows cannot be cut from it");
     REFUSES(two_kinds, "were made with different tokenizers, or one of them of conversations");
+    REFUSES(share_of_0, "good.bin:0' names no shards, and no set with its share");
+    REFUSES(share_of_0, "a/*.bin:0.7,b/*.bin:0.3");
+    REFUSES(negative_share, "other_good.bin:-0.5' names no shards, and no set");
+    REFUSES(share_is_a_word, "good.bin:half' names no shards");
+    REFUSES(share_is_nan, "and no set with its share");
+    REFUSES(share_is_infinite, "and no set with its share");
+    REFUSES(share_too_small, "at most 5 decimals");
+    REFUSES(share_too_fine, "at most 5 decimals");
+    REFUSES(no_share, "other_good.bin' names no shards, and no set with its share");
+    REFUSES(two_commas, "'' names no shards");
+    REFUSES(share_too_large, "up to 100");
+    REFUSES(set_without_files, "no file matches '");
+    REFUSES(other_tokenizer, "words.bin' and '");
+    REFUSES(other_tokenizer, "were made with different tokenizers");
+    REFUSES(other_width, "were made with different tokenizers");
+    REFUSES(text_and_conversations, "or one of them of conversations");
+    REFUSES(too_many_sets, "a mixture of more than 64 sets");
+    REFUSES(empty_mix, "empty.mix' names no shards, and no set with its share");
     REFUSES(shrunk, "holds other tokens than at the start of this run");
 }
 
@@ -757,6 +1012,11 @@ int main(void) {
     test_conversations();
     test_padding();
     test_packing_is_tight();
+    test_shares();
+    test_places_in_a_mixture();
+    test_names_of_sets();
+    test_mixed_rows();
+    test_mixed_documents();
     test_refusals();
     char command[96];
     snprintf(command, sizeof command, "rm -rf '%s'", folder);

@@ -16,10 +16,15 @@
 // packed into rows: each token but a document's first is a target once, and so is the end-of-text that follows it. What
 // is left of a row is padding, end-of-text with targets of -1, which are not learned. In a shard of conversations
 // targets are -1 as well where a token is not learned, and where a document ends. One epoch visits every row
-// of every shard once: shards in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, epoch), shard), the rows of one
-// shard in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, (epoch << 24) + shard + 1), row). A call of
+// of every shard once: shards of a set in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, epoch), shard), the rows of
+// one shard in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, (epoch << 24) + shard + 1), row). A call of
 // dataloader_next takes the next world * B rows. Rank k takes those from k * B on, so a step's tokens depend on the
-// global batch alone. An epoch may end inside a step. One shard is open at a time, and at most one batch is read ahead.
+// global batch alone. An epoch may end inside a step. Of each set one shard is open at a time, and at most one batch is
+// read ahead.
+//
+// `pattern` may name a mixture of sets (mixture.h), whose shards must be of one kind. Each set comes in the order that
+// it has alone, and begins its next epoch when it has run out. (epoch, row) counts epochs of as many rows as all sets
+// have.
 //
 // A shard is identified by a hash of up to 64 KiB of it (shard_hash), which the handshake and a resumed run compare.
 // The hash is checked again when the shard is opened, and when the file was written to while open: no batch of a
@@ -27,9 +32,9 @@
 #ifndef LLMC_DATALOADER_H
 #define LLMC_DATALOADER_H
 
-#include <glob.h>
 #include <pthread.h>
 
+#include "mixture.h"
 #include "packing.h"
 #include "../rand.h"
 #include "tokenizer.h"
@@ -50,7 +55,7 @@ typedef struct {
 } RowKind;
 typedef struct {
     char *path;
-    int64_t tokens, rows;
+    int64_t bytes, tokens, rows;
     uint64_t hash;
 } Shard;
 typedef struct {
@@ -58,10 +63,28 @@ typedef struct {
     int64_t index;
 } ShuffleKey;
 
+// Some shards, whose rows come epoch after epoch.
+typedef struct {
+    int num_shards;
+    Shard *shards;
+    int64_t rows;  // of an epoch
+    // the place
+    int64_t order_epoch;      // the epoch of shard_order, -1: none yet
+    ShuffleKey *shard_order;  // [num_shards]
+    int64_t *slot_begin;      // [num_shards + 1] first row of the epoch in the i-th shard of the order
+    int slot;
+    int open_shard, fd;        // -1: none
+    struct timespec modified;  // when the open shard was last written to
+    Packing packing;           // of the open shard
+    ShuffleKey *row_order;     // rows of the open shard, if shuffled
+} DataSet;
+
 typedef struct DataLoader {
     int B, T;
     int *inputs, *targets;  // (B,T) each, in one buffer
-    // what the shards say
+    Mixture mixture;
+    DataSet *sets;  // [mixture.count]
+    // what the shards of all sets say
     int num_shards;
     int64_t num_tokens, rows_per_epoch;
     int vocab_size;  // 0: not said
@@ -70,22 +93,15 @@ typedef struct DataLoader {
     int eot;
     int64_t cut_documents;  // longer than a row
     // private
-    RowKind kind;     // never auto once the first shard is open
-    int marked;       // shards of conversations
-    Packing packing;  // of the open shard
+    RowKind kind;   // never auto once the first shard is open
+    int marked;     // shards of conversations
+    DataSet *only;  // rows come from this set alone; NULL: from all
     Shard *shards;
     int32_t header[HEADER_WORDS];  // of the first shard
     int token_bytes, rank, world, shuffle, check_vocab;
     uint64_t seed;
-    int64_t next;             // rows of all epochs and ranks before the next call's
-    int64_t order_epoch;      // the epoch of shard_order, -1: none yet
-    ShuffleKey *shard_order;  // [num_shards]
-    int64_t *slot_begin;      // [num_shards + 1] first row of the epoch in the i-th shard of the order
-    int slot;
-    int open_shard, fd;        // -1: none
-    struct timespec modified;  // when the open shard was last written to
-    ShuffleKey *row_order;     // rows of the open shard, if shuffled
-    void *raw;                 // tokens as they are in the file: T + 1, or those of a block
+    int64_t next;  // rows of all epochs and ranks before the next call's
+    void *raw;     // tokens as they are in the file: T + 1, or those of a block
     // read ahead: while `reading` all of the above but `next` belongs to the thread
     pthread_t thread;
     int reading;
@@ -113,21 +129,6 @@ static void fill_order(ShuffleKey *order, int64_t n, int shuffle, uint64_t seed,
     }
     if (shuffle) qsort(order, n, sizeof *order, compare_keys);
 }
-// glob(), sorted. The name of an existing file means that file, whatever characters it has, and so do the names of
-// folders in front of a pattern.
-static int find_files(const char *pattern, glob_t *found) {
-    char *escaped = new_array(char, 2 * strlen(pattern) + 1), *to = escaped, *slash = strcpy(escaped, pattern);
-    while (slash && !file_exists(escaped))
-        if ((slash = strrchr(escaped, '/'))) *slash = 0;
-    const char *literal = pattern + (slash ? strlen(escaped) : 0);
-    for (const char *from = pattern; *from; *to++ = *from++)
-        if (from < literal && strchr("\\*?[{~", *from)) *to++ = '\\';
-    *to = 0;
-    int status = glob(escaped, GLOB_TILDE | GLOB_BRACE, NULL, found);
-    free(escaped);
-    return status;
-}
-
 // Tells a shard from another one of the same name and size: FNV-1a of 16 blocks of 4 KiB at equal distances. The first
 // begins with the header, the last ends with the file. A file of up to 64 KiB is read whole.
 static uint64_t shard_hash(int fd, int64_t bytes, const char *path) {
@@ -144,26 +145,27 @@ static uint64_t shard_hash(int fd, int64_t bytes, const char *path) {
     return fnv1a(FNV1A, samples, SHARD_SAMPLES * block);
 }
 // The open shard must be the file that was there at the start.
-static void shard_require_same(DataLoader *d) {
-    const Shard *s = &d->shards[d->open_shard];
-    int64_t bytes = HEADER_BYTES + s->tokens * d->token_bytes;
+static void shard_require_same(DataSet *set) {
+    const Shard *s = &set->shards[set->open_shard];
     struct stat now;
-    require(fstat(d->fd, &now) == 0 && now.st_size == bytes && shard_hash(d->fd, bytes, s->path) == s->hash,
+    require(fstat(set->fd, &now) == 0 && now.st_size == s->bytes && shard_hash(set->fd, s->bytes, s->path) == s->hash,
             "'%s' holds other tokens than at the start of this run\n"
             "leave shards alone while a run reads them; bring this one back and resume, or start anew",
             s->path);
-    d->modified = now.st_mtim;
+    set->modified = now.st_mtim;
 }
 // After reading: nothing may be used that was written since the last check.
-static void shard_require_unchanged(DataLoader *d) {
+static void shard_require_unchanged(DataSet *set) {
     struct stat now;
-    if (fstat(d->fd, &now) != 0 || memcmp(&now.st_mtim, &d->modified, sizeof now.st_mtim) != 0) shard_require_same(d);
+    if (set->open_shard < 0) return;
+    if (fstat(set->fd, &now) != 0 || memcmp(&now.st_mtim, &set->modified, sizeof now.st_mtim) != 0)
+        shard_require_same(set);
 }
-static void shard_leave(DataLoader *d) {
-    if (d->open_shard < 0) return;
-    shard_require_unchanged(d);
-    close(d->fd);
-    d->open_shard = d->fd = -1;
+static void shard_leave(DataSet *set) {
+    if (set->open_shard < 0) return;
+    shard_require_unchanged(set);
+    close(set->fd);
+    set->open_shard = set->fd = -1;
 }
 
 // ---- documents
@@ -232,7 +234,7 @@ static void shard_first(DataLoader *d, const Shard *s, const int32_t *h) {
             s->path);
 }
 // Checks one shard. All must have the tokenizer of the first.
-static void shard_open(DataLoader *d, Shard *s) {
+static void shard_open(DataLoader *d, Shard *s, Packing *packing) {
     #define SHARD_REQUIRE(ok, what, ...) require(ok, "'%s' " what, s->path, __VA_ARGS__)
     int64_t bytes;
     int32_t h[HEADER_WORDS];
@@ -269,13 +271,42 @@ static void shard_open(DataLoader *d, Shard *s) {
                   "and '%s' were made with different tokenizers, or one of them of conversations\n"
                   "name shards of one kind only",
                   d->shards[0].path);
+    s->bytes = bytes;
     s->tokens = h[2];
     s->hash = shard_hash(fd, bytes, s->path);
-    if (d->kind.pack) d->cut_documents += shard_pack(d, s, fd, &d->packing);
-    s->rows = d->kind.pack ? d->packing.num_rows : (s->tokens - 1) / d->T;
+    if (d->kind.pack) d->cut_documents += shard_pack(d, s, fd, packing);
+    s->rows = d->kind.pack ? packing->num_rows : (s->tokens - 1) / d->T;
     close(fd);
 }
 
+// Appends the files of a pattern to the shards, in the order of their names. Returns their number.
+static int find_shards(DataLoader *d, const char *pattern) {
+    glob_t found;
+    int status = find_files(pattern, &found);
+    require(status == 0 || status == GLOB_NOMATCH, "cannot list '%s': %s\ncheck the folder", pattern, strerror(errno));
+    require(status == 0 && found.gl_pathc > 0, "no file matches '%s'\n" DATA_HINT, pattern);
+    require(found.gl_pathc < (1 << 24) - 1, "%zu files match '%s': too many\nmake larger shards", found.gl_pathc,
+            pattern);
+    const int n = (int)found.gl_pathc;
+    grow_array(d->shards, d->num_shards + (size_t)n);
+    Shard *added = d->shards + d->num_shards;
+    for (int i = 0; i < n; i++) require((added[i].path = strdup(found.gl_pathv[i])), "out of memory\nuse fewer shards");
+    globfree(&found);
+    qsort(added, n, sizeof(Shard), compare_paths);
+    d->num_shards += n;
+    return n;
+}
+static void set_open(DataLoader *d, DataSet *set) {
+    for (int i = 0; i < set->num_shards; i++) {
+        shard_open(d, &set->shards[i], &set->packing);
+        d->num_tokens += set->shards[i].tokens;
+        set->rows += set->shards[i].rows;
+    }
+    set->shard_order = new_array(ShuffleKey, set->num_shards);
+    set->slot_begin = new_array(int64_t, set->num_shards + 1);
+    set->order_epoch = set->open_shard = set->fd = -1;
+    d->rows_per_epoch += set->rows;
+}
 // Stops with a message if anything is wrong with any shard. vocab_size > 0: every token id must be below it.
 static void dataloader_open(DataLoader *d, const char *pattern, int B, int T, RowKind kind, int rank, int world,
                             int shuffle, uint64_t seed, int vocab_size) {
@@ -292,24 +323,15 @@ static void dataloader_open(DataLoader *d, const char *pattern, int B, int T, Ro
     d->shuffle = shuffle;
     d->seed = seed;
     d->check_vocab = vocab_size;
-    glob_t found;
-    int status = find_files(pattern, &found);
-    require(status == 0 || status == GLOB_NOMATCH, "cannot list '%s': %s\ncheck the folder", pattern, strerror(errno));
-    require(status == 0 && found.gl_pathc > 0, "no file matches '%s'\n" DATA_HINT, pattern);
-    require(found.gl_pathc < (1 << 24) - 1, "%zu files match '%s': too many\nmake larger shards", found.gl_pathc,
-            pattern);
-    size_t n = found.gl_pathc, most = kind.pack && T < SCAN_TOKENS ? SCAN_TOKENS : T + 1;
-    d->num_shards = n;
-    d->raw = malloc_or_die(most * sizeof(uint32_t));
-    d->shards = new_array(Shard, n);
-    for (size_t i = 0; i < n; i++)
-        require((d->shards[i].path = strdup(found.gl_pathv[i])), "out of memory\nuse fewer shards");
-    globfree(&found);
-    qsort(d->shards, n, sizeof(Shard), compare_paths);
-    for (size_t i = 0; i < n; i++) {
-        shard_open(d, &d->shards[i]);
-        d->num_tokens += d->shards[i].tokens;
-        d->rows_per_epoch += d->shards[i].rows;
+    mixture_open(&d->mixture, pattern);
+    const int count = d->mixture.count;
+    d->sets = new_zeros(DataSet, count);
+    for (int i = 0; i < count; i++) d->sets[i].num_shards = find_shards(d, d->mixture.patterns[i]);
+    d->raw = malloc_or_die((kind.pack && T < SCAN_TOKENS ? SCAN_TOKENS : T + 1) * sizeof(uint32_t));
+    Shard *first = d->shards;
+    for (int i = 0; i < count; first += d->sets[i++].num_shards) {
+        d->sets[i].shards = first;
+        set_open(d, &d->sets[i]);
     }
     d->vocab_size = d->header[3];
     d->tokenizer = (TokenizerKind)d->header[4];
@@ -321,9 +343,6 @@ static void dataloader_open(DataLoader *d, const char *pattern, int B, int T, Ro
     d->inputs = new_array(int, 2 * tokens);
     d->targets = d->inputs + tokens;
     d->ahead = new_array(int, 2 * tokens);
-    d->shard_order = new_array(ShuffleKey, n);
-    d->slot_begin = new_array(int64_t, n + 1);
-    d->order_epoch = d->open_shard = d->fd = -1;
     d->ahead_next = -1;
 }
 // The vocabulary that the first shard names; 0: none. dataloader_open says what is wrong with it.
@@ -331,7 +350,7 @@ static int shards_vocabulary(const char *pattern) {
     glob_t found;
     int32_t h[HEADER_WORDS] = {0};
     int64_t bytes;
-    if (find_files(pattern, &found)) return 0;
+    if (find_files(first_pattern(pattern).text, &found)) return 0;
     close(open_with_header(found.gl_pathv[0], "a token shard", DATA_HINT, h, &bytes));
     globfree(&found);
     return h[0] == SHARD_MAGIC_16 || h[0] == SHARD_MAGIC_32 ? h[3] : 0;
@@ -343,45 +362,45 @@ static double dataloader_padding(const DataLoader *d) {
 }
 
 // Turns (epoch, row of the epoch) into (open shard, row of the shard). Rows come in rising order but for a seek.
-static int64_t dataloader_locate(DataLoader *d, int64_t epoch, int64_t row) {
-    if (epoch != d->order_epoch) {
-        fill_order(d->shard_order, d->num_shards, d->shuffle, d->seed, epoch);
-        d->slot_begin[0] = 0;
-        for (int i = 0; i < d->num_shards; i++)
-            d->slot_begin[i + 1] = d->slot_begin[i] + d->shards[d->shard_order[i].index].rows;
-        d->order_epoch = epoch;
-        d->slot = 0;
-        shard_leave(d);
+static int64_t set_locate(DataLoader *d, DataSet *set, int64_t epoch, int64_t row) {
+    if (epoch != set->order_epoch) {
+        fill_order(set->shard_order, set->num_shards, d->shuffle, d->seed, epoch);
+        set->slot_begin[0] = 0;
+        for (int i = 0; i < set->num_shards; i++)
+            set->slot_begin[i + 1] = set->slot_begin[i] + set->shards[set->shard_order[i].index].rows;
+        set->order_epoch = epoch;
+        set->slot = 0;
+        shard_leave(set);
     }
-    if (row < d->slot_begin[d->slot]) d->slot = 0;
-    while (row >= d->slot_begin[d->slot + 1]) d->slot++;
-    int index = (int)d->shard_order[d->slot].index;
-    const Shard *s = &d->shards[index];
-    if (index != d->open_shard) {
+    if (row < set->slot_begin[set->slot]) set->slot = 0;
+    while (row >= set->slot_begin[set->slot + 1]) set->slot++;
+    int index = (int)set->shard_order[set->slot].index;
+    const Shard *s = &set->shards[index];
+    if (index != set->open_shard) {
         int64_t bytes;
-        shard_leave(d);
-        d->fd = open_data_file(s->path, DATA_HINT, &bytes);
-        d->open_shard = index;
-        shard_require_same(d);
-        if (d->kind.pack) shard_pack(d, s, d->fd, &d->packing);
+        shard_leave(set);
+        set->fd = open_data_file(s->path, DATA_HINT, &bytes);
+        set->open_shard = index;
+        shard_require_same(set);
+        if (d->kind.pack) shard_pack(d, s, set->fd, &set->packing);
         if (d->shuffle) {
-            free(d->row_order);
-            d->row_order = new_array(ShuffleKey, s->rows);
-            fill_order(d->row_order, s->rows, 1, d->seed, ((uint64_t)epoch << 24) + index + 1);
+            free(set->row_order);
+            set->row_order = new_array(ShuffleKey, s->rows);
+            fill_order(set->row_order, s->rows, 1, d->seed, ((uint64_t)epoch << 24) + index + 1);
         }
     }
-    int64_t at = row - d->slot_begin[d->slot];
-    return d->shuffle ? d->row_order[at].index : at;
+    int64_t at = row - set->slot_begin[set->slot];
+    return d->shuffle ? set->row_order[at].index : at;
 }
 
 // A piece of the open shard as inputs and targets.
-static void dataloader_read_piece(DataLoader *d, Piece piece, int *inputs, int *targets) {
-    const Shard *s = &d->shards[d->open_shard];
+static void set_read_piece(DataLoader *d, const DataSet *set, Piece piece, int *inputs, int *targets) {
+    const Shard *s = &set->shards[set->open_shard];
     const int check = d->check_vocab ? d->check_vocab : d->vocab_size, n = piece.length;
     const int follows = piece.begin + (int64_t)n < s->tokens;  // else the text ends with the shard
     const uint32_t limit = check ? check : INT32_MAX;
     const size_t token_bytes = d->token_bytes;
-    pread_or_die(d->fd, d->raw, (n + follows) * token_bytes, HEADER_BYTES + piece.begin * token_bytes, s->path);
+    pread_or_die(set->fd, d->raw, (n + follows) * token_bytes, HEADER_BYTES + piece.begin * token_bytes, s->path);
     for (int t = 0; t < n + follows; t++) {
         const uint32_t token = raw_token(d, t), id = d->marked ? token & TOKEN_ID : token;
         const int begins = begins_document(d, token), marked = d->kind.marks && ((d->kind.pack && t == 0) || begins);
@@ -396,14 +415,15 @@ static void dataloader_read_piece(DataLoader *d, Piece piece, int *inputs, int *
     if (!follows) targets[n - 1] = d->marked ? -1 : d->eot;
 }
 // Row `r` of the open shard as T inputs and T targets.
-static void dataloader_read_row(DataLoader *d, int64_t r, int *inputs, int *targets) {
+static void set_read_row(DataLoader *d, const DataSet *set, int64_t r, int *inputs, int *targets) {
     const Piece cut = {(int)(r * d->T), d->T};
+    const Packing *p = &set->packing;
     const int pack = d->kind.pack != PACK_NO, padding = d->kind.marks ? ~d->eot : d->eot;
-    const Piece *pieces = pack ? d->packing.pieces + d->packing.row_begin[r] : &cut;
-    const int64_t count = pack ? d->packing.row_begin[r + 1] - d->packing.row_begin[r] : 1;
+    const Piece *pieces = pack ? p->pieces + p->row_begin[r] : &cut;
+    const int64_t count = pack ? p->row_begin[r + 1] - p->row_begin[r] : 1;
     int used = 0;
     for (int64_t i = 0; i < count; used += pieces[i++].length)
-        dataloader_read_piece(d, pieces[i], inputs + used, targets + used);
+        set_read_piece(d, set, pieces[i], inputs + used, targets + used);
     for (; used < d->T; used++) {
         inputs[used] = padding;
         targets[used] = -1;
@@ -413,12 +433,15 @@ static void dataloader_read_row(DataLoader *d, int64_t r, int *inputs, int *targ
 // Reads this rank's B rows of the call that begins at row `next`. The only function that touches the disk after open.
 static void dataloader_read_batch(DataLoader *d, int64_t next, int *inputs) {
     int *targets = inputs + d->B * d->T;
+    next += (int64_t)d->rank * d->B;
+    if (!d->only) mixture_seek(&d->mixture, next);
     for (int b = 0; b < d->B; b++) {
-        int64_t at = next + (int64_t)d->rank * d->B + b;
-        int64_t r = dataloader_locate(d, at / d->rows_per_epoch, at % d->rows_per_epoch);
-        dataloader_read_row(d, r, inputs + b * d->T, targets + b * d->T);
+        int64_t row = next + b;
+        DataSet *set = d->only ? d->only : &d->sets[mixture_next(&d->mixture, &row)];
+        int64_t r = set_locate(d, set, row / set->rows, row % set->rows);
+        set_read_row(d, set, r, inputs + b * d->T, targets + b * d->T);
     }
-    shard_require_unchanged(d);
+    for (int i = 0; i < d->mixture.count; i++) shard_require_unchanged(&d->sets[i]);
 }
 
 static void *dataloader_thread(void *loader) {
@@ -461,13 +484,26 @@ static void dataloader_next(DataLoader *d) {
     }
     d->next += (int64_t)d->world * d->B;
 }
-static void dataloader_reset(DataLoader *d) { dataloader_seek(d, 0, 0); }  // to the first row of the first epoch
+// From now on rows come from one set alone, from its first row.
+static void dataloader_begin_set(DataLoader *d, int set) {
+    dataloader_wait(d);
+    d->ahead_next = -1;
+    d->only = &d->sets[set];
+    d->next = 0;
+}
 static void dataloader_close(DataLoader *d) {
     dataloader_wait(d);
     for (int i = 0; i < d->num_shards; i++) free(d->shards[i].path);
-    if (d->fd >= 0) close(d->fd);
-    packing_free(&d->packing);
-    void *const owned[] = {d->inputs, d->ahead, d->shards, d->raw, d->shard_order, d->slot_begin, d->row_order};
+    for (int i = 0; i < d->mixture.count; i++) {
+        DataSet *set = &d->sets[i];
+        if (set->fd >= 0) close(set->fd);
+        packing_free(&set->packing);
+        free(set->shard_order);
+        free(set->slot_begin);
+        free(set->row_order);
+    }
+    mixture_close(&d->mixture);
+    void *const owned[] = {d->inputs, d->ahead, d->shards, d->sets, d->raw};
     for (int i = 0; i < COUNT_OF(owned); i++) free(owned[i]);
     memset(d, 0, sizeof *d);
 }

@@ -89,7 +89,7 @@ static void evaluation_open(Evaluation *e, Options *o, const Comm *comm, int voc
                 e->sets[i].name, e->has_val ? "the validation data" : "another");
 }
 static void evaluation_close(Evaluation *e) {
-    if (e->has_val) dataloader_close(&e->val);
+    dataloader_close(&e->val);
     for (int i = 0; i < e->num_sets; i++) eval_close(&e->sets[i]);
     free(e->sets);
     memset(e, 0, sizeof *e);
@@ -102,10 +102,14 @@ static void evaluation_print(const Evaluation *e) {
         putchar('\n');
     }
 }
-// Files for the handshake: all ranks must have the same. Both return their number.
+// Files for the handshake: all ranks must have the same. Both return their number. The shares of a
+// mixture count as one.
 static int list_shards(const DataLoader *d, DataFile *files) {
-    for (int i = 0; i < d->num_shards; i++) files[i] = (DataFile){file_name(d->shards[i].path), d->shards[i].hash};
-    return d->num_shards;
+    const Mixture *m = &d->mixture;
+    int n = d->num_shards;
+    for (int i = 0; i < n; i++) files[i] = (DataFile){file_name(d->shards[i].path), d->shards[i].hash};
+    if (m->count > 1) files[n++] = (DataFile){"shares", fnv1a(FNV1A, m->shares, sizeof m->shares)};
+    return n;
 }
 static int list_sets(const Evaluation *e, DataFile *files) {
     for (int i = 0; i < e->num_sets; i++) {
@@ -146,17 +150,16 @@ static void evaluation_end(Evaluation *e, Model *m) {
 
 // ---- validation set
 
-// Over the first sequences of the validation set, divided among ranks. Every learned token counts once, at any batch
-// size. Bits
-// per byte of text (end-of-text has no bytes) compare models with different tokenizers.
-static ValScore validation_score(Evaluation *e, Model *m, const Tokenizer *tokenizer) {
+// Over the first sequences of a validation set, divided among ranks. Every learned token counts once, at any batch
+// size.
+static ValScore validation_score(Evaluation *e, Model *m, const Tokenizer *tokenizer, int set) {
     const Comm *dp = &facts_of(m).mesh->dp;
     int B = e->B, T = e->T, step = B * dp->world;
-    int64_t rows = e->val.rows_per_epoch, bytes = 0, learned = 0;
+    int64_t rows = e->val.sets[set].rows, bytes = 0, learned = 0;
     if (e->val_batches > 0 && e->val_batches * step < rows) rows = e->val_batches * step;
     float *losses = new_array(float, (B * (size_t)T));
     double sum = 0;
-    dataloader_reset(&e->val);
+    dataloader_begin_set(&e->val, set);
     for (int64_t row = 0; row < rows && evaluation_goes_on(e, m, MEET_ON); row += step) {
         // The last batch may continue in the next epoch.
         int64_t left = rows - row - (int64_t)dp->rank * B, counted = (left < B ? left : B) * T;
@@ -179,6 +182,15 @@ static ValScore validation_score(Evaluation *e, Model *m, const Tokenizer *token
             rows);
     const ValScore r = {total / tokens, text > 0 ? total / log(2) / text : NAN};
     return r;
+}
+// Of a set, or (name NULL) of all. Bits per byte of text (end-of-text has no bytes) compare models with different
+// tokenizers.
+static void report_val(Logger *logger, const char *name, long long step, long long tokens, ValScore v, double begin) {
+    printf("eval %6lld | %s loss %.4f", step, name ? name : "val", v.loss);
+    if (!isnan(v.bpb)) printf(" | %.4f bits/byte", v.bpb);
+    printf(" | %.1f s\n", now_seconds() - begin);
+    logger_event(logger, name ? "eval_set" : "eval", step, "name %s loss %g bpb %f tokens %lld", name, v.loss, v.bpb,
+                 tokens);
 }
 
 // ---- multiple choice
@@ -266,16 +278,18 @@ static ChoiceScore choice_score(Evaluation *e, const EvalSet *s, Model *m) {
 // ended. Returns the validation loss, the same on all ranks; NaN: there is none.
 static double evaluate(Evaluation *e, Model *m, const Tokenizer *tokenizer, Logger *log, long long step,
                        long long tokens) {
-    double begin = now_seconds(), loss = NAN;
-    if (e->has_val) {
-        const ValScore v = validation_score(e, m, tokenizer);
+    const Mixture *val = &e->val.mixture;
+    double begin = now_seconds();
+    ValScore mean = {e->has_val ? 0 : NAN, 0};
+    for (int i = 0; i < val->count; i++) {
+        const ValScore v = validation_score(e, m, tokenizer, i);
+        const double share = val->shares[i] / (double)val->total;
         if (e->stopped) return NAN;
-        loss = v.loss;
-        printf("eval %6lld | val loss %.4f", step, v.loss);
-        if (!isnan(v.bpb)) printf(" | %.4f bits/byte", v.bpb);
-        printf(" | %.1f s\n", now_seconds() - begin);
-        logger_event(log, "eval", step, "loss %g bpb %f tokens %lld", v.loss, v.bpb, tokens);
+        mean.loss += share * v.loss;
+        mean.bpb += share * v.bpb;
+        if (val->count > 1) report_val(log, val->patterns[i], step, tokens, v, begin);
     }
+    if (e->has_val) report_val(log, NULL, step, tokens, mean, begin);
     for (int i = 0; i < e->num_sets; i++) {
         const EvalSet *s = &e->sets[i];
         begin = now_seconds();
@@ -287,7 +301,7 @@ static double evaluate(Evaluation *e, Model *m, const Tokenizer *tokenizer, Logg
         logger_event(log, "eval_choice", step, "name %s acc %g acc_norm %g acc_char %f loss %g count %d tokens %lld",
                      s->name, c.acc, c.acc_norm, c.acc_char, c.loss, s->num_examples, tokens);
     }
-    return loss;
+    return mean.loss;
 }
 
 #endif

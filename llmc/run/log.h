@@ -1,8 +1,8 @@
 // What a run shows: on the console a line for each step, overwritten on a terminal; in the output folder main.jsonl
 // for dev/plot.py (evaluate.jsonl of runs that only evaluate).
-// Each JSON line is an event, written at once: start (options, config, git, device, ...), step, eval, eval_choice,
-// sample, checkpoint, checkpoint_failed, end. A log that the folder already has is continued. What does not fit a full
-// disk is kept in memory and written when there is room again.
+// Each JSON line is an event, written at once: start (options, config, git, device, ...), step, eval, eval_set,
+// eval_choice, epoch, set, sample, checkpoint, checkpoint_failed, end. A log that the folder already has is continued.
+// What does not fit a full disk is kept in memory and written when there is room again.
 #ifndef LLMC_LOGGER_H
 #define LLMC_LOGGER_H
 

@@ -111,6 +111,7 @@ static int train_step(Trainer *t, double *clock) {
     if (counted) report_fp8(t);
     dataloader_position(&t->train, &t->state.epoch, &t->state.row);
     end_step(t, &r, clock);
+    report_sets(t, t->train.next, 0);
     return 0;
 }
 
@@ -155,6 +156,7 @@ static void write_done_file(const Trainer *t) {
 static int end_training(Trainer *t, int64_t first, int stopped) {
     int unsaved = t->retry_step != 0, status = unsaved ? EXIT_FAILURE : stopped ? STATUS_STOPPED : EXIT_SUCCESS;
     long long step = t->state.step;
+    report_sets(t, t->train.next, 1);
     if (first >= t->steps)
         printf("nothing was left to train: the run has %lld steps, as --max-steps or the data say, and the checkpoint "
                "is of step %ld\n",
@@ -314,9 +316,7 @@ static int trainer_main(int argc, char **argv) {
     free(t->model);
     if (t->draft) model_close(t->draft);
     free(t->draft);
-    if (t->has_tokenizer) tokenizer_close(&t->tokenizer);
-    evaluation_close(&t->eval);
-    if (t->train.num_shards) dataloader_close(&t->train);
+    close_data(t);
     state_free(&t->state);
     state_free(&t->before);
     int rank = t->comm.rank, others = t->comm.world - 1;

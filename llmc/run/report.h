@@ -19,7 +19,22 @@ static void print_notes(const Trainer *t) {
     if (t->eval.has_val && dataloader_is_one_document(&t->eval.val))
         printf("note: the validation data is one document, whose loss says little of other texts\n");
 }
-static void print_start(const Trainer *t) {
+// What a run takes of each set of a mixture up to a row. all = 0: of those sets alone that ran out since the last call,
+// so that their next epoch began.
+static void report_sets(Trainer *t, int64_t row, int all) {
+    const Mixture before = t->place, *at = &t->place;
+    mixture_seek(&t->place, row);
+    for (int i = 0; i < at->count && at->count > 1; i++) {
+        const int64_t taken = at->taken[i], rows = t->train.sets[i].rows;
+        if (!all && (taken - 1) / rows == (before.taken[i] - 1) / rows) continue;
+        printf("%s   %s: share %g of %g, %ld sequences of %ld: %.2f epochs\n", all ? "set    " : "ran out",
+               at->patterns[i], at->shares[i] / SHARE_UNITS, at->total / SHARE_UNITS, taken, rows,
+               taken / (double)rows);
+        logger_event(&t->log, all ? "set" : "epoch", t->state.step, "name %s sequences %ld epochs %g", at->patterns[i],
+                     taken, taken / (double)rows);
+    }
+}
+static void print_start(Trainer *t) {
     const Config *c = &t->config;
     const Options *o = &t->o;
     printf("llm.cu %s | %s | %s | %s\n", GIT_REVISION, model_device(t->model), model_dtype(t->model), o->model);
@@ -57,6 +72,9 @@ static void print_start(const Trainer *t) {
         printf("no warm-up: --schedule constant has none; use linear with --final-lr-fraction 1\n");
     printf("data      %ld tokens in %d shard%s, %ld sequences of %lld an epoch\n", t->train.num_tokens,
            t->train.num_shards, t->train.num_shards > 1 ? "s" : "", t->train.rows_per_epoch, o->seq_len);
+    t->place = t->train.mixture;
+    report_sets(t, t->steps * (o->total_batch / o->seq_len), 1);
+    mixture_seek(&t->place, t->train.next);
     if (t->train.kind.pack)
         printf("rows      documents, packed: %.2f%% of the places are padding; %ld documents are longer than a row\n",
                100 * dataloader_padding(&t->train), t->train.cut_documents);

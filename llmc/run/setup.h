@@ -32,7 +32,8 @@ typedef struct {
     Logger log;
     TrainState state;                     // what a checkpoint holds beside the parameters
     TrainState before;                    // options of the checkpoint that is resumed or generates; o points into them
-    Path val_data;                        // the shards that --val-data auto found
+    Mixture place;                        // how many rows of each training set are behind the last step
+    char *val_data;                       // the shards that --val-data auto found
     Checkpoint saving;                    // is being written
     double save_begin, save_held;         // its begin on the clock, and how long training stood still for it, seconds
     int64_t saved_step;                   // of the newest checkpoint of this run; at first the step it begins with
@@ -205,6 +206,12 @@ static void open_data(Trainer *t) {
         require(t->train.hash == evaluation_tokenizer(&t->eval),
                 "training and evaluation data were made with different tokenizers\nmake both with one");
 }
+static void close_data(Trainer *t) {
+    if (t->has_tokenizer) tokenizer_close(&t->tokenizer);
+    evaluation_close(&t->eval);
+    dataloader_close(&t->train);
+    free(t->val_data);
+}
 // How many micro-steps a step has, and steps the run. (Of calls: 0, no last one is known.)
 static void count_steps(Trainer *t) {
     Options *o = &t->o;
@@ -243,7 +250,8 @@ static void count_steps(Trainer *t) {
 static Path find_tokenizer(const Trainer *t, int *guessed) {
     const Options *o = &t->o, standard = options_default();
     const DataLoader *data = o->evaluate ? &t->eval.val : &t->train;
-    const char *shard = data->num_shards ? data->shards[0].path : o->evaluate ? o->val_data : o->train_data;
+    const Path named = first_pattern(o->evaluate ? o->val_data : o->train_data);
+    const char *shard = data->num_shards ? data->shards[0].path : named.text;
     const int default_data = (o->generate || *o->calls) && !state_option(&t->before, "train-data") &&
                              !strcmp(o->train_data, standard.train_data);
     const struct {
@@ -352,7 +360,7 @@ static void init_weights(Model *m, uint64_t seed) {
 static void record_options(Trainer *t) {
     char number[OPTION_NUMBER];
     OPTION_EACH(p) state_set_option(&t->state, p->name, option_text(&t->o, p, number));
-    if (t->o.val_data == t->val_data.text) state_set_option(&t->state, "val-data", "auto");
+    if (t->o.val_data == t->val_data) state_set_option(&t->state, "val-data", "auto");
 }
 // Prints what a resumed run changes, because its loss curve will show it. --patience begins anew where validation
 // losses no longer compare with those before.
@@ -420,18 +428,27 @@ static void take_options(Trainer *t, int argc, char **argv) {
     memset(&t->state, 0, sizeof t->state);
 }
 
-// --val-data auto: the shards beside the training data with "val" for the last "train" in their name; "": none.
+// --val-data auto: the shards beside those of each training set with "val" for the last "train" in their name, with the
+// set's share; "": none.
 static void find_validation_data(Trainer *t) {
-    const char *train = t->o.train_data, *slash = strrchr(train, '/'), *word = NULL;
     if (t->o.generate || strcmp(t->o.val_data, "auto") != 0) return;
-    for (const char *p = slash ? slash : train; (p = strstr(p, "train")); p++) word = p;
-    glob_t found;
-    if (word) t->val_data = path_of("%.*sval%s", (int)(word - train), train, word + strlen("train"));
-    if (!word || find_files(t->val_data.text, &found) != 0)
-        *t->val_data.text = 0;
-    else
-        globfree(&found);
-    t->o.val_data = t->val_data.text;
+    Mixture m;
+    Text text;
+    free(t->val_data);
+    mixture_open(&m, t->o.train_data);
+    FILE *f = text_open(&text);
+    for (int i = 0; i < m.count; i++) {
+        const char *train = m.patterns[i], *slash = strrchr(train, '/'), *word = NULL;
+        for (const char *p = slash ? slash : train; (p = strstr(p, "train")); p++) word = p;
+        if (!word) continue;
+        const Path val = path_of("%.*sval%s", (int)(word - train), train, word + strlen("train"));
+        if (!matches_files(val.text)) continue;
+        fprintf(f, "%s%s", ftell(f) ? "," : "", val.text);
+        if (m.count > 1) fprintf(f, ":%.5f", m.shares[i] / SHARE_UNITS);
+    }
+    mixture_close(&m);
+    t->val_data = text_close(&text);
+    t->o.val_data = t->val_data;
 }
 
 // What depends on options and files alone. Called again after take_options.
@@ -489,7 +506,7 @@ static void find_checkpoint(Trainer *t, int argc, char **argv) {
 static void compare_data(Trainer *t) {
     const DataLoader *d = &t->train;
     TrainState *s = &t->state;
-    DataFile *files = new_array(DataFile, d->num_shards);
+    DataFile *files = new_array(DataFile, d->num_shards + 1);
     uint64_t hash = hash_of_files(files, list_shards(d, files));
     free(files);
     int same_size = s->data_tokens == d->num_tokens && s->data_shards == d->num_shards;
@@ -498,7 +515,8 @@ static void compare_data(Trainer *t) {
                  "%ld tokens in %ld shards -> %ld in %d%s; the order of sequences differs: from number %ld of "
                  "%ld, where this run goes on, to the end of the epoch some are seen again and others not at all",
                  s->data_tokens, s->data_shards, d->num_tokens, d->num_shards,
-                 same_size ? ", with other names or other tokens" : "", d->next % d->rows_per_epoch, d->rows_per_epoch);
+                 same_size ? ", with other names, tokens or shares" : "", d->next % d->rows_per_epoch,
+                 d->rows_per_epoch);
         printf("changed since the checkpoint: the training data, %s\n", t->data_changed);
     }
     s->data_tokens = d->num_tokens;
@@ -516,7 +534,7 @@ static void handshake(const Trainer *t) {
     }
     model_identify(&r);
     const Evaluation *e = &t->eval;
-    DataFile *files = new_array(DataFile, t->train.num_shards + e->val.num_shards + e->num_sets);
+    DataFile *files = new_array(DataFile, t->train.num_shards + e->val.num_shards + e->num_sets + 2);
     int count = list_shards(&t->train, files);
     count += list_shards(&e->val, files + count);
     count += list_sets(e, files + count);
