@@ -591,6 +591,12 @@ def find_validation_data(o, sets=False):
     require(not o.evaluate or o.val_data or sets, "--evaluate 1 has nothing to evaluate", "give --val-data")
 
 
+def require_one_set(pattern):
+    """The trainers' mixtures of data sets (llmc/data/mixture.h) are not read here."""
+    mixes = pattern.endswith(".mix") or (":" in pattern and not find_files(pattern))
+    require(not mixes, f"'{pattern}' names a mixture of data sets", "name one set: only the trainers in C mix them")
+
+
 def console_columns():
     """llmc/run/log.h: of a terminal; 0 elsewhere."""
     try:
@@ -644,6 +650,8 @@ class Run:
 
     def __init__(self, o):
         self.o, kind = o, (o.seq_len, o.pack, o.documents)
+        require_one_set(o.train_data)
+        require_one_set(o.val_data)
         self.find_data()
         require(o.output or o.save_every <= 0, "checkpoints need a folder", "add --output FOLDER")
         data = o.val_data if o.overfit or o.evaluate else o.train_data

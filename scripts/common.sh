@@ -28,6 +28,7 @@ need_data() {
     local pattern
     pattern=$(last_value '' i train-data "$@")
     compgen -G "$pattern" > /dev/null && return
+    [[ $pattern != *:* ]] || return 0  # a mixture: the trainer says which of its sets is missing
     [ -n "${small:-}" ] || fail "no file matches '$pattern'" "make it with: $make_data"
     "$python" ${make_data#python }
 }

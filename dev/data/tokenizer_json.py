@@ -70,13 +70,26 @@ def tokenizer_suffix(name):
     return "" if name == "gpt2" else "_" + os.path.basename(os.path.abspath(name))
 
 
+def first_pattern(text):
+    """Of what --train-data names, one set or a mixture of them, the pattern of the first: llmc/data/mixture.h."""
+    if text.endswith(".mix") and os.path.isfile(text):
+        with open(text, encoding="utf-8") as f:
+            lines = [line.strip() for line in f]
+        text = next((line for line in lines if line and line[0] != "#"), text)
+    elif ":" not in text or find_files(text):
+        return text
+    else:
+        text = text.split(",")[0]
+    return text.rpartition(":")[0]
+
+
 def trained_with(folder):
     """The tokenizer.bin of the data that a checkpoint was trained with, if it still lies where the run had it."""
     try:
         with open(os.path.join(folder, "train_state.json"), encoding="utf-8") as f:
             state = json.load(f)
         options, known = state.get("options", {}), state.get("tokenizer", {}).get("hash")
-        data = options.get("train-data") or "nothing/"
+        data = first_pattern(options.get("train-data") or "nothing/")
         beside = os.path.join(os.path.dirname((find_files(data) or [data])[0]), "tokenizer.bin")
         path = options.get("tokenizer") or beside
         same = known is None or int(known, 16) == tokenizer_hash(path)

@@ -1622,11 +1622,11 @@ def test_a_resumed_run_says_that_its_data_changed(trainer, tmp_path):
     shutil.copytree(data, tmp_path / "moved")
     assert resume(5, tmp_path / "moved") == ""  # the same data elsewhere
     (data / "x0.bin").rename(data / "x9.bin")  # another order
-    assert resume(6).startswith("9000 tokens in 3 shards -> 9000 in 3, with other names or other tokens; ")
+    assert resume(6).startswith("9000 tokens in 3 shards -> 9000 in 3, with other names, tokens or shares; ")
     tokens = bytearray((data / "x9.bin").read_bytes())
     tokens[-2] ^= 1  # one other token in a file of the same name and size
     (data / "x9.bin").write_bytes(tokens)
-    assert resume(7).startswith("9000 tokens in 3 shards -> 9000 in 3, with other names or other tokens; ")
+    assert resume(7).startswith("9000 tokens in 3 shards -> 9000 in 3, with other names, tokens or shares; ")
     state = json.loads((run / "step_00000007/train_state.json").read_text())
     state["data"]["hash"] = state["data"].pop("content")  # as it was before shards were sampled
     # as before there were checksums
@@ -1962,6 +1962,82 @@ def test_validation_data_beside_the_training_data(trainer, tmp_path):
     assert "no validation loss: --val-data names no shards" in said and "val loss" not in said
     fails(trainer.bare(*words, "--evaluate", "1"), "nothing to evaluate")
     fails(trainer.bare(*words, "-a", "1"), "--debug overfit says nothing without --val-data")
+
+
+def test_a_mixture_of_sets(trainer, tmp_path):
+    """By the words of an option or a file; validation data beside some of the sets; what of it is said."""
+    for name in ("a_train", "b_train", "b_val"):
+        shard(tmp_path / f"{name}.bin", np.arange(700) % 90 + len(name))
+    (tmp_path / "sets.mix").write_text("# sets\n\na_train.bin:7\nb*train.bin:3\n")
+    words = [
+        "-e",
+        "d1,channels=64,seq=32",
+        "-b",
+        "2",
+        "-t",
+        "32",
+        "-x",
+        "3",
+        "-v",
+        "3",
+        "-s",
+        "0",
+        "--threads",
+        "1",
+        "-i",
+    ]
+    said = {
+        sets: succeeds(trainer.bare(*words, sets)).stdout
+        for sets in ("sets.mix", "a_train.bin:7,b*train.bin:3", "[ab]_train.bin:1")
+    }
+    for sets, text in said.items():
+        assert ("set       a_train.bin: share 7 of 10, 4 sequences of 21: 0.19 epochs" in text) == (sets[0] != "["), (
+            text
+        )
+        assert "eval      3 | val loss" in text and "b_val.bin loss" not in text
+    steps = [re.findall(r"loss \S+", text) for text in said.values()]
+    assert steps[0] == steps[1] != steps[2] and len(steps[0]) > 4
+    # a name that is a file is that file
+    for name in ("sets:0.5,b.bin", "x.mix.bin"):
+        shutil.copy(tmp_path / "a_train.bin", tmp_path / name)
+        assert "data      700 tokens in 1 shard" in succeeds(trainer("-i", name, "--threads", "1")).stdout
+
+
+@pytest.mark.parametrize(
+    "sets, words",
+    [
+        ("good.bin:0,good.bin:1", ["'good.bin:0' names no shards", "above 0, up to 100"]),
+        ("good.bin:-1,good.bin:1", ["'good.bin:-1' names no shards"]),
+        ("good.bin:half", ["'good.bin:half' names no shards"]),
+        ("good.bin:1,none*.bin:1", ["no file matches 'none*.bin'"]),
+        ("good.bin:1,words.bin:1", ["'words.bin' and 'good.bin' were made with different tokenizers"]),
+        ("good.bin:1,wide.bin:1", ["'wide.bin' and 'good.bin' were made with different tokenizers"]),
+        (",".join(["good.bin:0.001"] * 1000), ["a mixture of more than 64 sets"]),
+        ("empty.mix", ["'empty.mix' names no shards"]),
+        ("words.mix", ["'good.bin' names no shards, and no set with its share"]),
+    ],
+)
+@pytest.mark.parametrize("option", ["-i", "-j"])
+def test_bad_mixtures(trainer, tmp_path, option, sets, words):
+    shard(tmp_path / "words.bin", vocab=200)
+    shard(tmp_path / "wide.bin", np.zeros(8000), magic=20240801, version=7, count=4000)
+    (tmp_path / "empty.mix").write_text("# no set\n\n")
+    (tmp_path / "words.mix").write_text("good.bin\n")
+    fails(trainer(option, sets, "-v", "1", "-o", "run"), *words)
+    assert not list(tmp_path.glob("run/*.jsonl"))
+
+
+def test_other_shares_are_said(trainer, tmp_path):
+    """A .mix that has changed since the checkpoint; a text that has gone where it generates."""
+    shard(tmp_path / "other.bin", np.arange(3000) % 80)
+    sets = tmp_path / "sets.mix"
+    run = ["-i", "sets.mix", "-o", "run", "-n", "1", "--threads", "1", "-y", "1", "-x"]
+    sets.write_text("good.bin:0.5\nother.bin:0.5\n")
+    assert "the training data" not in succeeds(trainer(*run, 2)).stdout + succeeds(trainer(*run, 3)).stdout
+    sets.write_text("good.bin:0.6\nother.bin:0.4\n")
+    assert "-> 7000 in 2, with other names, tokens or shares; " in succeeds(trainer(*run, 4)).stdout
+    sets.write_text("good.bin\n")
+    assert "---- sample" in succeeds(trainer.bare("-o", "run", "-y", "1", "--generate", "-g", "4")).stdout
 
 
 def test_text_from_a_checkpoint_alone(trainer, tmp_path):

@@ -1309,6 +1309,12 @@ def test_the_tokenizer_of_a_model(corpus, tmp_path):
     args = ["--input", corpus, "--name", "x", "--workers", 1]
     ranks = ["--tokenizer-file", tmp_path / "ranks"]
     script("prepare.py", *args, "--output", tmp_path / "usual", "--tokenizer", "llama3", *ranks)
+    (tmp_path / "sets.mix").write_text(f"# two\n{folders['data']}/x_*.bin:7\nb:3\n")
+    for data in f"{folders['data']}/x_*.bin:0.7,b/*.bin:0.3", str(tmp_path / "sets.mix"):
+        mixed = {"options": {"train-data": data}}
+        (folders["checkpoint"] / "train_state.json").write_text(json.dumps(state | mixed))
+        assert tokenizer_json.trained_with(folders["checkpoint"]) == str(folders["data"] / "tokenizer.bin")
+    (folders["checkpoint"] / "train_state.json").write_text(json.dumps(state))
     for name in "imported", "published", "checkpoint":
         script("prepare.py", *args, "--output", tmp_path / f"by {name}", "--tokenizer", folders[name])
         assert bits(tmp_path / f"by {name}") == bits(tmp_path / "usual")

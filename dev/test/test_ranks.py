@@ -516,6 +516,33 @@ def test_resume_on_other_numbers_of_ranks(train, tmp_path, model):
     assert checkpoint(tmp_path / "straight", 12)[0]["epoch"] >= 0
 
 
+def test_mixtures_on_any_number_of_ranks(train, tmp_path):
+    """Rows, losses of each set, and epochs are alike; a run goes on bitwise, and on other numbers of ranks."""
+    more = ["-i", "train_1.bin:0.2,train_2.bin:0.8", "-j", "val.bin:1,train_2.bin:3", "-v", "6", "-n", "4"]
+    text = succeeds(train(0, "one", *more, "-b", "4"))
+    assert text.count("set       train_1.bin: share 0.2 of 1, 29 sequences of 187: 0.16 epochs") == 2  # start and end
+    assert text.count("ran out   train_2.bin: share 0.8 of 1, 115 sequences of 109: 1.06 epochs") == 1
+    succeeds(train(2, "two", *more))
+    shutil.copytree(tmp_path / "two", tmp_path / "again", ignore=shutil.ignore_patterns("step_*[128]", "main*", "D*"))
+    shutil.copytree(tmp_path / "again", tmp_path / "other")
+    succeeds(train(2, "again", *more, "-y", "1"))
+    succeeds(train(4, "other", *more, "-y", "1", "-b", "3"))
+    assert checkpoint(tmp_path / "again", 12) == checkpoint(tmp_path / "two", 12)
+    told = {name: events(tmp_path / "one", name) for name in ("eval", "eval_set", "epoch", "set")}
+    assert [len(e) for e in told.values()] == [3, 6, 1, 2]
+    assert [(e["name"], e["sequences"]) for e in told["set"]] == [("train_1.bin", 29), ("train_2.bin", 115)]
+    assert (told["epoch"][0]["step"], told["epoch"][0]["name"]) == (12, "train_2.bin")
+    for mean, a, b in zip(told["eval"], told["eval_set"][::2], told["eval_set"][1::2]):
+        assert abs(mean["loss"] - (a["loss"] + 3 * b["loss"]) / 4) < 1e-9 and a["loss"] != b["loss"]
+    one = curve(tmp_path / "one")
+    same_curve(curve(tmp_path / "two"), one)
+    for run in ("again", "other"):
+        same_curve(curve(tmp_path / run), {step: one[step] for step in range(5, 13)})
+        for kind in ("epoch", "set"):
+            found, expected = ([e | {"elapsed": 0} for e in es] for es in (events(tmp_path / run, kind), told[kind]))
+            assert found == expected
+
+
 @pytest.mark.parametrize("states", ["fp32", "bf16"])
 def test_resume_on_the_same_ranks_is_bitwise(train, tmp_path, states):
     more = ["-n", "4", "--state-dtype", states]

@@ -264,6 +264,20 @@ def test_conversations_are_those_of_c(c_program, tmp_path, pack, documents, long
         ref.open_shards(pattern, T, "no", 0)
 
 
+def test_a_mixture_by_hand_is_that_of_c(c_program, shards, tmp_path):
+    """The function of doc/python.md has the order of rows of --train-data 'a:0.7,b:0.3'."""
+    with open(os.path.join(ROOT, "doc/python.md")) as f:
+        code = re.search(r"^def mixed\(.*?\n\n", f.read(), re.M | re.S)[0].replace("128", "10")
+    write_shard(tmp_path / "other.bin", np.arange(600, 755))
+    sets, names = [shards, str(tmp_path / "other.bin")], {"np": np, "rows": ref.rows, "open_shards": ref.open_shards}
+    exec(code, names)
+    out = np.frombuffer(c_program("order", f"{sets[0]}:0.7,{sets[1]}:0.3", 8, 10, 1, 1, 25, 0, 0), np.int32)
+    rows = names["mixed"](sets, [7, 3], 1)
+    by_hand = [np.array(next(rows)) for _ in range(200)]
+    assert np.array_equal(np.reshape(by_hand, (25, 8, 2, 10)).transpose(0, 2, 1, 3), out.reshape(25, 2, 8, 10))
+    assert sum(inputs[0] >= 600 for inputs, _ in by_hand) == 60
+
+
 def test_an_epoch_has_every_row_once(shards):
     stream = ref.rows(ref.open_shards(shards, 10)[0], 10, seed=3)
     first, second = ([int(next(stream)[0][0]) for _ in range(44)] for _ in range(2))
@@ -1218,6 +1232,8 @@ def test_messages_for_the_user(text_shards, tmp_path, capsys):
     (tmp_path / "hashed.bin").write_bytes(shard)
     for changes, words in (
         ({"train_data": "/nowhere/*.bin"}, "tinyshakespeare.py"),
+        ({"train_data": f"{text_shards[1]}:0.7,{text_shards[3]}:0.3"}, "names a mixture of data sets"),
+        ({"val_data": "sets.mix"}, "names a mixture of data sets"),
         ({"seq_len": 64}, "longer than the model's context"),
         ({"total_batch": 100}, "nearest: 128"),
         ({"model": "/nowhere/model"}, "no folder and no preset"),
