@@ -694,8 +694,8 @@ def test_a_program_that_says_nothing(tmp_path):
             assert status == 503 and "does not answer" in text and int(headers["retry-after"]) > 0
             assert sizes or 3 < time.time() - begin < 30
             sizes.append(size() >> 20)
-        begin = time.time()
-        assert s.post("completions", {"prompt": "say hi"})[0] == 503 and time.time() - begin < 2
+        begin = time.time()  # far less than --patience
+        assert s.post("completions", {"prompt": "say hi"})[0] == 503 and time.time() - begin < 4
         # bodies under way take some, once, and Python collects late; a round whose bodies stay would be 90 MB each time
         assert min(after - before for before, after in zip(sizes[2:], sizes[3:])) < 30, sizes
         os.kill(child, signal.SIGCONT)
