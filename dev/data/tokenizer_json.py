@@ -98,10 +98,26 @@ def trained_with(folder):
     return path if same else None
 
 
+def tokenizer_path(folder):
+    """Where the tokenizer of a model is: tokenizer.bin or tokenizer.json, or what it was trained with; None: nowhere."""
+    own, published = os.path.join(folder, "tokenizer.bin"), os.path.join(folder, "tokenizer.json")
+    return own if os.path.exists(own) else published if os.path.exists(published) else trained_with(folder)
+
+
+def begins_with_separator(folder, tokenizer):
+    """Whether the tokenizer of a model puts a first token before every text, as Llama 3's does: transformers then does
+    the same."""
+    published = os.path.join(folder, "tokenizer.json")
+    if not os.path.exists(published):
+        return tokenizer.kind == "llama3"  # what write_tokenizer_json says
+    post = part_of(read_object(published), "post_processor")
+    steps = post.read_list("processors", dict) if post.read("type", str) == "Sequence" else [post]
+    return any("SpecialToken" in first for step in steps for first in step.read_list("single", dict)[:1])
+
+
 def folder_tokenizer(folder):
     """The Tokenizer of a model: by its folder's tokenizer.bin or tokenizer.json, or by what it was trained with."""
-    own, published = os.path.join(folder, "tokenizer.bin"), os.path.join(folder, "tokenizer.json")
-    path = own if os.path.exists(own) else published if os.path.exists(published) else trained_with(folder)
+    path = tokenizer_path(folder)
     if path is None:
         hint = "name the model's folder, or a tokenizer by its kind"
         die(f"'{folder}' has no tokenizer.bin and no tokenizer.json", hint)

@@ -5,6 +5,7 @@
                                      .bin. FOLDER then opens by -e FOLDER and in transformers, and llama.cpp converts it
     hf.py tokenizer FOLDER           tokenizer files and generation_config.json for a folder that has none
     hf.py export FOLDER FILE.bin     llm.c's .bin (GPT-2; Llama 3.1 as the llama3 branch of llm.c reads it)
+    hf.py export FOLDER FILE.gguf    for llama.cpp and Ollama (all but modern); --type F16, BF16 or Q8_0
     hf.py check FOLDER
       whether the trainers open it, and if not, why; of a checkpoint, whether any file has changed
     hf.py merge ADAPTER FOLDER       LoRA adapters and their base become a model
@@ -47,6 +48,7 @@ import download
 from chat_template import Renderer, TemplateError, ends_of_folder, read_template
 from checked_json import BadFile, read_object
 from data_common import atomic_write, die, make_folder, make_tokenizer, open_tokenizer, outlive_reader, printable
+from gguf_file import TYPES, export_gguf
 from llmc_bin import export_bin, import_bin
 from tokenizer_json import files_folder, read_tokenizer_json, trained_with, write_tokenizer_json
 
@@ -371,6 +373,20 @@ def merge_model(args):
         return add_tokenizer(partial, None, base)
 
 
+def export(args):
+    """To the format that the name of the file ends in."""
+    if adapter.is_adapter(args.folder):
+        die(f"'{args.folder}' holds LoRA adapters", f"make a model of them: hf.py merge {args.folder} NEW_FOLDER")
+    if args.file.endswith(".gguf"):
+        if args.dtype:
+            die("--dtype is for a .bin", "--type F16, BF16 or Q8_0")
+        print(printable(export_gguf(args.folder, args.file, args.type)))
+        return
+    if args.type:
+        die(f"--type is for GGUF, and '{args.file}' is none", "name a FILE.gguf")
+    export_bin(args.folder, args.file, DTYPES[args.dtype])
+
+
 def check(args):
     if not adapter.is_adapter(args.folder):
         ask("check", args.folder)
@@ -405,6 +421,7 @@ def run_command():
         p[name].add_argument("--base", help="with adapters: the folder of their base")
     for name in ("import", "export", "merge"):
         p[name].add_argument("--dtype", choices=("fp32", "bf16"), help="convert the weights (default: as they are)")
+    p["export"].add_argument("--type", choices=TYPES, help="of a .gguf's matrices (BF16 where they are, else F16)")
     for name in ("import", "check"):
         p[name].add_argument("--verify", action="store_true", help="compare logits with transformers or train_gpt2.py")
     p["import"].add_argument("--revision", default="main", help="branch, tag or commit on the hub (main)")
@@ -413,7 +430,7 @@ def run_command():
     if os.path.isdir(getattr(args, given)):
         setattr(args, given, opened(getattr(args, given)))
     if args.command == "export":
-        export_bin(args.folder, args.file, DTYPES[args.dtype])
+        export(args)
         return
     missing = None
     if args.command == "import":
