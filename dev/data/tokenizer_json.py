@@ -99,7 +99,7 @@ def trained_with(folder):
 
 
 def tokenizer_path(folder):
-    """Where the tokenizer of a model is: tokenizer.bin or tokenizer.json, or what it was trained with; None: nowhere."""
+    """Where the tokenizer of a model is: tokenizer.bin or tokenizer.json, or what it was trained with; or None."""
     own, published = os.path.join(folder, "tokenizer.bin"), os.path.join(folder, "tokenizer.json")
     return own if os.path.exists(own) else published if os.path.exists(published) else trained_with(folder)
 

@@ -1,6 +1,6 @@
 """GGUF files, which llama.cpp and Ollama run, from Hugging Face folders; for hf.py. By the package gguf.
 
-Matrices have the type that is asked for: F16, BF16 or Q8_0 (blocks of 32 numbers of 8 bits with one factor). Vectors and
+Matrices have the type that is asked for: F16, BF16 or Q8_0 (blocks of 32 numbers of 8 bits with a factor). Vectors and
 GPT-2's table of positions are F32, since llama.cpp computes with them in that type. Tensors pass one at a time. What
 llama.cpp cannot compute is refused before anything is written.
 """
@@ -249,4 +249,5 @@ def export_gguf(folder, path, kind):
     wider = sum(how == "F16" for _, how, *_ in tensors) if kind == "Q8_0" else 0
     if wider:
         said.append(f"{wider} matrices are F16: their rows are no multiple of 32 numbers")
-    return "\n  ".join([f"{path}: {len(tensors)} tensors, {kind}, {os.path.getsize(path):,} bytes", *filter(None, said)])
+    made = f"{path}: {len(tensors)} tensors, {kind}, {os.path.getsize(path):,} bytes"
+    return "\n  ".join([made, *filter(None, said)])
