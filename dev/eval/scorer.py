@@ -37,14 +37,20 @@ class Engine:
 
     def follows(self, context, continuation):
         """(context, continuation) lists of arrays -> (R) bool: whether each continuation is, token by token, what is
-        likeliest after its context."""
-        made = np.zeros(len(context), bool)
-        lengths = np.array([len(c) for c in continuation])
-        for n in np.unique(lengths):
-            rows = np.flatnonzero(lengths == n)
-            written, _ = self.trainer.generate([context[r] for r in rows], max_tokens=int(n), temperature=0)
+        likeliest after its context. Most fail at the first token, which is made once for all rows of a context."""
+        of = {c.tobytes(): c for c in context}
+        first = dict(zip(of, self.likeliest(list(of.values()), 1)))
+        made = np.array([first[c.tobytes()][0] == k[0] for c, k in zip(context, continuation)])
+        lengths = np.array([len(k) for k in continuation])
+        for n in np.unique(lengths[made & (lengths > 1)]):
+            rows = np.flatnonzero(made & (lengths == n))
+            written = self.likeliest([context[r] for r in rows], n)
             made[rows] = [np.array_equal(w, continuation[r]) for w, r in zip(written, rows)]
         return made
+
+    def likeliest(self, context, n):
+        """The n tokens after each, or fewer up to an end."""
+        return self.trainer.generate(context, max_tokens=int(n), temperature=0)[0]
 
     def close(self):
         self.trainer.close()

@@ -237,7 +237,7 @@ def test_refusals(folders, tmp_path, monkeypatch, capfd):
     weights = load_file(bare / "model.safetensors")
     weights["transformer.h.1.mlp.c_fc.weight"][3, 4] = 1e5
     save_file(weights, bare / "model.safetensors", {"format": "pt"})
-    refuses(monkeypatch, capfd, ["blk.1.ffn_up.weight", "65504", "--type BF16"], bare, out, "--type", "F16")
+    refuses(monkeypatch, capfd, ["h.1.mlp.c_fc.weight", "65504", "--type BF16"], bare, out, "--type", "F16")
     config = json.loads((folders["qwen3"] / "config.json").read_text())
     config["rope_parameters"] |= LLAMA3_ROPE | {"original_max_position_embeddings": 64}
     scaled = tmp_path / "scaled"
