@@ -303,3 +303,33 @@ def test_perplexity_refuses(world, tmp_path):
         if content is not None:
             (tmp_path / name).write_bytes(content)
         command(perplexity, world / "gpt2", tmp_path / name, fails=[words])
+
+
+# ---- lm-eval's interface
+
+
+def test_lm_eval_model(world):
+    """Sums and greedy answers of its three kinds of request, as transformers has them."""
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed (pip install lm_eval)")
+    lm_eval_model = importlib.import_module("lm_eval_model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(world / "gpt2", local_files_only=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(world / "gpt2", local_files_only=True).float().eval()
+    draw = random.Random(5)
+    some = lambda n: " ".join(draw.choices(WORDS, k=n))
+    pairs = [(some(5 + i % 9), " 8" if i % 2 else " " + some(2)) for i in range(20)] + [(some(300), " tea"), ("", "8")]
+    lm = lm_eval_model.Model(str(world / "gpt2"), program=TRAINER)
+    try:
+        made = lm.loglikelihood([type("Request", (), {"args": pair}) for pair in pairs], disable_tqdm=True)
+        with pytest.raises(SystemExit):
+            lm.generate_until([])
+    finally:
+        lm.scorer.close()
+    for (context, continuation), (total, greedy) in zip(pairs, made):
+        both, n = tokenizer(context + continuation)["input_ids"], len(tokenizer(context)["input_ids"])
+        both, n = ([tokenizer.eos_token_id, *both], 1) if not context else (both, n)
+        answer, row = both[n:], both[-CONTEXT - 1 : -1]
+        with torch.no_grad():
+            logp = model(torch.tensor([row])).logits[0, -len(answer) :].log_softmax(-1)
+        assert total == pytest.approx(logp[range(len(answer)), answer].sum().item(), abs=1e-4)
+        assert greedy == (logp.argmax(-1).tolist() == answer)
+    assert 0 < sum(greedy for _, greedy in made) < len(made)
