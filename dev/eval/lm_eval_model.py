@@ -42,14 +42,15 @@ class Model(TemplateLM):
         return ids if add_special_tokens is False else self.scorer.first.tolist() + ids
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
-        longest = self.scorer.seq_len + 1
-        continuation = [np.array(k, np.int64) for _, _, k in requests]
+        T, continuation = self.scorer.seq_len, [np.array(k, np.int64) for _, _, k in requests]
         for k in continuation:
-            if not 0 < len(k) < longest:
-                die(f"a continuation has {len(k)} tokens", f"1 to {longest - 1} are possible with this model")
-        context = [np.array(c, np.int64)[len(k) - longest :] for (_, c, _), k in zip(requests, continuation)]
-        sums = self.scorer.means(context, continuation) * [len(k) for k in continuation]
-        return list(zip(sums.tolist(), self.scorer.follows(context, continuation).tolist()))
+            if not 0 < len(k) < T:
+                die(f"a continuation has {len(k)} tokens", f"1 to {T - 1} are possible with this model")
+        # the last token of a row is no input; but the engine writes only into its context, so that of a row that was
+        # cut the greedy answer has one token less before it
+        cut = lambda most: [np.array(c, np.int64)[len(k) - most :] for (_, c, _), k in zip(requests, continuation)]
+        sums = self.scorer.means(cut(T + 1), continuation) * [len(k) for k in continuation]
+        return list(zip(sums.tolist(), self.scorer.follows(cut(T), continuation).tolist()))
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         texts = [self.scorer.encode(r.args[0]) for r in requests]

@@ -17,6 +17,7 @@ from program import NoProgram, trainer  # noqa: E402
 
 WAYS = ("engine", "transformers")
 NARROWEST = 32  # columns of a call: of fewer, each kind of row would fill a call by itself
+ENOUGH = {True: 16384, False: 2048}  # tokens of a call, on a GPU and on a CPU
 CALL_TOKENS = 1 << 22  # of the arrays that are made at a time
 
 
@@ -28,8 +29,8 @@ class Engine:
             on_gpu = trainer(program).name != "train_gpt2"
         except NoProgram as e:
             die(*e.args)
-        # lora: it needs no optimiser
-        options = dict(batch_size=batch_size or (16 if on_gpu else 1), seq_len=seq_len, lora=1, samples=32)
+        rows = batch_size or max(ENOUGH[on_gpu] // seq_len, 1)
+        options = dict(batch_size=rows, seq_len=seq_len, lora=1, samples=32)  # lora: it needs no optimiser
         self.trainer = llmc.Trainer(folder, program=program, **options)
 
     def logp(self, tokens, targets):
@@ -150,7 +151,7 @@ def add_arguments(parser):
     a("model", help="a Hugging Face folder, a checkpoint, or a run's folder for its newest")
     a("--with", dest="way", choices=WAYS, default="engine", help="the trainer's program, or transformers to compare")
     a("--seq-len", type=positive, default=2048, metavar="N", help="most tokens of a row, at most the context [2048]")
-    a("--batch-size", type=positive, metavar="N", help="rows of a call [16 on a GPU, else 1]")
+    a("--batch-size", type=positive, metavar="N", help="rows of a call [16,384 tokens on a GPU, else 2,048]")
     a("--program", metavar="PATH", help="the trainer [train_gpt2cu where there is a GPU, else train_gpt2]")
 
 
