@@ -235,12 +235,13 @@ def main():
     try:
         tasks = [(task, read_task(path, task)) for task, path in chosen_tasks(args)]
         scorer = of_arguments(args)
-        print(f"{'task':<34}{'examples':>9}{'shots':>7}{'accuracy':>10}{'baseline':>10}{'centred':>9}", flush=True)
+        head = f"{'task':<34}{'examples':>9}{'shots':>7}{'accuracy':>10}{'baseline':>10}{'centred':>9}"
+        print(f"{head}  rows of up to {scorer.seq_len} tokens", flush=True)
         results = {}
         for task, sets in tasks:
             results[task], count, cut = accuracy_of(scorer, sets, task, args.limit)
             line = f"{results[task]:>10.4f}{task.baseline:>10.3f}{centred(results[task], task.baseline):>9.4f}"
-            said = f"  {cut} rows have more than {scorer.seq_len} tokens and lost their beginning" if cut else ""
+            said = f"  {cut} rows lost their beginning" if cut else ""
             print(f"{task.name:<34}{count:>9}{task.shots:>7}{line}{said}", flush=True)
         print(report(results, args.limit))
         scorer.close()

@@ -145,7 +145,11 @@ def require_tokenizer(folder, config):
             f"'{folder}' has no tokenizer, and llama.cpp needs one",
             f"add it: hf.py tokenizer {folder} --tokenizer gpt2, or a tokenizer.bin or tokenizer.json",
         )
-    tokenizer = folder_tokenizer(folder)
+    try:
+        tokenizer = folder_tokenizer(folder)
+    except SystemExit as e:
+        what = str(e).removeprefix("error: ").splitlines()[0]
+        die(what, "llama.cpp's own convert_hf_to_gguf.py takes this folder, if llama.cpp knows the tokenizer")
     if tokenizer.vocab_size > config["vocab_size"]:
         die(
             f"'{folder}': the tokenizer has {tokenizer.vocab_size} tokens, the model {config['vocab_size']}",

@@ -8,6 +8,7 @@ from weights import ROOT, opened, read_config  # first: it finds dev/data
 
 import numpy as np
 
+import adapter
 from data_common import die
 from tokenizer_json import begins_with_separator, folder_tokenizer
 
@@ -113,6 +114,8 @@ class Scorer:
 
     def __init__(self, folder, way="engine", seq_len=2048, batch_size=None, program=None):
         folder = opened(folder)
+        if adapter.is_adapter(folder):
+            die(f"'{folder}' holds LoRA adapters", f"make a model of them: hf.py merge {folder} NEW_FOLDER")
         config = read_config(folder)
         self.seq_len = min(seq_len, config.get("n_positions") or config["max_position_embeddings"])
         self.tokenizer = folder_tokenizer(folder)

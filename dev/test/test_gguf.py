@@ -60,12 +60,13 @@ def export(monkeypatch, *arguments):
 
 def refuses(monkeypatch, capfd, words, *arguments):
     """And leaves nothing behind."""
-    there = sorted(arguments[1].parent.iterdir())
+    listed = lambda folder: sorted(folder.iterdir()) if folder.exists() else None
+    there = listed(arguments[1].parent)
     with pytest.raises(SystemExit) as stop:
         export(monkeypatch, *arguments)
     text = capfd.readouterr().err + str(stop.value.code)
     assert "error: " in text and "hint: " in text and all(w in text for w in words), text
-    assert sorted(arguments[1].parent.iterdir()) == there
+    assert listed(arguments[1].parent) == there
 
 
 def fields(path):
@@ -246,6 +247,13 @@ def test_refusals(folders, tmp_path, monkeypatch, capfd):
         (scaled / path.name).write_bytes(path.read_bytes())
     (scaled / "config.json").write_text(json.dumps(config))
     refuses(monkeypatch, capfd, ["rope scaling in a qwen3"], scaled, out)
+    pieces = json.loads((scaled / "tokenizer.json").read_text())
+    pieces["model"]["byte_fallback"] = True  # as Llama 2's and Mistral's
+    (scaled / "tokenizer.json").write_text(json.dumps(pieces))
+    (scaled / "tokenizer.bin").unlink()
+    (scaled / "config.json").write_text((folders["qwen3"] / "config.json").read_text())
+    refuses(monkeypatch, capfd, ["byte_fallback", "convert_hf_to_gguf.py"], scaled, out)
+    refuses(monkeypatch, capfd, ["cannot write"], model, tmp_path / "bare" / "none" / "m.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
     refuses(monkeypatch, capfd, ["the package gguf is not installed"], model, out)
 
