@@ -153,7 +153,7 @@ class Trainer:
                 command += ["--" + name.replace("_", "-"), str(value)]
         environment = {**os.environ, **(environment or {})}
         folder = tempfile.mkdtemp(prefix="llmc-")
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(os.path.join(folder, "s"))
         listener.listen(1)
         command += ["--debug", ",".join(filter(None, [debug, f"calls={folder}/s"]))]
@@ -174,6 +174,7 @@ class Trainer:
         self._life = {"process": process, "channels": [listener], "folder": folder, "patience": 60}
         self._end = weakref.finalize(self, end_program, self._life)
         self._owed, self._pending, self._forward = 0, None, None
+        self._received = b""  # of messages that were not read
         self._made = "", 0  # by what the step has got gradients so far, and how many times
         self._open = False  # a backward was made, and none that is the step's last
         if not inherits:
@@ -182,9 +183,14 @@ class Trainer:
         try:
             self._channel = self._accept(listener)
             self._life["channels"].append(self._channel)
-            self._life["file"] = os.memfd_create("llmc")
+            if hasattr(os, "memfd_create"):
+                self._life["file"] = os.memfd_create("llmc")
+                path = f"/proc/{os.getpid()}/fd/{self._life['file']}"
+            else:
+                path = os.path.join(folder, "m")
+                self._life["file"] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             self._room(1 << 18)
-            self._send(f"/proc/{os.getpid()}/fd/{self._life['file']}")
+            self._send(path)
             self.facts = f = json.loads(self._answer()[1])
         except BaseException:
             self.close(patience=0)
@@ -221,20 +227,31 @@ class Trainer:
     def _send(self, message):
         self._require_open()
         try:
-            self._channel.send(message.encode())
+            data = message.encode()
+            self._channel.sendall(len(data).to_bytes(4, sys.byteorder) + data)
         except OSError:
             self._gone()
         self._owed += 1
 
+    def _message(self):
+        """The next message of the program. What an interrupt leaves of it is read the next time."""
+        while True:
+            end = 4 + int.from_bytes(self._received[:4], sys.byteorder)
+            if 4 < end <= len(self._received):
+                message, self._received = self._received[4:end], self._received[end:]
+                return message.decode(errors="replace")
+            try:
+                piece = self._channel.recv(1 << 18)
+            except OSError:
+                piece = b""
+            if not piece:
+                self._gone()
+            self._received += piece
+
     def _answer(self):
         """(numbers, text) of the newest answer. Those that an interrupt has left are read first, and dropped."""
         while self._owed:
-            try:
-                message = self._channel.recv(1 << 18).decode(errors="replace")
-            except OSError:
-                message = ""
-            if not message:
-                self._gone()
+            message = self._message()
             self._owed -= 1
         if message.startswith("error "):
             raise Error(message.removeprefix("error ").replace("\n", "\n  hint: "))

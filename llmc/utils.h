@@ -1,6 +1,6 @@
 // What every other file uses: errors with hints, checked memory and files, UTF-8, a clock.
-// C11 that also compiles as C++17, because the CPU and the GPU trainer share it. Of Linux with 64 bits: an int64_t is a
-// long, which %ld prints.
+// C11 that also compiles as C++17, because the CPU and the GPU trainer share it. Of Linux and macOS with 64 bits: an
+// int64_t is as large as a long, so %ld prints it.
 //
 //   require(condition, "what is wrong %d\nwhat to do about it", value)   for anything that a user can cause
 //   assert(condition)                                                   for mistakes of the program itself
@@ -24,6 +24,24 @@
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+
+// What has another name on macOS, or no use there.
+#ifdef __APPLE__
+#include <mach-o/dyld.h>
+#define st_mtim st_mtimespec
+#define fdatasync fsync
+#define renameat2 renameatx_np
+#define mempcpy(to, from, n) ((char *)memcpy(to, from, n) + (n))
+#define posix_fadvise(...) ((void)0)
+static inline const char *program_path(void) {
+    static char path[4096];
+    uint32_t size = sizeof path;
+    return _NSGetExecutablePath(path, &size) ? "" : path;
+}
+#define program_invocation_name program_path()
+#else
+#define program_path() "/proc/self/exe"
+#endif
 
 // What begins a function that kernels call, too.
 #ifdef __CUDACC__

@@ -29,7 +29,6 @@
 #include <dirent.h>
 #include <stddef.h>
 #include <sys/file.h>
-#include <sys/syscall.h>
 
 // Format 1 had no checksums.
 enum { STATE_FORMAT = 2, STATE_WINDOW = 128 };
@@ -711,7 +710,7 @@ static int checkpoint_publish(const Checkpoint *c) {
     // whole one at every moment.
     enum { EXCHANGE = 2 /*RENAME_EXCHANGE*/ };
     int again = file_exists(folder);
-    int exchanged = again && syscall(SYS_renameat2, AT_FDCWD, writing, AT_FDCWD, folder, EXCHANGE) == 0;
+    int exchanged = again && renameat2(AT_FDCWD, writing, AT_FDCWD, folder, EXCHANGE) == 0;
     if (!exchanged && ((again && rename(folder, replaced.text) != 0) || rename(writing, folder) != 0)) {
         error = st_failed(folder);
         if (again && !file_exists(folder)) rename(replaced.text, folder);

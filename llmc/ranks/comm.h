@@ -13,11 +13,12 @@
 
 #include "watchdog.h"
 
-#include <fcntl.h>
 #include <poll.h>
+#ifdef __linux__
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#endif
 #ifdef USE_MPI
 #define OMPI_SKIP_MPICXX 1
 #define MPICH_SKIP_MPICXX 1
@@ -127,6 +128,7 @@ static void mpi_exchange(const Comm *c, int to, const void *send, int from, void
 
 // ---- how a job ends, and what ranks of a host share
 
+#ifdef __linux__
 // mpirun ends only when its daemons on all hosts have answered, so it hangs if a host or its network is lost. A child
 // process gives mpirun (or the daemon of this host) some seconds and then ends it. The child has a session of its own,
 // so that it is not ended together with this rank. No call here needs a lock that a hanging thread may hold.
@@ -148,14 +150,6 @@ static void comm_end_launcher(void) {
     for (int i = 0; i < 4 && ended.fd >= 0 && poll(&ended, 1, wait_ms[i]) == 0; i++)
         kill(launcher, signals[i]);  // the third signal ends mpirun without an answer of its daemons
     _exit(EXIT_SUCCESS);
-}
-
-static void comm_abort(void) {
-    watchdog_failed();
-    signal(SIGALRM, SIG_DFL);
-    alarm(5);  // if the launcher does not answer
-    if (watchdog.hosts) comm_end_launcher();
-    mpi_abort();
 }
 
 // Memory shared by the ranks of this host, zeros at first. It is an open descriptor of the first local rank without a
@@ -183,6 +177,18 @@ static void *comm_share(const Comm *c, size_t bytes) {
     if (fd >= 0) close(fd);
     if (own >= 0) close(own);
     return memory == MAP_FAILED ? NULL : memory;
+}
+#else  // a job has one host, and each rank knows itself alone
+static void comm_end_launcher(void) {}
+#define comm_share(c, bytes) NULL
+#endif
+
+static void comm_abort(void) {
+    watchdog_failed();
+    signal(SIGALRM, SIG_DFL);
+    alarm(5);  // if the launcher does not answer
+    if (watchdog.hosts) comm_end_launcher();
+    mpi_abort();
 }
 
 // ---- collectives: all ranks of a group call them in the same order
@@ -350,6 +356,7 @@ static Comm comm_split(const Comm *job, int first, int stride, int world) {
 
 // ---- cores
 
+#ifdef __linux__
 // Open MPI binds each rank of a job of one or two to one core, although a rank has several threads. A rank that is
 // bound to one core gets its share of the launcher's cores instead, if that is more: neighbouring cores for each rank.
 // Returns how many it got, or 0 if nothing changed.
@@ -381,6 +388,13 @@ static int comm_threads(const Comm *c) {
     int cores = CPU_COUNT(&mine.cores);
     return cores > sharing ? cores / sharing : 1;
 }
+#else
+static int comm_spread(const Comm *c, pid_t launcher) { return (void)c, (void)launcher, 0; }
+static int comm_threads(const Comm *c) {
+    const int share = (int)sysconf(_SC_NPROCESSORS_ONLN) / c->local_world;
+    return share > 0 ? share : 1;
+}
+#endif
 // All ranks of the job call it before they start threads. threads: what the user wants, or 0. Without that and
 // OMP_NUM_THREADS, a rank that a launcher started computes with all its cores. comm_spread is for Open MPI's mpirun
 // alone: it binds without being asked, while a batch system's binding is an allocation.

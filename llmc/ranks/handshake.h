@@ -30,9 +30,9 @@ static HandshakeRecord comm_record(const Comm *c) {
     memset(&r, 0, sizeof r);
     snprintf(r.host, sizeof r.host, "%s", c->host);
     r.local_rank = c->local_rank;
-    int fd = open_data_file("/proc/self/exe", "is /proc mounted?", &bytes);
+    int fd = open_data_file(program_path(), "is /proc mounted?", &bytes);
     char *program = new_array(char, bytes);
-    pread_or_die(fd, program, bytes, 0, "/proc/self/exe");
+    pread_or_die(fd, program, bytes, 0, program_path());
     snprintf(r.build, sizeof r.build, "%s, file %016lx", GIT_REVISION, comm_hash(COMM_HASH, program, bytes));
     close(fd);
     free(program);

@@ -1,5 +1,6 @@
 // --debug calls=SOCKET: another program makes the steps of a run, by calls; llmc/__init__.py is its side, with all that
-// a call takes and gives. Rank 0 connects to the socket, of Unix's SOCK_SEQPACKET: a message is a call or its answer.
+// a call takes and gives. Rank 0 connects to the socket, of Unix's SOCK_STREAM. A message is its length in bytes (uint32), and
+// a call or its answer.
 //
 //   memory PATH     once: of the file that both map, in which a call's arrays lie one after the other. It may grow.
 //   NAME x...|TEXT  a call: up to CALL_NUMBERS numbers, and a text
@@ -50,6 +51,20 @@ static size_t calls_all(const Calls *c) { return calls_own(c) * calls_dp(c)->wor
 
 // ---- messages
 
+// Whether it has gone, the next read says.
+static void calls_send(const Calls *c, const char *text, uint32_t bytes) {
+    if (c->socket < 0) return;
+    (void)!send(c->socket, &bytes, sizeof bytes, 0);
+    (void)!send(c->socket, text, bytes, 0);
+}
+// A text of less than `size` bytes. Returns how many; -1: the caller has gone.
+static int calls_receive(const Calls *c, char *text, uint32_t size) {
+    uint32_t n;
+    if (recv(c->socket, &n, sizeof n, MSG_WAITALL) != sizeof n || n >= size) return -1;
+    if (recv(c->socket, text, n, MSG_WAITALL) != (ssize_t)n) return -1;
+    text[n] = 0;
+    return (int)n;
+}
 __attribute__((format(printf, 2, 3))) static void calls_answer(const Calls *c, const char *format, ...) {
     char text[1200];
     va_list args;
@@ -57,7 +72,7 @@ __attribute__((format(printf, 2, 3))) static void calls_answer(const Calls *c, c
     int n = vsnprintf(text, sizeof text, format, args);
     va_end(args);
     if (n >= (int)sizeof text) n = sizeof text - 1;
-    if (c->socket >= 0) (void)!send(c->socket, text, n, MSG_NOSIGNAL);  // whether it has gone, the next read says
+    calls_send(c, text, n);
 }
 // For `if (!good) return calls_refuse(...)`: on all ranks alike.
 #define calls_refuse(c, format, ...) calls_answer(c, "error " format __VA_OPT__(, ) __VA_ARGS__)
@@ -97,8 +112,7 @@ static int calls_next(Calls *c) {
         watchdog_beat(PHASE_DATA, -1);
         if (job->rank == 0) {
             n = poll(&in, 1, job->world == 1 || idle ? 1000 : SOON) > 0;
-            if (n) n = (int)recv(c->socket, message, sizeof message - 1, 0);
-            if (in.revents && n <= 0) n = -1;
+            if (n) n = calls_receive(c, message, sizeof message);
             look[0] = n;
             look[1] = now_seconds() - begin > 1e-3 * SOON;
         }
@@ -107,7 +121,6 @@ static int calls_next(Calls *c) {
         idle = look[1];
     } while (n == 0);
     if (n < 0) return 0;
-    message[n] = 0;
     if (job->rank == 0) calls_parse(c, message);
     comm_broadcast(job, &c->call, offsetof(Call, text), 0);
     comm_broadcast(job, &n, sizeof n, 0);
@@ -530,16 +543,17 @@ static void calls_open(Calls *c) {
     c->clock = now_seconds();
     t->saved_step = t->state.step;
     if (t->comm.rank > 0) return;
+    signal(SIGPIPE, SIG_IGN);
     struct sockaddr_un to;
     memset(&to, 0, sizeof to);
     to.sun_family = AF_UNIX;
     snprintf(to.sun_path, sizeof to.sun_path, "%s", t->o.calls);
-    c->socket = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    c->socket = socket(AF_UNIX, SOCK_STREAM, 0);
     require(c->socket >= 0 && !connect(c->socket, (struct sockaddr *)&to, sizeof to),
             "cannot connect to '%s': %s\n--debug calls is for programs: import llmc in Python", t->o.calls,
             strerror(errno));
     char path[PATH_MAX] = "";
-    (void)!recv(c->socket, path, sizeof path - 1, 0);
+    calls_receive(c, path, sizeof path);
     c->file = open_or_die(path, O_RDWR | O_CLOEXEC, "start the program that calls again");
     calls_map(c);
     Text text;
@@ -554,7 +568,7 @@ static void calls_open(Calls *c) {
                       facts_of(t->model).table->num_weights, model_memory_gib(t->model), t->has_tokenizer);
     fputs("}", f);
     char *ready = text_close(&text);
-    (void)!send(c->socket, ready, strlen(ready), MSG_NOSIGNAL);
+    calls_send(c, ready, strlen(ready));
     free(ready);
 }
 // Until no more calls come. Returns the exit status.
