@@ -64,6 +64,11 @@ int main(void) { int n = 0;
 """
 
 
+def cores():
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def run(command, **more):
     """(exit status, stdout, stderr) of a command; a missing program or a hang is an exit status too."""
     try:
@@ -107,23 +112,36 @@ def probe(build, source, suffix, command):
 # ---- host compiler
 
 
+def openmp_flags():
+    """[(flags to compile with, flags to link with besides)] that turn OpenMP on, where the compiler has it. Apple's
+    clang has none of its own: Homebrew's libomp serves it."""
+    prefixes = [
+        p for p in ("/opt/homebrew/opt/libomp", "/usr/local/opt/libomp") if os.path.exists(f"{p}/include/omp.h")
+    ]
+    brewed = [(["-Xclang", "-fopenmp", f"-I{p}/include"], [f"-L{p}/lib", "-lomp"]) for p in prefixes]
+    return [(["-fopenmp"], []), *brewed]
+
+
 def host_compiler(build):
-    """(compiler, its first version line, flags, whether OpenMP is on)."""
+    """(compiler, its first version line, flags, those of them that turn OpenMP on: none where it is off)."""
     cc = os.environ.get("CC") or next((c for c in ("gcc", "clang", "cc") if shutil.which(c)), "")
     if not cc or not shutil.which(shlex.split(cc)[0]):
-        return "", "", [], False
+        return "", "", [], []
     command = shlex.split(cc)
     version = (run([*command, "--version"])[1].splitlines() or ["?"])[0]
     quiet = ["-Wno-pass-failed"] if "clang" in version else []  # it tells of each `omp simd` loop that stays scalar
     # For AMD's processors gcc fuses some products with sums and leaves others, by the shape of the code around them. A
     # row of a matmul would then depend on how many rows there are.
     fuse = [] if "clang" in version else ["--param=avoid-fma-max-bits=0"]
-    for flags in (["-march=native", *fuse, "-fopenmp"], ["-march=native", "-fopenmp"], ["-fopenmp"]):
-        if probe(build, HOST_PROBE, ".c", [*command, *flags, "-lm"])[0]:
-            return cc, version, flags + quiet, True
+    native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    for openmp, library in openmp_flags():
+        quiet += ["-Wno-unused-command-line-argument"] if library else []  # where nothing is linked
+        for flags in ([native, *fuse], [native], []):
+            if probe(build, HOST_PROBE, ".c", [*command, *flags, *openmp, *library, "-lm"])[0]:
+                return cc, version, [*flags, *openmp, *library, *quiet], openmp
     plain = "int main(void) { return 0; }\n"
-    flags = ["-march=native"] if probe(build, plain, ".c", [*command, "-march=native"])[0] else []
-    return cc, version, [*flags, *quiet, "-Wno-unknown-pragmas"], False
+    flags = [native] if probe(build, plain, ".c", [*command, native])[0] else []
+    return cc, version, [*flags, *quiet, "-Wno-unknown-pragmas"], []
 
 
 def cxx_compiler(build):
@@ -336,7 +354,11 @@ def cuda_toolkit(build, devices, driver_major):
 def linked(folder):
     """Flags for libraries of a folder, as gcc and nvcc both take them: to link, and to find them when the program
     starts."""
-    return [f"-L{folder}"] if str(folder) in SYSTEM_LIBRARIES else [f"-L{folder}", "-Xlinker", f"-rpath={folder}"]
+    return (
+        [f"-L{folder}"]
+        if str(folder) in SYSTEM_LIBRARIES
+        else [f"-L{folder}", "-Xlinker", "-rpath", "-Xlinker", str(folder)]
+    )
 
 
 def mpi(build):
@@ -393,7 +415,7 @@ def write_makefile(path):
         "CC": cc,
         "CXX": cxx_compiler(build),
         "HOST_FLAGS": " ".join(flags),
-        "OPENMP": "-fopenmp" if openmp else "",
+        "OPENMP": " ".join(openmp),
         "GPUS": len(devices),
         "NVCC": "",
         "CUDA_OFF": "" if cuda else re.sub("[#']", "", "; ".join(passed)),
@@ -458,8 +480,7 @@ def report(build):
 
     row(
         "machine",
-        f"{platform.platform()}, "
-        f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores",
+        f"{platform.platform()}, {cores()} cores",
     )
     row(
         "Python",
@@ -471,13 +492,13 @@ def report(build):
         "compiler",
         f"{version} ({cc} {' '.join(flags)})",
         "" if cc else "neither gcc nor clang is on PATH",
-        "install gcc (Debian, Ubuntu: apt install build-essential)",
+        "install gcc (Debian, Ubuntu: apt install build-essential; on a Mac: xcode-select --install)",
     )
     row(
         "OpenMP",
         "on",
         "" if openmp else "the compiler does not link it: the CPU trainer would use one core",
-        "install gcc, or libomp for clang, and set CC",
+        "install gcc, or libomp for clang, and set CC; on a Mac: brew install libomp",
     )
     cxx = cxx_compiler(build)
     row(

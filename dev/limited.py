@@ -134,7 +134,7 @@ def main():
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     module, _, name = target.partition(":")
     function = getattr(importlib.import_module(module), name)
-    if memory:
+    if memory and sys.platform != "darwin":  # which holds no process to it
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 
     def say(call, given, seconds):

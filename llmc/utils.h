@@ -27,6 +27,8 @@
 
 // What has another name on macOS, or no use there.
 #ifdef __APPLE__
+#pragma clang diagnostic ignored "-Wformat"                   // int64_t is a long long there
+#pragma clang diagnostic ignored "-Wdeprecated-declarations"  // sprintf
 #include <mach-o/dyld.h>
 #define st_mtim st_mtimespec
 #define fdatasync fsync

@@ -49,6 +49,7 @@ from chat_template import Renderer, Task, TemplateError, end_of_turn, ends_of_fo
 from chat_template import read_template, read_text, with_end
 from checked_json import open_regular, read_object
 from data_common import Progress, atomic_write, write_shard
+from doctor import cores
 from reader import die_of, find_inputs, once, plan, records
 from tokenizer_json import add_tokenizer_arguments, read_tokenizer_json, tokenizer_json
 
@@ -650,7 +651,7 @@ def main():
             die(f"'{args.output}' holds the tokenizer.bin of another tokenizer", "name another --output")
         print("note: this tokenizer is none that the trainers know: their samples will be token ids")
     results, counts, done, tokens = [None] * len(chunks), collections.Counter(), 0, 0
-    workers, progress = args.workers or len(os.sched_getaffinity(0)), Progress(sum(sizes))
+    workers, progress = args.workers or cores(), Progress(sum(sizes))
     with shards.Workers(min(workers, len(chunks)), converter) as pool:
         for i, (parts, found) in pool.each(convert, chunks):
             results[i] = parts

@@ -53,6 +53,7 @@ from data_common import (
     tokenizer_hash,
     write_shard,
 )
+from doctor import cores
 from reader import Reader, once, plan
 from tokenizer_json import add_tokenizer_arguments, tokenizer_suffix
 
@@ -676,7 +677,7 @@ def warn_of_short(train, val):
 def build(ranks, args, paths, val_paths=()):
     """The whole way. args: those of add_arguments(), and val_tokens, val_fraction; val_paths come instead of these."""
     start = time.time()
-    workers = args.workers or (1 if ranks.size > 1 or args.tokenizer == "bytes" else len(os.sched_getaffinity(0)))
+    workers = args.workers or (1 if ranks.size > 1 or args.tokenizer == "bytes" else cores())
     job = Job(paths, val_paths, args) if ranks.rank == 0 else None
     shared = ranks.share(begin(job, ranks, workers) if job else None)
     if shared is None:

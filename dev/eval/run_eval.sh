@@ -43,7 +43,7 @@ fi
 
 for task in "${tasks[@]}"; do
     out=$folder/lm_eval/$task
-    asked="$task $* | $(stat -c '%n %s %Y' "${weights[@]}" | tr '\n' ' ')"
+    asked="$task $* | $(ls -ln "${weights[@]}" | tr '\n' ' ')"
     if [ -f "$out/asked" ] && [ "$(cat "$out/asked")" = "$asked" ]; then echo "$task: done before"; continue; fi
     rm -rf "$out" "$out.partial"
     mkdir -p "$out.partial" || fail "cannot write into '$folder'" "copy the checkpoint to a folder that you may write to"

@@ -24,12 +24,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "dev"))
 import missing_package  # noqa: E402,F401, before pytest
 
+from doctor import cores  # noqa: E402
 from launcher import ENVIRONMENT  # noqa: E402
 from tool_output import outlive_reader  # noqa: E402
 
 LOGS = ROOT / "build/test/log"
 PYTHON = sys.executable
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+CORES = cores()
 TIMEOUT = 1200  # seconds for one test; none should come near it
 COMPILED_ARCHS = "80 90a"  # where there is no GPU
 

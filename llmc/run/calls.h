@@ -1,6 +1,6 @@
 // --debug calls=SOCKET: another program makes the steps of a run, by calls; llmc/__init__.py is its side, with all that
-// a call takes and gives. Rank 0 connects to the socket, of Unix's SOCK_STREAM. A message is its length in bytes (uint32), and
-// a call or its answer.
+// a call takes and gives. Rank 0 connects to the socket, of Unix's SOCK_STREAM. A message is its length in bytes
+// (uint32), and a call or its answer.
 //
 //   memory PATH     once: of the file that both map, in which a call's arrays lie one after the other. It may grow.
 //   NAME x...|TEXT  a call: up to CALL_NUMBERS numbers, and a text
