@@ -7,6 +7,11 @@
 # rights then clones this checkout's last commit and runs each COMMAND ('make demo' 'make test') there. A second call
 # goes on with what is in FOLDER. Needs root, debootstrap, a mirror and a package index.
 #
+#   dev/test/bare_machine.sh RELEASE FOLDER image
+#
+# runs what dev/containers/Dockerfile and llm.def run, as root, in a system that has nothing else. make toolkit stands in
+# for the image that they begin with. ARCHS (80): what to compile for; an image is for more.
+#
 # From the caller's environment: MIRROR and COMPONENTS for debootstrap; proxies; PIP_* and certificates' files, which are
 # copied. Not taken: pip's configuration and folders of packages.
 set -euo pipefail
@@ -51,6 +56,24 @@ as_user() {
     chroot --userspec=someone:someone "$folder" env -i PATH=/usr/local/bin:/usr/bin:/bin HOME=/home/someone \
         "${environment[@]}" bash -c "cd ~/llm.cu && $1"
 }
+
+# A checkout is cloned without its files, which `git reset` brings.
+make_image() {
+    rm -rf "$folder/llm.cu"
+    git -c safe.directory='*' clone --quiet --no-checkout --no-hardlinks "$checkout" "$folder/llm.cu"
+    environment+=("ARCHS=${ARCHS:-80}")
+    local line
+    while IFS= read -r line; do
+        [[ $line != *train_gpt2cu* ]] || as_root bash -c 'cd /llm.cu && make toolkit' </dev/null
+        printf '\n== %s: %s\n' "$release" "$line"
+        as_root bash -c "cd /llm.cu && $line" </dev/null
+    done < <(sed -n 's/^RUN //p' "$checkout/dev/containers/Dockerfile")
+    as_root bash -c 'cd /llm.cu && ./train_gpt2cu --help >/dev/null && ldd train_gpt2cu | grep -E "libmpi|libcublasLt|libnccl"'
+}
+if [ "$1" = image ]; then
+    make_image
+    exit
+fi
 
 as_root apt-get update -q
 as_root apt-get install -q -y $packages
