@@ -5,9 +5,13 @@ import pty
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+# What looks at processes in /proc, limits one that runs, or puts a library in front of another.
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="it needs Linux's /proc, prlimit or LD_PRELOAD")
 
 # Now and then Open MPI 5 does not start its own server, and ends before a rank has run. Then, and only then, tests
 # start it again.

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+import launcher
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = (
     dict(line.split(" := ", 1) for line in (ROOT / "build/config.mk").read_text().splitlines() if " := " in line)
@@ -378,6 +380,19 @@ def test_no_large_file():
     assert not large, large
 
 
+def test_images_are_alike():
+    """Both start from one image and run the same commands; the pages name what these install."""
+    docker, apptainer = ((ROOT / "dev/containers" / f).read_text() for f in ("Dockerfile", "llm.def"))
+    folder, commands = re.findall(r"^WORKDIR (.+)$", docker, re.M), re.findall(r"^RUN (.+)$", docker, re.M)
+    post = re.search(r"^%post\n((?: +.+\n)+)", apptainer, re.M)[1]
+    assert [f"cd {folder[0]}", *commands] == [line.strip() for line in post.splitlines()]
+    assert re.findall(r"^FROM (.+)$", docker, re.M) == re.findall(r"^From: (.+)$", apptainer, re.M)
+    named = re.search(r"^sudo apt install ([^#]+)", (ROOT / "README.md").read_text(), re.M)[1].split()
+    named += re.search(r"README's packages both install `([^`]+)`", (ROOT / "doc/on_a_gpu.md").read_text())[1].split()
+    installed = re.search(r"apt-get install -y --no-install-recommends (.+)", commands[0])[1].split()
+    assert sorted(installed) == sorted(named)
+
+
 # ---- the binaries
 
 
@@ -661,6 +676,7 @@ def driver_in(folder, count):
     return os.environ | {"LD_LIBRARY_PATH": str(folder)}
 
 
+@launcher.on_linux
 def test_gpus_that_are_too_old_do_not_count(tmp_path):
     for count, found in (
         (0, "[], 12, 'the driver shows no GPU"),
@@ -677,6 +693,7 @@ def test_gpus_that_are_too_old_do_not_count(tmp_path):
         assert found in run.stdout, run.stdout + run.stderr
 
 
+@launcher.on_linux
 def test_a_toolkit_that_the_driver_cannot_run_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "dev")
     import doctor

@@ -931,6 +931,7 @@ def test_the_window_of_a_model(trainer, tmp_path):
     assert json.loads((tmp_path / "narrow/step_00000002/config.json").read_text())["sliding_window"] == 5
 
 
+@launcher.on_linux
 def test_unwritable_output(trainer, tmp_path):
     (tmp_path / "file").write_text("mine")
     fails(trainer("-o", tmp_path / "file/run"), "cannot make folder")
@@ -1336,6 +1337,7 @@ def limit_files(process, size):
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
+@launcher.on_linux
 def test_training_goes_on_when_a_save_fails(trainer, tmp_path):
     """It is said, tried again, and works when there is room; the log has a full disk, too, and loses nothing."""
     run = tmp_path / "run"
@@ -1370,6 +1372,7 @@ def test_training_goes_on_when_a_save_fails(trainer, tmp_path):
     assert "step " in succeeds(trainer("-o", run, "-y", "1", "-x", str(steps[-1] + 1), "-n", "20")).stdout
 
 
+@launcher.on_linux
 @pytest.mark.parametrize("save_async", [0, 1])
 def test_a_last_save_that_fails(trainer, tmp_path, save_async):
     run = tmp_path / "run"

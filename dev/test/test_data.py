@@ -27,6 +27,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import launcher
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "dev/data"), str(ROOT)]
 import data_common
@@ -478,6 +480,7 @@ def test_same_bits_for_any_number_of_processes(corpus, tmp_path, tokenizer):
 # ---- killed, repeated, changed
 
 
+@launcher.on_linux
 def test_killed_run_goes_on(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()

@@ -601,6 +601,7 @@ def processes_with(word):
     return {p: line for p, line in lines.items() if word in line}
 
 
+@launcher.on_linux
 @needs_mpi
 @pytest.mark.parametrize("victim", ["mpirun", "rank"])
 def test_killed_on_ranks(fineweb, tmp_path, victim):
@@ -760,6 +761,7 @@ def test_two_at_once(tmp_path):
     assert first.returncode == 0
 
 
+@launcher.on_linux
 def test_lost_worker(tmp_path):
     """As when the kernel ends a process for want of memory."""
     write_rows(tmp_path / "in/a.jsonl", [story(n) for n in range(5000)])

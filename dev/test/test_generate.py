@@ -704,6 +704,7 @@ def cpu_seconds(parent):
     return sum(int(user) + int(system) for user, system in times) / os.sysconf("SC_CLK_TCK")
 
 
+@launcher.on_linux
 @pytest.mark.skipif(not test_ranks.MPIRUN, reason="no MPI (make toolkit)")
 def test_ranks_serve_together(runs):
     command = [test_ranks.MPIRUN, "--oversubscribe", "-np", 3, TRAINER]

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import launcher
+
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = launcher.on_linux
 UUID = "0123456789abcdeffedcba9876543210"
 LIBRARY = r"""
 #include <string.h>

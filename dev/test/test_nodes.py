@@ -19,6 +19,8 @@ import time
 
 import pytest
 
+import launcher
+
 from test_ranks import (
     COMM,
     CONFIG,
@@ -44,6 +46,7 @@ from test_ranks import (
 SCRIPTS = ROOT / "scripts/multi_node"
 LONG = ["-n", "100000", "-x", "1000000"]
 needs_mpi = pytest.mark.skipif(not MPIRUN, reason="no MPI (make toolkit)")
+pytestmark = launcher.on_linux
 
 
 class Hosts:

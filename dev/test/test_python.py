@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import llmc
 from dev.test import oracle as ref
+import launcher
 from launcher import ENVIRONMENT, FAILED
 from test_generate import bytes_tokenizer, samples  # noqa: F401 (a fixture)
 from test_ranks import BOUND, MPIRUN, Job, curve, events, read, succeeds
@@ -425,6 +426,7 @@ def test_mpirun(start, straight):
 # ---- a loop
 
 
+@launcher.on_linux
 @pytest.mark.parametrize(
     "model, ranks, options",
     [
@@ -907,6 +909,7 @@ def trainers_of(mark):
     return [p for p in processes(mark) if os.path.realpath(f"/proc/{p}/exe") == str(TRAINER)]
 
 
+@launcher.on_linux
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpi)])
 def test_a_program_that_is_killed(start, mark, tmp_path, monkeypatch, ranks):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -943,6 +946,7 @@ print(t.names()[0], flush=True)
 """
 
 
+@launcher.on_linux
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpi)])
 @pytest.mark.parametrize(
     "how, body",
@@ -980,6 +984,7 @@ def test_no_program_outlives_python(mark, tmp_path, ranks, how, body):
     assert os.listdir(tmp_path) == []
 
 
+@launcher.on_linux
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpi)])
 @pytest.mark.parametrize("step", [train_step, weight_step])
 def test_an_interrupt(start, mark, straight, ranks, step):
@@ -1034,6 +1039,7 @@ def test_interrupts_in_short_calls(start, straight, monkeypatch, call):
     same(([], t.weights()), ([], weights))
 
 
+@launcher.on_linux
 def test_the_end_of_a_trainer(start, mark, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gc.collect()
@@ -1070,6 +1076,7 @@ def test_the_end_of_a_trainer(start, mark, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+@launcher.on_linux
 @needs_mpi
 def test_impatience(start, mark):
     """In a call that is long, under mpirun, too: all ranks are killed."""

@@ -32,7 +32,7 @@ REPEAT = int(os.environ.get("LLMC_REPEAT", "3"))
 TIMEOUT = 2
 MARGIN = 10  # all must be gone within the time-out and this
 
-pytestmark = pytest.mark.skipif(not MPIRUN, reason="no MPI (make toolkit)")
+pytestmark = [launcher.on_linux, pytest.mark.skipif(not MPIRUN, reason="no MPI (make toolkit)")]
 
 
 class Job:

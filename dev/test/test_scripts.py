@@ -379,6 +379,7 @@ def stop(p, folder, number=signal.SIGTERM):
     return err
 
 
+@launcher.on_linux
 def test_goes_on_after_a_crash(whole, tmp_path):
     options, losses = whole
     p = run("run_tiny_cpu.sh", *options, "-o", tmp_path / "out")
@@ -392,6 +393,7 @@ def test_goes_on_after_a_crash(whole, tmp_path):
     assert {n: both[n] for n in losses} == losses and len(losses) == 60
 
 
+@launcher.on_linux
 def test_goes_on_when_all_was_killed(whole, tmp_path):
     """SIGKILL of the script leaves the trainer behind, which holds the folder's lock; when it is gone too, a new start
     goes on."""
@@ -414,6 +416,7 @@ def test_goes_on_when_all_was_killed(whole, tmp_path):
     assert starts(tmp_path / "out") == 2 and {n: both[n] for n in losses} == losses
 
 
+@launcher.on_linux
 @pytest.mark.skipif(not MPIRUN, reason="no MPI")
 def test_two_ranks(whole, tmp_path):
     """A run for GPUs with the CPU's trainer in their place: the loss of one rank; a lost rank starts both again; of
@@ -460,6 +463,7 @@ def test_an_error_before_the_run_has_begun_is_not_tried_again(whole, tmp_path, w
     assert status == 1 and err.count("error:") == 1, err
 
 
+@launcher.on_linux
 def test_gives_up(whole, tmp_path):
     """Twice without a new checkpoint: a run that always crashes is not started for ever."""
     options, _ = whole

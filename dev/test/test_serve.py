@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev"))
 import program
 import serve  # noqa: E402
+import launcher
 from launcher import ENVIRONMENT, children_of  # noqa: E402
 from test_build import CONFIG  # noqa: E402
 from test_generate import bytes_tokenizer  # noqa: E402,F401
@@ -481,6 +482,7 @@ def memory(pid):
     return int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) << 10
 
 
+@launcher.on_linux
 def test_a_body_that_is_too_large(server):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
     with server.raw(head + b"Content-Length: 104857600\r\n\r\n" + b"x" * 1000) as s:  # the rest is not waited for
@@ -650,6 +652,7 @@ def test_a_client_that_goes_away(tmp_path, stream):
 # ---- a program that is slow
 
 
+@launcher.on_linux
 def test_a_refusal_reaches_its_client_alone(tmp_path):
     """A client leaves while the program is stopped. Its line is refused, without an id; the next request is not."""
     with Server(tmp_path, "--max-body", str(8 << 20)) as s:
@@ -676,6 +679,7 @@ def test_a_line_that_the_program_does_not_take(tmp_path):
         assert s.post("completions", {"prompt": "say hi"})[0] == 200
 
 
+@launcher.on_linux
 def test_a_program_that_says_nothing(tmp_path):
     """Its clients are told, later ones at once, and the memory of the server stays; then it goes on."""
     with Server(tmp_path, "--patience", "5", "--queue", "100", "--slots", "4") as s:
@@ -716,6 +720,7 @@ def test_weights_that_are_not_finite(client):
 # ---- a program that dies
 
 
+@launcher.on_linux
 def test_a_program_that_dies(tmp_path):
     with Server(tmp_path, "--slots", "4") as s:
         with pytest.raises(
@@ -733,6 +738,7 @@ def test_a_program_that_dies(tmp_path):
             list(s.client().completions.create(model="model", prompt="slow die", stream=True))
 
 
+@launcher.on_linux
 def test_one_of_two_programs_dies(tmp_path):
     with Server(tmp_path, "--slots", "1", "--gpus", "0,3", "--queue", "8") as s:
         programs = children_of(s.process.pid)
@@ -772,6 +778,7 @@ def is_running(pid):
         return False
 
 
+@launcher.on_linux
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_end(tmp_path, signum):
     """The program ends with the server, whatever ends it, in the midst of a request, too."""
@@ -789,6 +796,7 @@ def test_the_end(tmp_path, signum):
         assert "Traceback" not in s.text
 
 
+@launcher.on_linux
 def test_a_program_that_does_not_end(tmp_path):
     with Server(tmp_path, "--", "--stubborn") as s:
         (child,) = children_of(s.process.pid)
@@ -796,6 +804,7 @@ def test_a_program_that_does_not_end(tmp_path):
         assert s.process.wait(30) == 0 and not is_running(child)
 
 
+@launcher.on_linux
 def test_the_end_while_the_model_is_loaded(tmp_path):
     script = tmp_path / "loading"
     script.write_text("#!/bin/sh\necho $$ >&2; read line\n")  # until the end of its input
@@ -814,6 +823,7 @@ def test_the_end_while_the_model_is_loaded(tmp_path):
 # ---- who may ask
 
 
+@launcher.on_linux
 @pytest.mark.parametrize("how", ["option", "environment"])
 def test_the_key(tmp_path, how):
     key = "s3cret ключ"
@@ -857,6 +867,7 @@ def test_a_page_of_another_site(server, tmp_path):
         assert s.post("completions", {"prompt": "say hi"}, Host="x.example", Authorization="Bearer secret")[0] == 200
 
 
+@launcher.on_linux
 def test_who_does_not_send_or_read(tmp_path):
     """600 half requests are hung up, and so is who does not read an answer; a slow body is refused."""
     script = tmp_path / "impatient.py"
@@ -1015,6 +1026,7 @@ def test_the_program_alone_and_beside_others(real, run_folder, bytes_tokenizer):
     assert asyncio.run(all()) == [alone[i % 8] for i in range(40)]
 
 
+@launcher.on_linux
 @pytest.mark.skipif(not CONFIG.get("MPI_LIBS"), reason="no MPI here")
 def test_ranks_end_with_a_server_that_is_killed(run_folder, bytes_tokenizer, tmp_path):
     environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
