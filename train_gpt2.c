@@ -1490,11 +1490,8 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
 static void *room(Model *m, size_t size) {
     enum { LINE = 64 };
     size_t bytes = round_up(size, LINE);
-    char *p = malloc_or_die(LINE + bytes);
-    #ifdef MADV_HUGEPAGE
-    char *page = (char *)round_up((size_t)p, 1 << 16);                           // ARM's pages have up to 64 KiB
-    if (bytes > 1 << 22) madvise(page, p + LINE + bytes - page, MADV_HUGEPAGE);  // fewer address look-ups
-    #endif
+    char *p = malloc_or_die(LINE + bytes), *page = (char *)round_up((size_t)p, 1 << 16);  // ARM's have up to 64 KiB
+    if (bytes > 1 << 22) madvise(page, p + LINE + bytes - page, MADV_HUGEPAGE);           // fewer address look-ups
     *(void **)p = m->newest;
     m->newest = p;
     m->bytes += bytes;

@@ -35,6 +35,7 @@
 #define renameat2 renameatx_np
 #define mempcpy(to, from, n) ((char *)memcpy(to, from, n) + (n))
 #define posix_fadvise(...) ((void)0)
+#define MADV_HUGEPAGE MADV_NORMAL
 static inline const char *program_path(void) {
     static char path[4096];
     uint32_t size = sizeof path;

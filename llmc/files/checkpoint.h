@@ -708,9 +708,8 @@ static int checkpoint_publish(const Checkpoint *c) {
     Path replaced = checkpoint_folder(c->output.text, c->state.step, ".old.tmp");
     // A step that is saved again: the folders change places, where the file system can do that, so that there is a
     // whole one at every moment.
-    enum { EXCHANGE = 2 /*RENAME_EXCHANGE*/ };
     int again = file_exists(folder);
-    int exchanged = again && renameat2(AT_FDCWD, writing, AT_FDCWD, folder, EXCHANGE) == 0;
+    int exchanged = again && renameat2(AT_FDCWD, writing, AT_FDCWD, folder, 2 /*RENAME_EXCHANGE*/) == 0;
     if (!exchanged && ((again && rename(folder, replaced.text) != 0) || rename(writing, folder) != 0)) {
         error = st_failed(folder);
         if (again && !file_exists(folder)) rename(replaced.text, folder);

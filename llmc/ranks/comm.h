@@ -389,11 +389,8 @@ static int comm_threads(const Comm *c) {
     return cores > sharing ? cores / sharing : 1;
 }
 #else
-static int comm_spread(const Comm *c, pid_t launcher) { return (void)c, (void)launcher, 0; }
-static int comm_threads(const Comm *c) {
-    const int share = (int)sysconf(_SC_NPROCESSORS_ONLN) / c->local_world;
-    return share > 0 ? share : 1;
-}
+#define comm_spread(c, launcher) 0
+#define comm_threads(c) sysconf(_SC_NPROCESSORS_ONLN) / (c)->local_world
 #endif
 // All ranks of the job call it before they start threads. threads: what the user wants, or 0. Without that and
 // OMP_NUM_THREADS, a rank that a launcher started computes with all its cores. comm_spread is for Open MPI's mpirun

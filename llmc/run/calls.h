@@ -51,19 +51,17 @@ static size_t calls_all(const Calls *c) { return calls_own(c) * calls_dp(c)->wor
 
 // ---- messages
 
-// Whether it has gone, the next read says.
+// Whether it has gone, the next read says. Ranks other than 0 have no socket.
 static void calls_send(const Calls *c, const char *text, uint32_t bytes) {
-    if (c->socket < 0) return;
     (void)!send(c->socket, &bytes, sizeof bytes, 0);
     (void)!send(c->socket, text, bytes, 0);
 }
 // A text of less than `size` bytes. Returns how many; -1: the caller has gone.
 static int calls_receive(const Calls *c, char *text, uint32_t size) {
     uint32_t n;
-    if (recv(c->socket, &n, sizeof n, MSG_WAITALL) != sizeof n || n >= size) return -1;
-    if (recv(c->socket, text, n, MSG_WAITALL) != (ssize_t)n) return -1;
+    if (recv(c->socket, &n, 4, MSG_WAITALL) < 4 || n >= size || recv(c->socket, text, n, MSG_WAITALL) < n) return -1;
     text[n] = 0;
-    return (int)n;
+    return n;
 }
 __attribute__((format(printf, 2, 3))) static void calls_answer(const Calls *c, const char *format, ...) {
     char text[1200];
@@ -558,8 +556,7 @@ static void calls_open(Calls *c) {
     calls_map(c);
     Text text;
     FILE *f = text_open(&text);
-    fputs("ok|{\"ranks\":", f);
-    fprintf(f, "%d", t->comm.world);
+    fprintf(f, "ok|{\"ranks\":%d", t->comm.world);
     json_write_fields(f, "groups %d batch_size %lld seq_len %lld micro_steps %d vocab %d eot %d context %d step %ld",
                       t->mesh.dp.world, t->o.batch_size, t->o.seq_len, t->num_micro, t->config.vocab_size,
                       first_token(t), t->window, t->state.step);
