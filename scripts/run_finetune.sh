@@ -51,7 +51,13 @@ made=$out/data/shards.made
 made_of() {
     echo "CHAT=${CHAT:-} --seq-len $T"
     for file in "$chats" ${CHAT:-}; do
-        [ ! -e "$file" ] || find -L "$(realpath "$file")" -type f -printf '%p, %s bytes, %T@\n' | sort
+        [ ! -e "$file" ] || "$python" -c '
+import os, sys
+path = os.path.realpath(sys.argv[1])
+within = [os.path.join(folder, f) for folder, _, names in os.walk(path, followlinks=True) for f in names]
+for s, f in ((os.stat(f), f) for f in within or [path] if os.path.isfile(f)):
+    print(f"{f}, {s.st_size} bytes, {s.st_mtime_ns // 10**9}.{s.st_mtime_ns % 10**9:09}0")
+' "$file" | sort
     done
     for file in tokenizer.bin tokenizer.json tokenizer_config.json chat_template.jinja generation_config.json; do
         [ ! -e "$model/$file" ] || echo "$file $(cksum < "$model/$file")"

@@ -43,7 +43,8 @@ fi
 
 for task in "${tasks[@]}"; do
     out=$folder/lm_eval/$task
-    asked="$task $* | $(ls -ln "${weights[@]}" | tr '\n' ' ')"
+    asked="$task $* | $("${PYTHON:-python3}" -c 'import os, sys
+for f in sys.argv[1:]: print(f, os.stat(f).st_size, int(os.stat(f).st_mtime), end=" ")' "${weights[@]}")"
     if [ -f "$out/asked" ] && [ "$(cat "$out/asked")" = "$asked" ]; then echo "$task: done before"; continue; fi
     rm -rf "$out" "$out.partial"
     mkdir -p "$out.partial" || fail "cannot write into '$folder'" "copy the checkpoint to a folder that you may write to"

@@ -59,16 +59,20 @@ as_user() {
 
 # A checkout is cloned without its files, which `git reset` brings.
 make_image() {
-    rm -rf "$folder/llm.cu"
-    git -c safe.directory='*' clone --quiet --no-checkout --no-hardlinks "$checkout" "$folder/llm.cu"
-    environment+=("ARCHS=${ARCHS:-80}")
-    local line
+    local clone=$folder/llm.cu line library
+    [ -e "$clone/.git" ] || git -c safe.directory='*' clone --quiet --no-checkout --no-hardlinks "$checkout" "$clone"
+    git -c safe.directory='*' -C "$clone" fetch --quiet "$checkout" HEAD
+    git -c safe.directory='*' -C "$clone" update-ref --no-deref HEAD FETCH_HEAD
+    environment+=("ARCHS=${ARCHS:-80}" HOME=/root)
     while IFS= read -r line; do
         [[ $line != *train_gpt2cu* ]] || as_root bash -c 'cd /llm.cu && make toolkit' </dev/null
         printf '\n== %s: %s\n' "$release" "$line"
         as_root bash -c "cd /llm.cu && $line" </dev/null
     done < <(sed -n 's/^RUN //p' "$checkout/dev/containers/Dockerfile")
-    as_root bash -c 'cd /llm.cu && ./train_gpt2cu --help >/dev/null && ldd train_gpt2cu | grep -E "libmpi|libcublasLt|libnccl"'
+    as_root /llm.cu/train_gpt2cu --help >/dev/null
+    for library in libmpi libcublasLt libnccl; do
+        as_root ldd /llm.cu/train_gpt2cu | grep "$library" || die "train_gpt2cu was built without $library" 'see above'
+    done
 }
 if [ "$1" = image ]; then
     make_image
