@@ -53,7 +53,7 @@ static size_t calls_all(const Calls *c) { return calls_own(c) * calls_dp(c)->wor
 
 // Whether it has gone, the next read says. Ranks other than 0 have no socket.
 static void calls_send(const Calls *c, const char *text, uint32_t bytes) {
-    (void)!send(c->socket, &bytes, sizeof bytes, 0);
+    (void)!send(c->socket, &bytes, 4, 0);
     (void)!send(c->socket, text, bytes, 0);
 }
 // A text of less than `size` bytes. Returns how many; -1: the caller has gone.
