@@ -10,7 +10,7 @@
 #   dev/test/bare_machine.sh RELEASE FOLDER image
 #
 # runs what dev/containers/Dockerfile and llm.def run, as root, in a system that has nothing else. make toolkit stands in
-# for the image that they begin with. ARCHS (80): what to compile for; an image is for more.
+# for the image that they begin with. ARCHS (80): what to compile for; the images are for more.
 #
 # From the caller's environment: MIRROR and COMPONENTS for debootstrap; proxies; PIP_* and certificates' files, which are
 # copied. Not taken: pip's configuration and folders of packages.
@@ -63,9 +63,10 @@ make_image() {
     [ -e "$clone/.git" ] || git -c safe.directory='*' clone --quiet --no-checkout --no-hardlinks "$checkout" "$clone"
     git -c safe.directory='*' -C "$clone" fetch --quiet "$checkout" HEAD
     git -c safe.directory='*' -C "$clone" update-ref --no-deref HEAD FETCH_HEAD
-    environment+=("ARCHS=${ARCHS:-80}" HOME=/root)
+    environment+=(HOME=/root)
     while IFS= read -r line; do
         [[ $line != *train_gpt2cu* ]] || as_root bash -c 'cd /llm.cu && make toolkit' </dev/null
+        line=${line/ARCHS=\"*\"/ARCHS=\"${ARCHS:-80}\"}
         printf '\n== %s: %s\n' "$release" "$line"
         as_root bash -c "cd /llm.cu && $line" </dev/null
     done < <(sed -n 's/^RUN //p' "$checkout/dev/containers/Dockerfile")

@@ -166,6 +166,7 @@ static void too_many(void *unused) {
 }
 
 // A rank that is bound to one core; as many ranks on this host as there are cores, one more or one less.
+#ifdef __linux__
 static void test_cores(void) {
     cpu_set_t before, all, one;
     Comm c = COMM_ALONE;
@@ -190,6 +191,9 @@ static void test_cores(void) {
         }
     sched_setaffinity(0, sizeof before, &before);
 }
+#else  // no thread can be bound
+static void test_cores(void) {}
+#endif
 static int test_alone(Comm *c) {
     static char text[1 << 16];
     test_cores();
