@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 # What looks at processes in /proc, limits one that runs, or puts a library in front of another.
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="it needs Linux's /proc, prlimit or LD_PRELOAD")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="it needs Linux's /proc, prlimit, loader or linker")
 
 # Now and then Open MPI 5 does not start its own server, and ends before a rank has run. Then, and only then, tests
 # start it again.

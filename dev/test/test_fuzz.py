@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+import launcher
+
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = launcher.on_linux  # the linker's --wrap
 sys.path.append(str(ROOT / "dev/fuzz"))
 import fuzz  # noqa: E402
 
