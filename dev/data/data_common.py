@@ -499,14 +499,15 @@ def vocab_bpe_from_wheel():
 
 
 class Progress:
-    """A bar with the time left on a terminal, a line now and then in a log file."""
+    """A bar with the time left on a terminal, a line now and then in a log file. what: millions that are counted."""
 
-    def __init__(self, total, seconds=None):
+    def __init__(self, total, seconds=None, what="M tokens"):
+        self.what = what
         self.total, self.start, self.tty = max(total, 1), time.time(), sys.stderr.isatty()
         self.every = seconds or (0.2 if self.tty else 30)
         self.last = self.start
 
-    def update(self, done, tokens):
+    def update(self, done, count):
         now = time.time()
         if now - self.last < self.every:
             return
@@ -515,7 +516,7 @@ class Progress:
         left = spent / share - spent if share > 0 else 0
         bar = f"[{'#' * int(30 * share):<30}] " if self.tty else ""
         line = (
-            f"{bar}{100 * share:5.1f}%  {tokens / 1e6:,.1f} M tokens  {tokens / spent / 1e6:.2f} M/s  "
+            f"{bar}{100 * share:5.1f}%  {count / 1e6:,.1f} {self.what}  {count / spent / 1e6:.2f} M/s  "
             f"{int(left) // 60}:{int(left) % 60:02d} left"
         )
         print(f"\r{line} " if self.tty else line, end="" if self.tty else "\n", file=sys.stderr, flush=True)

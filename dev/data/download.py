@@ -3,7 +3,10 @@
     add_arguments(parser)                   --local and --cache, which get() and hub_files() look at
     get(url, args, sha256)                  path of a single file: the mirror's, the cached one, or fetched now
     hub_files(repo, folder, suffix, args)   paths of the files of a data set on the Hugging Face hub, likewise
-    fetch(url, path, size, sha256)          underneath: retries, goes on where it stopped, checks
+    hub_set(repo, folder, wanted, ...)      the same for any choice of files and any revision, without a mirror
+    fetch(url, path, size, checksum)        underneath: retries, goes on where it stopped, checks
+
+A checksum is a sha256, or git's sha1 of a file, which is what the hub knows of small ones.
 
 A file gets its name when its size and checksum were found right; before, it is <name>.partial, which a later run goes
 on with. HF_ENDPOINT names another hub; HF_TOKEN is sent to it, and to nobody it redirects to. Of several processes that
@@ -29,6 +32,7 @@ from data_common import atomic_write, die, make_folder
 ATTEMPTS, PAUSE = 6, 1.0  # a try that brought some bytes does not count; pauses double
 TIMEOUT = 30  # seconds of silence
 BLOCK = 1 << 20
+SHA1_LETTERS = 40
 THREADS, RANKS = 4, 8  # downloads at a time in a process; processes that download
 OFFLINE = "without a network, copy the files here and name their folder with --local"
 REFUSED = None  # the hint where the server refuses, if another
@@ -38,12 +42,20 @@ received = 0  # bytes in this process, about
 
 
 class Refused(Exception):
-    """An answer that another try would not change."""
+    """An answer that another try would not change. hint: what to do, where more is known than OFFLINE says."""
+
+    def __init__(self, what, hint=None):
+        super().__init__(what)
+        self.hint = hint
 
 
 def add_arguments(parser):
-    cache = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cache")
     parser.add_argument("--local", metavar="DIR", help="read the files from this folder instead of downloading them")
+    add_cache_argument(parser)
+
+
+def add_cache_argument(parser):
+    cache = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cache")
     parser.add_argument("--cache", metavar="DIR", default=cache, help="where downloads are kept (dev/data/cache)")
 
 
@@ -60,13 +72,24 @@ def open_url(url, **headers):
     try:
         return urllib.request.urlopen(request, timeout=TIMEOUT)
     except urllib.error.HTTPError as e:
-        if e.code in (401, 403):
-            raise Refused(
-                f"the server answers {e.code} {e.reason}: perhaps it wants to know who asks (HF_TOKEN)"
-            ) from None
-        if e.code in (400, 404, 405, 410):
-            raise Refused(f"the server answers {e.code} {e.reason}") from None
+        if e.code in (400, 401, 403, 404, 405, 410):
+            raise Refused(f"the server answers {e.code} {e.reason}", hint_of_refusal(e, url)) from None
         raise
+
+
+def hint_of_refusal(answer, url):
+    """What to do where the hub refuses; None for other servers. It also answers 401 for a name that does not exist."""
+    if not url.startswith(endpoint() + "/"):
+        return None
+    token = f"set HF_TOKEN to a token of yours ({endpoint()}/settings/tokens)"
+    code = answer.headers.get("X-Error-Code")
+    if code == "RevisionNotFound":
+        return "name a branch, a tag or a commit that it has; main is the default"
+    if code == "GatedRepo" or answer.code == 403:
+        return f"it is gated: accept its terms on its page of {endpoint()}, and {token}"
+    if code == "RepoNotFound" or answer.code == 401:
+        return f"check the name; if it is right, it is private or gated: ask for access on its page, and {token}"
+    return None
 
 
 def retried(what, attempt):
@@ -77,7 +100,7 @@ def retried(what, attempt):
         try:
             return attempt(moved.set)
         except Refused as e:
-            die(f"{what}: {e}", REFUSED or OFFLINE)
+            die(f"{what}: {e}", REFUSED or e.hint or OFFLINE)
         except (OSError, http.client.HTTPException) as e:
             failed = 1 if moved.is_set() else failed + 1
             problem = str(getattr(e, "reason", None) or e) or type(e).__name__
@@ -93,8 +116,10 @@ def retried(what, attempt):
                 raise KeyboardInterrupt from None
 
 
-def digest(path):
-    h = hashlib.sha256()
+def digest(path, like=""):
+    """sha256 of a file; or git's sha1 where `like` is as long as one."""
+    git = len(like) == SHA1_LETTERS
+    h = hashlib.sha1(b"blob %d\0" % os.path.getsize(path)) if git else hashlib.sha256()
     with open(path, "rb") as f:
         while block := f.read(BLOCK):
             h.update(block)
@@ -104,8 +129,8 @@ def digest(path):
 class Partial:
     """<path>.partial, locked: what has come so far, and what is known about the whole."""
 
-    def __init__(self, url, path, size, sha256):
-        self.url, self.path, self.size, self.sha256 = url, path, size, sha256
+    def __init__(self, url, path, size, checksum):
+        self.url, self.path, self.size, self.checksum = url, path, size, checksum
         self.name, self.tag, self.damaged = path + ".partial", None, 0
         follow_no_link = lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)
         self.file = open(self.name, "ab", buffering=0, opener=follow_no_link)
@@ -128,8 +153,9 @@ class Partial:
             have = self.receive(have, progress)
         if self.size not in (None, have):
             self.start_over(f"{have:,} bytes came instead of {self.size:,}")
-        if self.sha256 is not None and digest(self.name) != self.sha256:
-            self.start_over("what came is damaged (its sha256 differs)")
+        if self.checksum is not None and digest(self.name, self.checksum) != self.checksum:
+            kind = "sha1" if len(self.checksum) == SHA1_LETTERS else "sha256"
+            self.start_over(f"what came is damaged (its {kind} differs)")
 
     def start_over(self, why):
         self.file.truncate(0)
@@ -139,7 +165,7 @@ class Partial:
     def receive(self, have, progress):
         """Appends what is missing. Without a checksum nothing but the server's tag can say that two parts belong
         together."""
-        if have and not (self.sha256 or self.tag):
+        if have and not (self.checksum or self.tag):
             self.file.truncate(have := 0)
         headers = {"Range": f"bytes={have}-"} | ({"If-Range": self.tag} if self.tag else {}) if have else {}
         try:
@@ -150,7 +176,7 @@ class Partial:
             raise
         with answer:
             tag = answer.headers.get("ETag", "")
-            self.tag = tag if tag and not tag.startswith("W/") and not self.sha256 else None
+            self.tag = tag if tag and not tag.startswith("W/") and not self.checksum else None
             part = (
                 re.match(r"bytes (\d+)-\d+/(\d+)", answer.headers.get("Content-Range", ""))
                 if answer.status == 206
@@ -179,14 +205,14 @@ def is_there(path, size):
     return os.path.exists(path) and size in (None, os.path.getsize(path))
 
 
-def fetch(url, path, size=None, sha256=None):
+def fetch(url, path, size=None, checksum=None):
     """Downloads url to path and returns path. A file that is there with the right size is kept: it was checked when it
     came."""
     if is_there(path, size):
         return path
     make_folder(os.path.dirname(path) or ".")
     try:
-        partial = Partial(url, path, size, sha256)
+        partial = Partial(url, path, size, checksum)
         with partial.file:
             if not is_there(path, size):  # else: another process was faster
                 retried(f"download of {url}", partial.attempt)
@@ -203,7 +229,7 @@ def get(url, args, sha256=None):
     parts = urllib.parse.urlparse(url)
     whole = os.path.join(parts.netloc, urllib.parse.unquote(parts.path).lstrip("/"))
     if not args.local:
-        return fetch(url, os.path.join(args.cache, whole), sha256=sha256)
+        return fetch(url, os.path.join(args.cache, whole), checksum=sha256)
     for path in os.path.join(args.local, whole), os.path.join(args.local, os.path.basename(whole)):
         if os.path.isfile(path):
             return path
@@ -218,19 +244,31 @@ def plain_name(name):
     return isinstance(name, str) and name.isprintable() and not {"", ".", ".."} & set(name.split("/"))
 
 
-def checked_list(revision, files):
+def checked_list(revision, files, licence=None):
     """What it was given, or ValueError: for a list from the net or from a file."""
-    for path, size, sha256 in files:
+    for path, size, checksum in files:
         if not plain_name(path):
             raise ValueError(f"it names {str(path)[:200]!a}, which is no file of a folder")
-        if type(size) is not int or size < 0 or not isinstance(sha256, str | None):
+        if type(size) is not int or size < 0 or not isinstance(checksum, str | None):
             raise ValueError(f"size or checksum of {path} make no sense")
-    return revision, files
+    return revision, files, licence if isinstance(licence, str) else None
 
 
-def hub_list(repo, folder, kind="datasets", revision="main"):
-    """(revision, [(path in the repository, size, sha256 or None)]) of a folder as it is now; kind: datasets or
-    models."""
+def licence_of(info):
+    """The licence that a repository's page states, or None. info: the hub's answer about it."""
+    tags = [tag.partition(":")[2] for tag in info.get("tags") or () if str(tag).startswith("license:")]
+    return ", ".join(tags)[:100] or None
+
+
+def checksum_of(file):
+    """sha256 of a large file, git's sha1 of a small one."""
+    known = file.get("lfs", {}).get("oid") or file.get("oid")
+    return known if isinstance(known, str) and re.fullmatch(r"[0-9a-f]{40}([0-9a-f]{24})?", known) else None
+
+
+def hub_list(repo, folder, kind="datasets", revision="main", below=False):
+    """(revision, [(path in the repository, size, checksum or None)], licence or None) of a folder as it is now; kind:
+    datasets or models. below: with the folders in it."""
 
     def page(url):
         def ask(progress):
@@ -240,13 +278,15 @@ def hub_list(repo, folder, kind="datasets", revision="main"):
         return retried(f"list of {repo}", ask)
 
     try:
-        revision = page(f"{endpoint()}/api/{kind}/{repo}/revision/{revision}")[0]["sha"]
-        files, link = page(f"{endpoint()}/api/{kind}/{repo}/tree/{revision}/{folder}".rstrip("/"))
+        info = page(f"{endpoint()}/api/{kind}/{repo}/revision/{revision}")[0]
+        revision, licence = info["sha"], licence_of(info)
+        where = f"{endpoint()}/api/{kind}/{repo}/tree/{revision}/{urllib.parse.quote(folder)}".rstrip("/")
+        files, link = page(where + "?recursive=true" * below)
         while link:
             more, link = page(link[1])
             files += more
-        files = [(f["path"], f["size"], f.get("lfs", {}).get("oid")) for f in files if f["type"] == "file"]
-        return checked_list(revision, sorted(files))
+        files = [(f["path"], f["size"], checksum_of(f)) for f in files if f["type"] == "file"]
+        return checked_list(revision, sorted(files), licence)
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         what = f"the list of {repo} is not what the hub's interface promises: {e}"
         die(what, f"is {endpoint()} a Hugging Face hub? " + OFFLINE)
@@ -267,13 +307,13 @@ def mirrored(repo, folder, suffix, local):
     )
 
 
-def listed(repo, folder, listing):
+def listed(repo, folder, listing, revision):
     """hub_list(), kept in a file: what was listed once stays that revision."""
     try:
         with open(listing) as f:
             return checked_list(*json.load(f))
     except (OSError, ValueError, TypeError):
-        found = hub_list(repo, folder)
+        found = hub_list(repo, folder, revision=revision, below=True)
         make_folder(os.path.dirname(listing))
         atomic_write(listing, json.dumps(found, indent=1).encode())
         return found
@@ -282,15 +322,25 @@ def listed(repo, folder, listing):
 def hub_files(repo, folder, suffix, args, ranks=None):
     """Paths of all files with this suffix (or one of a tuple) in a folder of a data set. A mirror holds them under
     their paths on the hub, or directly in --local. ranks: several processes (shards.py) that share the work and the
-    cache. To look for a newer revision delete cache/<repo>/<folder>/files.json."""
+    cache."""
     if args.local:
         return mirrored(repo, folder, suffix, args.local)
-    base = os.path.join(args.cache, repo)
-    found = listed(repo, folder, os.path.join(base, folder, "files.json")) if not ranks or ranks.rank == 0 else None
-    revision, files = ranks.share(found) if ranks else found
-    files = [f for f in files if f[0].endswith(suffix)]
+    return hub_set(repo, folder, lambda path: path.endswith(suffix), spelt(suffix), args.cache, ranks)
+
+
+def hub_set(repo, folder, wanted, what, cache, ranks=None, revision=None):
+    """Paths of the files in a folder of a data set, and below it, for which wanted(path in the repository) is true.
+    what: says in a message what is wanted. revision: None is main as it was when it was first listed; to look for a
+    newer one delete cache/<repo>/<folder>/files.json."""
+    base = os.path.join(cache, repo + (f"@{revision}" if revision else ""))
+    listing, found = os.path.join(base, folder, "files.json"), None
+    if not ranks or ranks.rank == 0:
+        found = listed(repo, folder, listing, revision or "main")
+        print(f"{repo}: revision {found[0]}, licence: {found[2] or 'none is stated'}; {endpoint()}/datasets/{repo}")
+    revision, files, _ = ranks.share(found) if ranks else found
+    files = [f for f in files if wanted(f[0])]
     if not files:
-        die(f"{repo}/{folder} has no {spelt(suffix)}", "has the data set moved? Look at its page on the hub")
+        die(f"{repo}/{folder} has no {what}", "has the data set moved? Look at its page on the hub")
     mine = files if not ranks else files[ranks.rank :: min(ranks.size, RANKS)] if ranks.rank < RANKS else []
     wanted = [f for f in mine if not is_there(os.path.join(base, f[0]), f[1])]
     total = sum(f[1] for f in wanted)
@@ -298,12 +348,12 @@ def hub_files(repo, folder, suffix, args, ranks=None):
         print(f"downloading {len(wanted)} of {len(files)} files, {total / 1e9:.2f} GB, from {repo}", flush=True)
 
     def one(file):
-        path, size, sha256 = file
+        path, size, checksum = file
         fetch(
             f"{endpoint()}/datasets/{repo}/resolve/{revision}/{urllib.parse.quote(path)}",
             os.path.join(base, path),
             size,
-            sha256,
+            checksum,
         )
         print(f"  {path}: {size / 1e6:,.1f} MB", flush=True)
 

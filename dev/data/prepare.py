@@ -3,6 +3,8 @@
     python dev/data/prepare.py --input books/ notes.txt 'web/*.jsonl.gz' --output dev/data/mine
     python dev/data/prepare.py --python-stdlib --tokenizer bytes --output dev/data/python     text at hand everywhere
     python dev/data/prepare.py --input books/ --tokenizer models/qwen --output dev/data/mine  for that folder's model
+    python dev/data/prepare.py --input 'src/**/*.c' --as text --output dev/data/source        any file that is text
+    python dev/data/prepare.py --input hub:OWNER/NAME/folder --output dev/data/theirs         a data set of the hub
     python dev/data/prepare.py --check 'dev/data/mine/*.bin'                                  what is in these shards?
     mpirun -np 64 python dev/data/prepare.py ...                                              on several machines
 
@@ -10,7 +12,8 @@ Inputs: files, folders (searched below) and globs of .txt .md .py (a file is a d
 .parquet (a row is one), also as .gz .bz2 .xz and .zst (such a file is read by one process). A .json file, of lines or
 one list of objects, is read where it is named, alone or by a pattern that ends in .json or .json.gz; in folders it is
 mostly no data. What else a folder holds is passed over and counted: other files, hidden and linked folders, links to
-nothing, pipes. Every document follows an end-of-text token, as in llm.c.
+nothing, pipes. With --as text a file may have any name, and is a document unless it is binary. inputs.py says what
+hub: stands for. Every document follows an end-of-text token, as in llm.c.
 Documents are shuffled by --seed, long ones in parts of 64k tokens (shards.py says how); trainers shuffle again. The
 first --val-fraction of the tokens, or --val-tokens of them, or all of --val-input, is for validation.
 The shards are the same bits for any number of processes and ranks. They get their names when all are written, and
@@ -21,23 +24,14 @@ again.
 import argparse
 import os
 import sys
-import sysconfig
 
 # first: it says what to do where numpy is missing
 from data_common import KINDS, die, end_with_reader, find_files, read_shard, read_tokenizer
 
 import numpy as np
 
-from reader import find_inputs, walk
+import inputs
 from shards import add_arguments, build, check_arguments, run
-
-
-def python_stdlib():
-    skip = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
-    found = [p for p in walk(sysconfig.get_path("stdlib"), skip) if p.endswith(".py")]
-    if not found:
-        die("this Python comes without the source of its standard library", "give text of your own with --input")
-    return found
 
 
 # ---- --check
@@ -91,17 +85,11 @@ def excerpt(path, ids):
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    inputs.add_arguments(parser)
     add_arguments(parser)
     a = parser.add_argument
-    a("--input", nargs="+", default=[], metavar="PATH", help="files, folders, quoted globs")
-    a(
-        "--python-stdlib",
-        action="store_true",
-        help="the source of this machine's Python standard library, without its tests",
-    )
     a("--val-fraction", type=float, default=0.01, metavar="F", help="share of the tokens kept for validation (0.01)")
     a("--val-tokens", type=float, metavar="N", help="instead: exactly N tokens")
-    a("--val-input", nargs="+", default=[], metavar="PATH", help="instead: all of these")
     a("--check", nargs="+", metavar="PATTERN", help="look at shards instead of making some")
     args = parser.parse_args()
     if args.check:
@@ -120,10 +108,7 @@ def main(ranks):
     if args.check:
         end_with_reader()
         return check(args.check)
-    found = None
-    if ranks.rank == 0:  # so that what is passed over is said once
-        found = (python_stdlib() if args.python_stdlib else []) + find_inputs(args.input), find_inputs(args.val_input)
-    build(ranks, args, *ranks.share(found))
+    build(ranks, args, *ranks.share(inputs.find(args, ranks)))
 
 
 if __name__ == "__main__":

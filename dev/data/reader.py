@@ -7,7 +7,7 @@
 
 A span is (path, begin, end): bytes of .txt .md .py and .jsonl, row groups of .parquet. What is packed as .gz .bz2 .xz
 or .zst, and .json, can only be read from its beginning and is one span. Nothing here depends on how many processes
-there are.
+there are. as_text (--as text): every file is a text and one document, whatever its name ends in.
 """
 
 import bz2
@@ -30,16 +30,23 @@ import zlib
 from data_common import die, find_files
 from missing_package import HINT
 
+try:
+    from compression import zstd  # Python 3.14
+except ImportError:
+    zstd = None
+
 TEXT, SUFFIXES = (".txt", ".md", ".py"), (".txt", ".md", ".py", ".jsonl", ".parquet")
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 ROWS = tuple(kind + packed for kind in (".parquet", ".jsonl") for packed in ("", *PACKED))
 SAME_KIND = {".ndjson": ".jsonl"}
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".br", ".lzma", ".lz", ".z", ".zstd", ".snappy")
 KNOWN = f"{{}}, also with {' '.join(PACKED)}, in small letters or in capitals"
+AS_TEXT = "; files with other names that are text are read with --as text"
 PIECE_BYTES = 1 << 15  # long documents are tokenized in pieces of this size
 LONGEST_NAME = 255  # bytes of a token
 LONGEST_PIECE = 1 << 18  # where a text may be cut nowhere: tiktoken fails on a run of 2^20 spaces
 BLOCK_BYTES = 1 << 20  # what is read at a time
+HEAD_BYTES = 1 << 13  # where a NUL tells that a file is no text
 LINE_BYTES = 128 << 20  # a row must fit into memory several times
 MIN_CHUNK, MAX_CHUNK, CHUNKS = 1 << 20, 64 << 20, 256
 
@@ -59,7 +66,7 @@ def kind_of(path):
 
 
 REFUSALS = {  # of what a user has named
-    "other file": ("is of an unknown kind", f"files end in {KNOWN}"),  # of the suffixes
+    "other file": ("is of an unknown kind", "files end in {}"),
     "packed file": (
         "is packed, and its name does not say what is in it",
         "rename it, as in x.jsonl.zst; files end in {}",
@@ -68,22 +75,34 @@ REFUSALS = {  # of what a user has named
         "is packed in a form that is not read here",
         f"unpack it first; what ends in {' '.join(PACKED)} is read",
     ),
+    "binary file": (
+        "holds NUL bytes, so it is no UTF-8 text",
+        "name text files; UTF-16 becomes UTF-8 by iconv -t UTF-8",
+    ),
     "special file": ("is a pipe or a device", "write what comes out of it to a file first: its size is not known"),
     "dangling link": ("links to nothing", "name a file that is there"),
 }
 
 
-def reason_to_pass(path, suffixes=SUFFIXES):
+def is_binary(path):
+    """Whether a NUL is among a file's first bytes, as in no text of UTF-8."""
+    with unpacked(path) as stream:
+        return b"\0" in stream.read(HEAD_BYTES)
+
+
+def reason_to_pass(path, suffixes=SUFFIXES, as_text=False):
     """What a file is that cannot be read; None for one that can."""
     kind = kind_of(path)
     if kind in ARCHIVES:
         return "archive"
-    if kind not in suffixes:
+    if not as_text and kind not in suffixes:
         return "packed file" if base_name(path) != path else "other file"
-    return None if os.path.isfile(path) else "special file" if os.path.exists(path) else "dangling link"
+    if not os.path.isfile(path):
+        return "special file" if os.path.exists(path) else "dangling link"
+    return "binary file" if as_text and is_binary(path) else None
 
 
-def walk(folder, skip=(), passed=None, suffixes=SUFFIXES):
+def walk(folder, skip=(), passed=None, suffixes=SUFFIXES, as_text=False):
     """The files in a folder that can be read, in the order of their names. passed: {reason: paths} of the others."""
 
     def refuse(e):
@@ -98,7 +117,7 @@ def walk(folder, skip=(), passed=None, suffixes=SUFFIXES):
                 folders.remove(name)
         folders[:] = sorted(f for f in folders if f not in skip)
         for path in (os.path.join(parent, name) for name in sorted(files)):
-            if reason := reason_to_pass(path, suffixes):
+            if reason := reason_to_pass(path, suffixes, as_text):
                 passed[reason].append(path)
             else:
                 yield path
@@ -113,11 +132,11 @@ def tell_passed(where, passed):
         print(f"note: '{where}': passed over {'; '.join(part(*item) for item in passed.items())}")
 
 
-def find_inputs(patterns, suffixes=SUFFIXES):
+def find_inputs(patterns, suffixes=SUFFIXES, as_text=False):
     """Files, folders and globs -> paths. What is named must be there and be readable.
     What else a folder or a glob holds is passed over, and said. Many a .json is no data: only what is named so is read.
     """
-    found, known = [], KNOWN.format(" ".join(suffixes))
+    found, known = [], KNOWN.format(" ".join(suffixes)) + AS_TEXT * (suffixes is SUFFIXES)
     for pattern in patterns:
         names, named = find_files(pattern), len(found)
         readable = (*suffixes, ".json") if kind_of(pattern) == ".json" else suffixes
@@ -126,14 +145,14 @@ def find_inputs(patterns, suffixes=SUFFIXES):
             die(f"no file matches '{pattern}'", f"name files, folders or quoted globs of {known}")
         for name in names:
             if os.path.isdir(name):
-                found += walk(name, passed=passed, suffixes=suffixes)
-            elif reason := reason_to_pass(name, readable):
+                found += walk(name, passed=passed, suffixes=suffixes, as_text=as_text)
+            elif reason := reason_to_pass(name, readable, as_text):
                 passed[reason].append(name)
             else:
                 found.append(name)
         if len(names) == 1 and passed and os.path.lexists(os.path.expanduser(pattern)) and not os.path.isdir(names[0]):
             reason = next(iter(passed))
-            die(f"'{pattern}' {REFUSALS[reason][0]}", REFUSALS[reason][1].format(" ".join(suffixes)))
+            die(f"'{pattern}' {REFUSALS[reason][0]}", REFUSALS[reason][1].format(known))
         tell_passed(pattern, passed)
         if len(found) == named:
             what = "folder " * os.path.isdir(pattern)
@@ -160,9 +179,10 @@ def once(paths, taken=()):
 # ---- chunks
 
 
-def spans(path, size, target):
+def spans(path, size, target, as_text=False):
     """(span, bytes of the file in it)"""
-    if kind_of(path) == ".parquet" and base_name(path) == path:
+    kind = ".txt" if as_text else kind_of(path)
+    if kind == ".parquet" and base_name(path) == path:
         with opened(path) as f:
             groups, begin, total = parquet_file(f, path).metadata, 0, 0
         for i in range(groups.num_row_groups):
@@ -172,19 +192,19 @@ def spans(path, size, target):
                 yield (path, begin, i + 1), total
                 begin, total = i + 1, 0
         return
-    parts = max(1, size // target) if base_name(path) == path and kind_of(path) != ".json" else 1
+    parts = max(1, size // target) if base_name(path) == path and kind != ".json" else 1
     for i in range(parts):
         begin, end = i * size // parts, (i + 1) * size // parts
         yield (path, begin, end), end - begin
 
 
-def plan(paths):
+def plan(paths, as_text=False):
     """[(bytes, spans)]: what one process reads at a time. Small files share a chunk, large ones are several."""
     sizes = [os.path.getsize(p) for p in paths]
     target = min(max(sum(sizes) // CHUNKS, MIN_CHUNK), MAX_CHUNK)
     chunks, held, total = [], [], 0
     for path, size in zip(paths, sizes):
-        for span, length in spans(path, size, target):
+        for span, length in spans(path, size, target, as_text):
             if held and total + length > 2 * target:
                 chunks.append((total, held))
                 held, total = [], 0
@@ -297,6 +317,8 @@ def import_pyarrow(path):
 
 
 def unzstd(raw):
+    if zstd:
+        return zstd.open(raw)
     pyarrow = import_pyarrow(raw.name)
     return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"), BLOCK_BYTES)
 
@@ -313,7 +335,7 @@ def unpacked(path):
             if unpack and os.fstat(raw.fileno()).st_size == 0:
                 raise EOFError("it is empty")
             yield unpack(raw) if unpack else raw
-    except (EOFError, lzma.LZMAError, zlib.error, OSError) as e:
+    except (EOFError, lzma.LZMAError, zlib.error, OSError, *([zstd.ZstdError] if zstd else [])) as e:
         if getattr(e, "errno", None) or not unpack:
             die(f"cannot read '{path}': {getattr(e, 'strerror', None) or e}", "check the file")
         hint = "it is truncated or damaged: get it again"
@@ -555,9 +577,9 @@ class Reader:
     skip_bad: rows of .jsonl and .json that are no documents are left out. It counts empty documents, rows left out, and
     characters replaced or dropped. names: UTF-8, in which no text is cut."""
 
-    def __init__(self, field, errors, no_nul, skip_bad=False, names=()):
+    def __init__(self, field, errors, no_nul, skip_bad=False, names=(), as_text=False):
         self.field, self.errors, self.no_nul, self.skip_bad = field, errors, no_nul, skip_bad
-        self.names = names
+        self.names, self.as_text = names, as_text
         self.empty = self.skipped = self.replaced = 0
 
     def documents(self, span):
@@ -566,7 +588,7 @@ class Reader:
         kind = kind_of(path)
         end = None if base_name(path) != path else end
         with unpacked(path) as stream:
-            if kind in TEXT:
+            if self.as_text or kind in TEXT:
                 yield from self.text(stream, path, begin, end)
                 return
             if kind == ".parquet":

@@ -38,6 +38,7 @@ import time
 
 import numpy as np
 
+import inputs
 from data_common import (
     HEADER_BYTES,
     KINDS,
@@ -54,7 +55,7 @@ from data_common import (
     write_shard,
 )
 from doctor import cores
-from reader import Reader, once, plan
+from reader import once, plan
 from tokenizer_json import add_tokenizer_arguments, tokenizer_suffix
 
 FORMAT = 3  # raise it when the same settings give other shards
@@ -79,18 +80,7 @@ def add_arguments(parser):
     a("--shard-tokens", "-s", "--shard_size", type=float, default=1e8, metavar="N", help="tokens of a shard (1e8)")
     a("--seed", type=int, default=42, help="of the order of documents (42)")
     a("--keep-order", action="store_true", help="do not shuffle")
-    a("--text-field", default="text", metavar="NAME", help="field of .jsonl, column of .parquet (text)")
-    a(
-        "--encoding-errors",
-        choices=("strict", "replace"),
-        default="strict",
-        help="what is not UTF-8 stops the run, or becomes U+FFFD",
-    )
-    a(
-        "--skip-bad",
-        action="store_true",
-        help="leave out rows of .jsonl and .json that are no JSON or have no text in the field",
-    )
+    inputs.read_arguments(parser)
     a(
         "--workers",
         "--processes",
@@ -273,6 +263,11 @@ def piece_trailer(path, itemsize):
     return None
 
 
+def as_text(args):
+    """A setting that has a name only where it is not the usual, so that sets made before it existed stay valid."""
+    return {"read_as": args.read_as} if args.read_as != "kind" else {}
+
+
 class Tokenizing:
     """What a worker needs to turn chunks into piece files."""
 
@@ -291,6 +286,7 @@ class Tokenizing:
             args.encoding_errors,
             args.keep_order,
             args.skip_bad,
+            *as_text(args).items(),
         )
         return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
 
@@ -319,7 +315,7 @@ def tokenize_chunk(task):
     if not piece_trailer(path, itemsize):
         args = worker.args
         no_nul, names = worker.tokenizer.kind == "bytes", worker.tokenizer.names_in_text()
-        reader = Reader(args.text_field, args.encoding_errors, no_nul, args.skip_bad, names)
+        reader = inputs.reader_of(args, no_nul, names)
         lengths = array.array("q")
 
         def body():
@@ -515,6 +511,7 @@ class Job:
             text_field=args.text_field,
             encoding_errors=args.encoding_errors,
             skip_bad=args.skip_bad,
+            **as_text(args),
         )
 
     def record(self, path):
@@ -636,7 +633,9 @@ def begin(job, ranks, workers):
     if not job.args.overwrite:  # else it replaces the old one together with the shards
         write_tokenizer(job.tokenizer, job.args.output, False)
     chunks = [
-        (size, spans, val) for paths, val in ((job.val_paths, True), (job.paths, False)) for size, spans in plan(paths)
+        (size, spans, val)
+        for paths, val in ((job.val_paths, True), (job.paths, False))
+        for size, spans in plan(paths, job.args.read_as == "text")
     ]
     files = len(job.paths) + len(job.val_paths)
     print(
@@ -728,12 +727,6 @@ def build(ranks, args, paths, val_paths=()):
         )
     warn_of_short(total - val, val)
     files = [file for file, _ in results.values()]
-    for count, what in (
-        (sum(file.empty for file in files), "empty document{} left out"),
-        (sum(file.skipped for file in files), "bad row{} left out"),
-        (sum(file.replaced for file in files), "character{} replaced: not UTF-8, or NUL"),
-    ):
-        if count:
-            print(f"note: {count:,} {what.format('s' * (count != 1))}")
+    inputs.tell_counts(*(sum(getattr(file, what) for file in files) for what in ("empty", "skipped", "replaced")))
     seconds = time.time() - start
     print(f"{seconds:.1f} s, {total / seconds / 1e6:.2f} M tokens/s")

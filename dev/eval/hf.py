@@ -112,8 +112,8 @@ def import_hub(model, folder, revision):
         f"is the name right, and its --revision? There is no folder '{model}' here, and this is its page: "
         f"{download.endpoint()}/{model}; if it is gated, accept its terms there and give your token as HF_TOKEN"
     )
-    commit, listed = download.hub_list(model, "", "models", revision)
-    files = {path: (size, sha256) for path, size, sha256 in listed}  # every name is plain
+    commit, listed, _ = download.hub_list(model, "", "models", revision)
+    files = {path: (size, checksum) for path, size, checksum in listed}  # every name is plain
 
     def require_file(name):
         if name not in files:
@@ -122,10 +122,10 @@ def import_hub(model, folder, revision):
 
     def get(name):
         require_file(name)
-        path, (size, sha256) = os.path.join(folder, name), files[name]
-        if os.path.exists(path) and (sha256 is None or download.digest(path) != sha256):
+        path, (size, checksum) = os.path.join(folder, name), files[name]
+        if os.path.exists(path) and (checksum is None or download.digest(path, checksum) != checksum):
             os.remove(path)
-        return download.fetch(f"{download.endpoint()}/{model}/resolve/{commit}/{name}", path, size, sha256)
+        return download.fetch(f"{download.endpoint()}/{model}/resolve/{commit}/{name}", path, size, checksum)
 
     get("config.json")
     read_config(folder)
