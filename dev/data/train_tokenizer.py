@@ -174,8 +174,6 @@ def train(texts, args):
         initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet(),
         max_token_length=LONGEST_TOKEN,
     )
-    # the package ends only when all is done: Ctrl-C must not wait for it, and nothing is written yet
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     with telling(texts):
         made.train_from_iterator(texts.train_on(), trainer)
     if not texts.size:
@@ -257,5 +255,6 @@ def main():
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own answer to Ctrl-C would wait until the package returns
     outlive_reader()
     main()

@@ -44,6 +44,8 @@ class Hub(http.server.ThreadingHTTPServer):
     def __init__(self, files=None):
         super().__init__(("127.0.0.1", 0), Answer)
         self.files, self.faults, self.asked, self.listing = files or {}, [], [], None
+        self.tags, self.revisions, self.small = ["license:odc-by", "language:en"], ["main"], ()
+        self.refusal = None  # (status, code of the error), for every question
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, request, client_address):
@@ -69,6 +71,8 @@ class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         hub, path = self.server, urllib.parse.unquote(self.path)
         hub.asked.append((path, self.headers.get("Range"), self.headers.get("Authorization")))
+        if hub.refusal:
+            return self.reply(hub.refusal[0], b"no", X_Error_Code=hub.refusal[1])
         if path.startswith("/api/"):
             return self.list(path)
         data = hub.files.get(path.split("/resolve/abc123/")[-1].lstrip("/"))
@@ -100,8 +104,10 @@ class Answer(http.server.BaseHTTPRequestHandler):
         hub = self.server
         if hub.listing is not None:
             return self.reply(200, hub.listing)
-        if path.endswith("/revision/main"):
-            return self.reply(200, b'{"sha": "abc123"}')
+        if "/revision/" in path:
+            known = path.split("/revision/")[1] in hub.revisions
+            body = json.dumps({"sha": "abc123", "tags": hub.tags}).encode()
+            return self.reply(200, body) if known else self.reply(404, b"no", X_Error_Code="RevisionNotFound")
         folder = path.split("/tree/abc123")[1].split("?")[0].strip("/")
         names = sorted(n for n in hub.files if folder in ("", "anything") or n.startswith(folder + "/"))
         page = int(path.split("?page=")[1]) if "?page=" in path else 0
@@ -110,9 +116,9 @@ class Answer(http.server.BaseHTTPRequestHandler):
                 "type": "file",
                 "path": n,
                 "size": len(hub.files[n]),
-                "oid": "0",
-                "lfs": {"oid": hashlib.sha256(hub.files[n]).hexdigest(), "size": len(hub.files[n])},
+                "oid": hashlib.sha1(b"blob %d\0" % len(hub.files[n]) + hub.files[n]).hexdigest(),
             }
+            | ({} if n in hub.small else {"lfs": {"oid": sha(hub.files[n]), "size": len(hub.files[n])}})
             for n in names[2 * page : 2 * page + 2]
         ] + [{"type": "directory", "path": "x", "size": 0, "oid": "0"}]
         more = (
@@ -676,6 +682,82 @@ def test_fineweb_from_the_hub(hub, tmp_path):
         with dies("Connection refused, 6 times"):
             patch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
             download.hub_files("who/what", "x", ".parquet", options(cache=str(tmp_path / "none")))
+
+
+def from_hub(hub, tmp_path, *args, output="out", **more):
+    """prepare.py on names of this hub; the documents that it made shards of, sorted."""
+    ENVIRONMENT.update(HF_ENDPOINT=hub.url, no_proxy="127.0.0.1,localhost")
+    args = (*args, "--cache", tmp_path / "cache", "--tokenizer", "bytes", "--val-fraction", 0)
+    said = script("prepare.py", *args, "--output", tmp_path / output, **more)
+    return said, [] if "fails" in more else sorted(texts_of(tmp_path / output))
+
+
+def test_names_of_the_hub(hub, tmp_path):
+    """A folder, a file, a pattern, all; a revision has files of its own; what is read comes from the hub once."""
+    rows = lambda *texts: b"".join(json.dumps({"text": t}).encode() + b"\n" for t in texts)
+    hub.files = {
+        "a/one.jsonl": rows("one"),
+        "a/deep/two.jsonl.gz": gzip.compress(rows("two")),
+        "a/notes.bin": b"x",
+        "b/three.json": rows("three"),
+        "README.md": b"read me",
+    }
+    for name, texts in (
+        ("hub:who/what", ["one", "read me", "two"]),
+        ("hub:who/what/a", ["one", "two"]),
+        ("hub:who/what/a/", ["one", "two"]),
+        ("hub:who/what/a/deep/*.gz", ["two"]),
+        ("hub:who/what/*.jsonl*", ["one", "two"]),
+        ("hub:who/what/b/three.json", ["three"]),
+        ("hub:who/what/[RS]*.md", ["read me"]),
+    ):
+        said, found = from_hub(hub, tmp_path, "--input", name, output=name.replace("/", "_"))
+        assert found == texts and "who/what: revision abc123, licence: odc-by" in said, name
+    asked = [path for path, _, _ in hub.asked if "/resolve/" in path]
+    assert len(asked) == len(set(asked)) == 4
+    hub.revisions, hub.files["a/one.jsonl"], hub.tags = ["v2%2Fx"], rows("newer"), []
+    hub.revisions.append(urllib.parse.unquote(hub.revisions[0]))
+    said, found = from_hub(hub, tmp_path, "--input", "hub:who/what@v2%2Fx/a/one.jsonl", output="v2")
+    assert found == ["newer"] and "licence: none is stated" in said
+    both = ["--input", "hub:who/what/a/one.jsonl", "--val-input", "hub:who/what/a/deep"]
+    assert from_hub(hub, tmp_path, *both, output="both")[1] == ["one", "two"]
+
+
+def test_names_of_the_hub_that_are_none(hub, tmp_path):
+    hub.files = {"a/one.jsonl": b'{"text": "one"}\n'}
+    for name, words in (
+        ("hub:what", "names no data set"),
+        ("hub:../what", "names no data set"),
+        ("hub:who/what/../../x", "names no data set"),
+        ("hub:who/what/b", "has no b"),
+        ("hub:who/what@v9", "name a branch, a tag or a commit"),
+    ):
+        from_hub(hub, tmp_path, "--input", name, fails=words)
+    for refusal, words in (
+        ((401, ""), "check the name; if it is right, it is private or gated"),
+        ((404, "RepoNotFound"), "check the name; if it is right, it is private or gated"),
+        ((403, "GatedRepo"), "it is gated: accept its terms"),
+        ((401, "GatedRepo"), "it is gated: accept its terms"),
+    ):
+        hub.refusal = refusal
+        said, _ = from_hub(hub, tmp_path, "--input", "hub:who/private", fails=words)
+        assert "HF_TOKEN" in said
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob("cache/**/*.jsonl"))
+
+
+def test_small_files_of_the_hub_are_checked(hub, tmp_path):
+    """Git keeps them itself, so the hub knows their sha1 and no sha256."""
+    hub.files, hub.small = {"a.jsonl": b'{"text": "one"}\n' * 1000}, ("a.jsonl",)
+    hub.faults = ["cut 1000"]
+    paths = download.hub_set("who/what", "", lambda path: True, "file", str(tmp_path))
+    assert Path(paths[0]).read_bytes() == hub.files["a.jsonl"] and not hub.faults
+    ranges = [r for path, r, _ in hub.asked if "/resolve/" in path]
+    assert ranges == [None, "bytes=1000-"]
+    os.remove(paths[0])
+    hub.faults = ["wrong"] * 3
+    with dies("its sha1 differs"):
+        download.hub_set("who/what", "", lambda path: True, "file", str(tmp_path))
+    assert not os.path.exists(paths[0])
 
 
 # ---- bad input
