@@ -331,6 +331,45 @@ def test_names_of_inputs(tmp_path, monkeypatch, capsys):
     assert "its name does not say what is in it\n  hint: rename it" in refusal(find, "f.zst")
 
 
+def test_any_file_that_is_text(tmp_path):
+    """--as text: whatever its name ends in, also packed, a file is one document. What is binary is passed over, and
+    refused where it is named."""
+    source = {
+        "a.c": "int x;\n",
+        "deep/er/b.h": "#define Y 1\n",
+        "Makefile": "all:\n",
+        "l.jsonl": "no JSON\n",
+        "e.c": "",
+    }
+    for name, text in source.items():
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(text)
+    (tmp_path / "in/c.c.gz").write_bytes(gzip.compress(b"int packed;\n"))
+    (tmp_path / "in/d.o").write_bytes(b"\x7fELF\0\0")
+    (tmp_path / "in/f.c").write_text("int wide;\n", encoding="utf-16")
+    run = lambda pattern, name, *more, **how: prepare(
+        "--input", tmp_path / pattern, "--output", tmp_path / name, "--val-fraction", 0, *more, **how
+    )
+    everything = sorted([t.encode() for t in source.values() if t] + [b"int packed;\n"])
+    said = run("in", "folder", "--as", "text")
+    assert sorted(documents(tmp_path / "folder")) == everything
+    assert "2 binary files" in said and "1 empty document" in said
+    run("in/**/*.[ch]", "glob", "--as", "text")
+    assert sorted(documents(tmp_path / "glob")) == [b"#define Y 1\n", b"int x;\n"]
+    run("in/a.c", "plain", fails="--as text reads any file that is text")
+    for name in "d.o", "f.c":
+        run(f"in/{name}", "plain", "--as", "text", fails="holds NUL bytes")
+    run("in/l.jsonl", "plain", fails="is not JSON")
+    assert not (tmp_path / "plain").exists() or not shards(tmp_path / "plain", "train")
+    long = "line of a long text\n" * 200_000  # is read in parts, as a .txt is
+    (tmp_path / "in/a.c").write_text(long)
+    run("in/a.c", "long", "--as", "text")
+    assert b"".join(documents(tmp_path / "long")) == long.encode()
+    (tmp_path / "in/a.md").write_text("a text\n")
+    run("in/a.md", "kinds")
+    run("in/a.md", "kinds", "--as", "text", fails="was made with another read_as")
+
+
 def test_what_is_there_by_a_name_is_no_pattern(tmp_path, monkeypatch):
     """Nor are the folders in front of a pattern. llmc/data/dataloader.h has the same rule, and its own test."""
     monkeypatch.chdir(tmp_path)
