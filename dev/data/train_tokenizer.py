@@ -35,7 +35,11 @@ END = "<|endoftext|>"
 KIND_OF_PATTERN = {"gpt2": "gpt2", "llama3": "llama3", "qwen": "qwen2"}
 LONGEST_TOKEN = 255  # bytes: its length is one byte in tokenizer.bin
 LEAST_COUNT = 2  # a pair that stands in the text once is no pattern
-HELD_OUT_ONE_IN, HELD_OUT_BYTES = 50, 4 << 20
+HELD_OUT_ONE_IN, HELD_OUT_BYTES = 50, 1 << 20
+# The package keeps each different word with some 100 bytes for every byte of it. Where a language has no spaces between
+# words, nearly all are different. So the words of the first text tell whether all of the text can be trained on.
+SAMPLE_BYTES, FEW_DIFFERENT = 1 << 18, 0.6
+DIFFERENT_BYTES = 16 << 20  # of words that are trained on: below 2 GB
 NO_LIMIT = int(1e30)  # what transformers writes where a tokenizer does not know a model's context
 
 
@@ -99,15 +103,17 @@ class Texts:
     """Reads the pieces of the inputs once.
 
     held_out: pieces (bytes) that are not trained on; none if hold_out is false.
-    first: the first pieces that are, at most HELD_OUT_BYTES of them.
-    size: bytes that were read. in_text: {special token: how often the text has it}."""
+    first: the first pieces that are, HELD_OUT_BYTES of them.
+    size: bytes that were read. in_text: {special token: how often the text has it}.
+    cut: whether the rest of the text is not read, because it would take too much memory."""
 
     def __init__(self, paths, args, hold_out):
         names = [token.encode() for token in args.special]
         self.reader, self.hold_out = inputs.reader_of(args, False, names), hold_out
         self.chunks = plan(paths, args.read_as == "text")
-        self.size, self.held_out, self.first, self.all_read = 0, [], [], False
+        self.size, self.held_out, self.first, self.all_read, self.cut = 0, [], [], False, False
         self.in_text = dict.fromkeys(names, 0)
+        self.words = empty_tokenizer(KIND_OF_PATTERN[args.pattern]).pre_tokenizer
 
     def pieces(self):
         progress, done = Progress(sum(size for size, _ in self.chunks), what="MB of text read"), 0
@@ -119,12 +125,23 @@ class Texts:
                     yield piece
             done += size
         progress.finish()
-        self.all_read = True
+
+    def most_bytes(self):
+        """How much text can be trained on, by the share of different words in the first."""
+        text = b"".join(self.first)[:SAMPLE_BYTES].decode("utf-8", "ignore")
+        words = [word for word, _ in self.words.pre_tokenize_str(text)]
+        share = sum(map(len, set(words))) / sum(map(len, words))
+        return NO_LIMIT if share < FEW_DIFFERENT else DIFFERENT_BYTES / share
 
     def train_on(self):
         """Yields str. The first piece is never held out: it may be the only one."""
-        held, first = 0, 0
+        held, first, most = 0, 0, None
         for piece in self.pieces():
+            if most is None and first >= SAMPLE_BYTES:
+                most = self.most_bytes()
+            if most and self.size > most:
+                self.cut = True
+                break
             for name in self.in_text:
                 self.in_text[name] += piece.count(name)
             if self.hold_out and first and held < HELD_OUT_BYTES and zlib.crc32(piece) % HELD_OUT_ONE_IN == 0:
@@ -135,6 +152,7 @@ class Texts:
                 first += len(piece)
                 self.first.append(piece)
             yield piece.decode()
+        self.all_read = True
 
 
 @contextlib.contextmanager
@@ -210,6 +228,11 @@ def say_what_was_made(tokenizer, texts, args):
         print(
             f"note: not {args.vocab_size:,}: the text has no more pairs that stand in it twice. "
             "More text gives more tokens"
+        )
+    if texts.cut:
+        print(
+            "note: the rest of the text was not read: nearly all of its words are different, as without spaces between "
+            "them, and would take more than 2 GB"
         )
     inputs.tell_counts(texts.reader.empty, texts.reader.skipped, texts.reader.replaced)
     for name, count in texts.in_text.items():

@@ -134,6 +134,20 @@ def test_what_is_held_out_is_not_trained_on(tmp_path):
     assert 0 < len(lost) < 20 and lost == [n for n, p in enumerate(pieces) if n and zlib.crc32(p.encode()) % 50 == 0]
 
 
+def test_text_without_spaces_takes_no_memory_without_end(tmp_path, monkeypatch):
+    """All of a text whose words come again, and so much of another as its different words allow."""
+    rng = np.random.default_rng(1)
+    lines = ["".join(map(chr, line)) for line in rng.integers(0x4E00, 0x5E00, (3000, 30))]
+    monkeypatch.setattr(train_tokenizer, "SAMPLE_BYTES", 40_000)
+    monkeypatch.setattr(train_tokenizer, "DIFFERENT_BYTES", 100_000)
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    (tmp_path / "b.txt").write_text("\n".join(lines[:30] * 100))
+    said = train(tmp_path / "a.txt", tmp_path / "a", "--vocab-size", 300)
+    assert "300 tokens from 0.1 MB" in said and "the rest of the text was not read" in said
+    said = train(tmp_path / "b.txt", tmp_path / "b", "--vocab-size", 300)
+    assert "300 tokens from 0.3 MB" in said and "the rest" not in said
+
+
 def test_a_small_text(tmp_path):
     """As many tokens as it gives, and the word how many; special tokens that the text has are counted."""
     text = f"to be or not to be, {CHAT[0]} that is the question: whether it is {END} or {END} is not\n"
