@@ -155,6 +155,15 @@ class Texts:
         self.all_read = True
 
 
+def begin_of(pieces, size):
+    """The first of them, until they have so many bytes."""
+    for piece in pieces:
+        yield piece
+        size -= len(piece)
+        if size <= 0:
+            return
+
+
 @contextlib.contextmanager
 def telling(texts):
     """Says now and then how long pairs have been joined, after all is read: the package does not return until then."""
@@ -203,6 +212,7 @@ def train(texts, args):
 def write(made, folder):
     """Writes the files under another name, reads them back and renames them. Returns the Tokenizer."""
     parent, name = os.path.split(os.path.abspath(folder))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # so that what is half written goes
     try:
         with tempfile.TemporaryDirectory(dir=parent, prefix=f".{name}.") as work:
             new = os.path.join(work, "tokenizer")
@@ -265,9 +275,10 @@ def main():
     paths, val_paths = inputs.find(args)
     paths = once(paths)
     val_paths = once(val_paths, paths)
+    val_text = list(begin_of(Texts(val_paths, args, False).pieces(), HELD_OUT_BYTES))  # first: it may be wrong
     texts = Texts(paths, args, not val_paths)
     made = train(texts, args)
-    held_out = list(Texts(val_paths, args, False).pieces()) if val_paths else texts.held_out
+    held_out = val_text or texts.held_out
     tokenizer = write(made, args.output)
     say_what_was_made(tokenizer, texts, args)
     print(f"{time.time() - start:.1f} s")
@@ -280,4 +291,7 @@ def main():
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own answer to Ctrl-C would wait until the package returns
     outlive_reader()
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted")
