@@ -513,12 +513,10 @@ class Progress:
             return
         self.last = now
         share, spent = min(done / self.total, 1), now - self.start
-        left = spent / share - spent if share > 0 else 0
+        left = int(spent / share - spent) if share > 0 else None
+        time_left = "" if left is None else f"  {left // 60}:{left % 60:02d} left"
         bar = f"[{'#' * int(30 * share):<30}] " if self.tty else ""
-        line = (
-            f"{bar}{100 * share:5.1f}%  {count / 1e6:,.1f} {self.what}  {count / spent / 1e6:.2f} M/s  "
-            f"{int(left) // 60}:{int(left) % 60:02d} left"
-        )
+        line = f"{bar}{100 * share:5.1f}%  {count / 1e6:,.1f} {self.what}  {count / spent / 1e6:.2f} M/s{time_left}"
         print(f"\r{line} " if self.tty else line, end="" if self.tty else "\n", file=sys.stderr, flush=True)
 
     def finish(self):
