@@ -336,7 +336,7 @@ def hub_set(repo, folder, wanted, what, cache, ranks=None, revision=None):
     listing, found = os.path.join(base, folder, "files.json"), None
     if not ranks or ranks.rank == 0:
         found = listed(repo, folder, listing, revision or "main")
-        print(f"{repo}: revision {found[0]}, licence: {found[2] or 'none is stated'}; {endpoint()}/datasets/{repo}")
+        print(f"{repo}: revision {found[0]}, licence: {found[2] or 'see its page'}; {endpoint()}/datasets/{repo}")
     revision, files, _ = ranks.share(found) if ranks else found
     files = [f for f in files if wanted(f[0])]
     if not files:

@@ -718,7 +718,7 @@ def test_names_of_the_hub(hub, tmp_path):
     hub.revisions, hub.files["a/one.jsonl"], hub.tags = ["v2%2Fx"], rows("newer"), []
     hub.revisions.append(urllib.parse.unquote(hub.revisions[0]))
     said, found = from_hub(hub, tmp_path, "--input", "hub:who/what@v2%2Fx/a/one.jsonl", output="v2")
-    assert found == ["newer"] and "licence: none is stated" in said
+    assert found == ["newer"] and "licence: see its page" in said
     both = ["--input", "hub:who/what/a/one.jsonl", "--val-input", "hub:who/what/a/deep"]
     assert from_hub(hub, tmp_path, *both, output="both")[1] == ["one", "two"]
 
