@@ -39,7 +39,7 @@ HELD_OUT_ONE_IN, HELD_OUT_BYTES = 50, 1 << 20
 # The package keeps each different word with some 100 bytes for every byte of it. Where a language has no spaces between
 # words, nearly all are different. So the words of the first text tell whether all of the text can be trained on.
 SAMPLE_BYTES, FEW_DIFFERENT = 1 << 18, 0.6
-DIFFERENT_BYTES = 16 << 20  # of words that are trained on: below 2 GB
+DIFFERENT_BYTES = 12 << 20  # of words that are trained on: below 2 GB
 NO_LIMIT = int(1e30)  # what transformers writes where a tokenizer does not know a model's context
 
 

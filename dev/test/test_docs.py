@@ -17,6 +17,7 @@ import launcher
 import pytest
 
 from test_build import CONFIG, ROOT, copy_tree, tracked
+from test_generate import talk
 
 sys.path.insert(0, str(ROOT))
 from dev.test import oracle as ref  # noqa: E402
@@ -196,6 +197,18 @@ def test_the_program_of_python_md_runs(tree):
     done = launcher.run([sys.executable, "page.py"], cwd=tree, env=ENVIRONMENT | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0 and "right: " in done.stdout, done.stdout + done.stderr[-3000:]
     assert (tree / "log/python.png").stat().st_size > 1000
+
+
+def test_the_model_of_data_md_answers(tree):
+    """After the page's commands: its example of a conversation is what the model says."""
+    page = ROOT / "doc/data.md"
+    if not (tree / "log/uk_talks").exists():
+        test_pages_run(tree, page)
+    for end in launcher.open_terminal():  # or skips
+        os.close(end)
+    [(question, answer)] = re.findall(r"^> (.+)\n(.+)$", page.read_text(), re.M)
+    status, parts = talk(tree / "log/uk_talks", question, options=["--temperature", 0])
+    assert status == 0 and parts[1].splitlines()[1:] == [answer], parts
 
 
 # ---- what is mentioned
