@@ -327,14 +327,17 @@ def merges_of(tokenizer):
         yield from sorted(pairs, key=lambda p: (rank[p[0]], rank[p[1]]))
 
 
-def tokenizer_json(tokenizer):
-    """The dict of a tokenizer.json."""
+def tokenizer_json(tokenizer, listed=None):
+    """The dict of a tokenizer.json. listed: its merges, as such a file spells them, where they are known and make every
+    token; None: they are found, which takes some 30 us a token."""
     kind, character, flags = tokenizer.kind, byte_characters(), tokenizer.flags
     spell = lambda token: "".join(character[b] for b in token)
     added = {i: tokenizer.tokens[i].decode() for i in tokenizer.with_flags(TOKEN_ADDED)}
-    merges = [] if kind == "bytes" else [[spell(a), spell(b)] for a, b in merges_of(tokenizer)]
-    ignore_merges = tokenizer.whole
-    if tokenizer.merges is None and kind != "llama3":  # GPT-2's and Qwen's files do not say so: only where they must
+    merges, ignore_merges = listed, tokenizer.whole and listed is None
+    if listed is None:
+        merges = [] if kind == "bytes" else [[spell(a), spell(b)] for a, b in merges_of(tokenizer)]
+    # GPT-2's and Qwen's files do not say so: only where they must
+    if listed is None and tokenizer.merges is None and kind != "llama3":
         rank = {tokenizer.tokens[i]: i for i in tokenizer.with_flags(TOKEN_ORDINARY)}
         ignore_merges = any(len(parts_of(token, rank)) > 2 for token in rank)
     byte_level = {
@@ -402,15 +405,16 @@ def files_folder(folder, model_type, kind):
     return os.path.join(folder, "tokenizer") if model_type == "qwen2" and kind != "qwen2" else folder
 
 
-def write_tokenizer_json(tokenizer, folder, context, model_type):
-    """What transformers, vLLM and llama.cpp read of a model of `context` positions; for GPT-2 two old files, too."""
+def write_tokenizer_json(tokenizer, folder, context, model_type, listed=None):
+    """What transformers, vLLM and llama.cpp read of a model of `context` positions; for GPT-2 two old files, too.
+    listed: see tokenizer_json()."""
     folder = files_folder(folder, model_type, tokenizer.kind)
     make_folder(folder)
 
     def write(name, content):
         atomic_write(os.path.join(folder, name), content.encode())
 
-    file = tokenizer_json(tokenizer)
+    file = tokenizer_json(tokenizer, listed)
     settings = {
         "tokenizer_class": "GPT2Tokenizer" if tokenizer.kind == "gpt2" else "PreTrainedTokenizerFast",
         "model_max_length": context,

@@ -219,7 +219,7 @@ def write(made, folder):
             os.mkdir(new)
             made.save(os.path.join(new, "tokenizer.json"))
             tokenizer = read_tokenizer_json(os.path.join(new, "tokenizer.json"))
-            write_tokenizer_json(tokenizer, new, NO_LIMIT, None)
+            write_tokenizer_json(tokenizer, new, NO_LIMIT, None, json.loads(made.to_str())["model"]["merges"])
             os.rename(new, folder)
     except OSError as e:
         die(f"cannot write '{folder}': {e.strerror}", "free some space, or name another --output")
