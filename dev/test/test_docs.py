@@ -207,7 +207,7 @@ def test_the_model_of_data_md_answers(tree):
     for end in launcher.open_terminal():  # or skips
         os.close(end)
     [(question, answer)] = re.findall(r"^> (.+)\n(.+)$", page.read_text(), re.M)
-    status, parts = talk(tree / "log/uk_talks", question, options=["--temperature", 0])
+    status, parts = talk("log/uk_talks", question, options=["--temperature", 0], cwd=tree)
     assert status == 0 and parts[1].splitlines()[1:] == [answer], parts
 
 

@@ -741,7 +741,7 @@ def test_random_requests_on_ranks():
 # ---- on a terminal
 
 
-def talk(folder, *lines, options=()):
+def talk(folder, *lines, options=(), cwd=ROOT):
     """What a terminal shows after each line, which is typed when the program asks. [line]: Ctrl-C when the answer has
     begun."""
     ours, theirs = pty.openpty()
@@ -756,7 +756,7 @@ def talk(folder, *lines, options=()):
         stdout=theirs,
         stderr=theirs,
         preexec_fn=begin,
-        cwd=ROOT,
+        cwd=cwd,
         env=launcher.ENVIRONMENT,
     )
     os.close(theirs)
