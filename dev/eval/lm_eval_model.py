@@ -7,6 +7,8 @@ seq_len, batch_size, program; with=transformers. Needs lm_eval (pip install lm_e
 beginning, as in lm-eval's own model of transformers. Tasks that write texts go through dev/serve.py: doc/serve.md.
 """
 
+import sys
+
 from scorer import Scorer  # first: it finds dev/data
 
 import numpy as np
@@ -18,6 +20,9 @@ try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
 except ModuleNotFoundError:
+    if "--help" in sys.argv:
+        outlive_reader()
+        sys.exit(print(__doc__))
     die("the package lm_eval is not installed", "pip install lm_eval; dev/eval/run_eval.sh makes an environment for it")
 
 
