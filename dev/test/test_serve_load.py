@@ -176,5 +176,9 @@ def test_the_program_itself(bytes_tokenizer, tmp_path):  # noqa: F811
     assert done.returncode == 0 and told[0]["tokens"] == told[1]["tokens"] > 300, (done, told)
     early = told[0]["ended_early"]
     assert early == told[1]["ended_early"] < 24  # one id in 257 ends a text
-    row = rf"^\| 24 \| 4 \| {told[0]['tokens']:,} \| [\d,.]+ \|( [\d.]+ / [\d.]+ \|){{3}} {early} \| 0 \|$"
+    number = r"(?:[\d.]+|-)"  # -: where a machine is fast, an answer comes in one piece
+    row = (
+        rf"^\| 24 \| 4 \| {told[0]['tokens']:,} \| [\d,.]+ \| [\d.]+ / [\d.]+ \|( {number} / {number} \|){{2}} "
+        rf"{early} \| 0 \|$"
+    )
     assert re.search(row, done.stdout, re.M), done.stdout
