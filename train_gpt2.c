@@ -1521,6 +1521,12 @@ void model_decode_open(Model *m, int slots, int rows, int room, int known) {
         memset(m->cache->length, 0, slots * sizeof(int));
         return;
     }
+    const size_t row = quant_row_bytes(m->cache_format, HD) + quant_scale_bytes(m->cache_format, HD);
+    const size_t bytes = 2 * row * c->num_layers * slots * NKV * room, ranks = m->mesh->tp.world;
+    require(bytes <= host_bytes_free() / ranks,
+            "keys and values of %d texts of %d tokens need %zu MiB of memory, and %zu are free\n"
+            "use a shorter --seq-len, --cache-dtype fp8, or fewer --samples or --serve",
+            slots, room, ranks * bytes >> 20, host_bytes_free() >> 20);
     KvCache *k = m->cache = (KvCache *)floats(m, sizeof *k / sizeof(float));
     k->layers = (KvLayer *)floats(m, c->num_layers * sizeof(KvLayer) / sizeof(float));
     for (int l = 0; l < c->num_layers; l++) {

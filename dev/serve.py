@@ -786,7 +786,7 @@ def parse(arguments):
     p.add_argument("--api-key", help=f"what clients must send; better in {KEY_VARIABLE}, which other users cannot see")
     p.add_argument("--name", help="the model's name (default: that of its folder, or of its run)")
     p.add_argument("--slots", type=whole(1), default=16, help="sequences at a time on each copy (default: 16)")
-    p.add_argument("--context", type=whole(2), help="tokens of prompt and answer (default: the program's)")
+    p.add_argument("--context", type=whole(2), help="tokens of prompt and answer (default: the model's)")
     p.add_argument("--queue", type=whole(1), default=256, help="sequences that may wait (default: 256), then: 429")
     p.add_argument("--patience", type=whole(1), default=300,
                    help="seconds without a word of a program that has work (default: 300), then: 503")  # fmt: skip

@@ -36,7 +36,7 @@
     INT(force, "", '*', 0, 0, 1, "1: train on data of another tokenizer than the model's") \
     SECTION("batch and length of the run", LISTED) \
     INT(batch_size, "b", '*', 4, 1, 1 << 20, "sequences in a micro-step of one rank (B)") \
-    INT(seq_len, "t", '*', 1024, 1, 1 << 24, "tokens in a sequence (T)") \
+    INT(seq_len, "t", '*', 1024, 1, 1 << 24, "tokens in a sequence (T); --generate without it: the model's context") \
     INT(total_batch, "d", '*', -1, -1, 1ll << 40, "tokens in an optimiser step (-1: those of one micro-step)") \
     INT(max_steps, "x", '*', -1, -1, 1 << 30, "optimiser steps to run (-1: those of --epochs)") \
     FLT(epochs, "", '*', 1.0, 1e-6, 1e6, "passes over the training data, where --max-steps is not given") \

@@ -146,6 +146,17 @@ static inline void *realloc_or_die(void *p, size_t bytes) {
 }
 #define grow_array(array, count) ((array) = (__typeof__(array))realloc_or_die(array, (size_t)(count) * sizeof *(array)))
 
+// What a program may take without others being swapped out or ended; nothing known: all.
+static size_t host_bytes_free(void) {
+    char line[128];
+    size_t kib, bytes = SIZE_MAX;
+    FILE *f = fopen("/proc/meminfo", "r");
+    while (f && fgets(line, sizeof line, f))
+        if (sscanf(line, "MemAvailable: %zu", &kib) == 1) bytes = kib << 10;
+    if (f) fclose(f);
+    return bytes;
+}
+
 // The name of a file or folder, by value: pass path_of("%s/%s", folder, name).text.
 typedef struct { char text[4096]; } Path;
 __attribute__((format(printf, 1, 2))) static inline Path path_of(const char *format, ...) {

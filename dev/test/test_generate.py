@@ -853,6 +853,39 @@ def test_a_conversation_on_a_terminal(runs, tmp_path):
     assert "use --generate on a terminal" in run("-e", folder, "--generate", "--system", "Be", status=1)
 
 
+def test_the_context_is_that_of_the_model(runs, tmp_path):
+    """Unless the command line, a resumed run or a draft says a smaller one."""
+    model = "d1,channels=48,heads=1,vocab=259,seq=2000"
+    run("-e", model, "-i", runs / "train.bin", "-j", "", "-b", 1, "-t", 32, "-x", 1, "-v", 0, "-s", 0, "-o", tmp_path)
+    folder = tmp_path / "step_00000001"
+    for words, context in (
+        (["-e", folder], 2000),
+        (["-e", folder, "-t", 1024], 1024),
+        (["-e", folder, "-t", 2001], 2000),
+        (["-e", folder, "--window", 50], 50),
+        (["-e", folder, "--draft", runs / "small"], 64),
+        (["-o", tmp_path, "--resume", 1], 32),
+        (["-o", tmp_path, "--resume", 1, "-t", 100], 100),
+    ):
+        server = Server(1, *words)
+        assert server.ready["context"] == context, words
+        server.close()
+    assert re.search("--seq-len +2000\n", run("-e", folder, "--generate", "-g", 2))
+    template = "<|im_start|>{{ m.content }}<|im_end|>"
+    (folder / "chat_template.jinja").write_text(template)
+    status, parts = talk(folder, "z" * 1600)
+    assert status == 0 and "too long for the context of 2000 tokens" in parts[1], parts
+
+
+def test_a_context_without_memory_for_it():
+    sizes = "layers=16,channels=64,heads=1,kv_heads=1,head_dim=64,ffn=64,vocab=300,seq=16777216"
+    said = run("-e", f"llama3.2:1B,{sizes}", "--serve", 64, status=1)
+    assert "keys and values of 64 texts of 16777216 tokens need 8388608 MiB" in said and "shorter --seq-len" in said
+    server = Server(64, "-e", f"llama3.2:1B,{sizes}", "-t", 128)
+    assert server.ready["context"] == 128
+    server.close()
+
+
 def test_an_end_of_several_tokens_ends_an_answer(tmp_path, monkeypatch):
     """A tokenizer of bytes has no <|im_end|>: the text ends it, and the conversation goes on as it was trained."""
     monkeypatch.setenv("TERM", "dumb")

@@ -40,16 +40,6 @@ typedef void MemoryHint(char *text, size_t size, MemoryBytes room, const Memory 
 static int bytes_fit(MemoryBytes bytes, MemoryBytes room) {
     return bytes.device <= room.device && bytes.host <= room.host;
 }
-// What a program may take without others being swapped out or ended; nothing known: all.
-static size_t host_bytes_free(void) {
-    char line[128];
-    size_t kib, bytes = SIZE_MAX;
-    FILE *f = fopen("/proc/meminfo", "r");
-    while (f && fgets(line, sizeof line, f))
-        if (sscanf(line, "MemAvailable: %zu", &kib) == 1) bytes = kib << 10;
-    if (f) fclose(f);
-    return bytes;
-}
 
 static void memory_group(Memory *m, const char *group) { m->group = group; }
 static Buffer *memory_declare(Memory *m, MemoryKind kind, void *where, const char *name, size_t bytes) {

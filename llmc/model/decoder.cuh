@@ -168,9 +168,10 @@ static void decoder_set_matrices(const Plan *p, const Buffers *b, Decoder *d, cu
 }
 static void decode_memory_hint(char *text, size_t size, MemoryBytes, const Memory *, void *plan) {
     const Options *o = &((const Plan *)plan)->options;
-    snprintf(text, size, "this is beside the model, for samples alone: use fewer --samples or --sample-tokens, %sor %s",
+    snprintf(text, size, "this is beside the model, for samples alone: use %s, %sor %s",
+             o->generate ? "a shorter --seq-len" : "a smaller --batch-size",
              cache_is_fp8(o) ? "" : "--cache-dtype fp8, ",
-             o->generate ? "a shorter --seq-len" : "a smaller --batch-size");
+             o->serve ? "a smaller --serve" : "fewer --samples or --sample-tokens");
 }
 // A wait is given up before the watchdog's time-out, because its message names the rank that did not come.
 static void decoder_open_exchange(Decoder *d, const Plan *p, cudaStream_t stream) {

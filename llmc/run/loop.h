@@ -299,7 +299,7 @@ static int trainer_main(int argc, char **argv) {
                                      "use --generate on a terminal, without --prompt and mpirun; or leave it out");
     comm_use_cores(comm, o->threads);
     t->mesh = mesh_open(comm, o->tp);
-    choose_config(t);
+    choose_config(t, argc, argv);
     if (!o->generate && !*o->calls) open_data(t);
     if (!forward_only(o)) count_steps(t);
     open_tokenizer(t);

@@ -151,7 +151,7 @@ static const char *model_source(const Trainer *t) {
 }
 // Model sizes: those of the resumed checkpoint, of a Hugging Face folder, or of a preset. A preset without vocab= takes
 // the vocabulary of the data.
-static void choose_config(Trainer *t) {
+static void choose_config(Trainer *t, int argc, char **argv) {
     const char *model = model_source(t);
     size_t n = strlen(model);
     require(n < 4 || strcmp(model + n - 4, ".bin") != 0,
@@ -183,6 +183,11 @@ static void choose_config(Trainer *t) {
             "--seq-len %lld is longer than the model's context of %d\n"
             "use a shorter --seq-len, or a model with seq=%lld",
             t->o.seq_len, t->config.max_seq_len, t->o.seq_len);
+    // texts have the model's context, unless the command line or the resumed run says another
+    Options said = options_default();
+    said.seq_len = 0;
+    if (t->o.generate && !*t->resumed_from.text && !options_parse_over(said, argc, argv).seq_len)
+        t->o.seq_len = t->config.max_seq_len;
     if (*t->o.draft) t->draft_config = config_from_json(t->o.draft);
     t->o.window = config_window(&t->config, t->o.window, t->o.seq_len);
     require(!t->config.tied || !is_given(t->o.lr_head),
