@@ -32,7 +32,7 @@ static void test_one_step(const char *folder, const Options *o, const char *name
     double after = 0;
     model_losses(&m, d.tokens, d.targets, d.T / 2, values);
     for (size_t i = 0; i < N; i++) after += values[i] / (double)N;
-    model_decode_open(&m, 1, few_rows, d.T, m.config.vocab_size);
+    model_decode_open(&m, 1, few_rows, d.T, m.config.vocab_size, 0);
     append_tokens(&m, 0, d.tokens, d.T, values);
     int finite = 1;
     for (int i = 0; i < m.config.vocab_size; i++) finite &= isfinite(values[i]) != 0;
@@ -140,9 +140,9 @@ static void test_fp8_head(const char *folder, const Options *base) {
         o.head_dtype = i ? "fp8" : "native";
         logits[i] = (float *)malloc_or_die(2 * V * sizeof(float));
         open_reference(&m[i], folder, &o);
-        model_decode_open(&m[i], 1, few_rows, d.T, (int)V);
+        model_decode_open(&m[i], 1, few_rows, d.T, (int)V, 0);
         for (int step = 0; step < 2; step++) {
-            model_forget(&m[i], 0, 0);
+            model_set_length(&m[i], 0, 0);
             append_tokens(&m[i], 0, d.tokens, d.T, logits[i] + (size_t)step * V);
             model_micro_step(&m[i], d.tokens, d.targets, 0, 1);
             debug_step(&m[i], &loss, &norm, step + 1);
@@ -269,7 +269,7 @@ static void test_long_prompts(const char *model, const char *weights, const char
     o.cache_dtype = cache;
     model_open(&m, &c, &o, &one_rank);
     init_weights(&m, TP_SEED);
-    model_decode_open(&m, SLOTS, most, TOKENS, c.vocab_size);
+    model_decode_open(&m, SLOTS, most, TOKENS, c.vocab_size, 0);
     for (int i = 0; i < TOKENS; i++) tokens[i] = (int)(rand_u64(TP_SEED, 7, (uint64_t)i) % (uint64_t)c.vocab_size);
     const size_t V = (size_t)c.vocab_size;
     float *alone = (float *)malloc_or_die(2 * V * sizeof(float));
@@ -279,7 +279,7 @@ static void test_long_prompts(const char *model, const char *weights, const char
         DecodeRow rows[DECODE_ROWS];
         Drawn drawn[DECODE_ROWS];
         const int count = others ? most : 1, last = 700;
-        for (int slot = 0; slot < SLOTS; slot++) model_forget(&m, slot, slot == 1 ? last : 0);
+        for (int slot = 0; slot < SLOTS; slot++) model_set_length(&m, slot, slot == 1 ? last : 0);
         for (int i = 0; i < count - 1; i++) rows[i] = {2 * (i % 2), tokens[i], likeliest};
         rows[count - 1] = {1, tokens[last], likeliest};
         model_decode(&m, rows, count);

@@ -1102,14 +1102,14 @@ StepResult model_update(Model *m, const UpdateParams *p) {
 // T tokens of one slot, whose keys and values are in the cache: as in training, in fp32 bit for bit.
 void attention_prompt_cpu(float *out /*(T,NH*HD)*/, float *lse /*(NH,T)*/, const float *qkv, const KvLayer *c,
                           KvPlace first, int T) {
-    const size_t head = area(c->room, c->HD), all = c->NKV * head;
     const int seen = first.at + T;
-    float *widened = c->keys.format == WEIGHTS_FP32 ? NULL : new_array(float, 2 * all);
-    const KeysValues kv = {kv_load_slot(c, &c->keys, first.slot, seen, widened),
-                           kv_load_slot(c, &c->values, first.slot, seen, widened ? widened + all : NULL), 0, head,
-                           (size_t)c->HD};
+    const size_t head = area(seen, c->HD), all = c->NKV * head;
+    float *rows = new_array(float, 2 * all);
+    const KeysValues kv = {rows, rows + all, 0, head, (size_t)c->HD};
+    kv_load_slot(rows, c, &c->keys, first.slot, seen);
+    kv_load_slot(rows + all, c, &c->values, first.slot, seen);
     attend(out, lse, qkv, kv, NULL, first.at, 1, T, c->NH, c->NKV, c->HD);
-    free(widened);
+    free(rows);
 }
 // N rows of any slots: each sees the keys of its slot up to its own.
 void attention_decode_cpu(float *out /*(N,NH*HD)*/, const float *qkv, const KvLayer *c, const KvPlace *places, int N) {
@@ -1117,12 +1117,11 @@ void attention_decode_cpu(float *out /*(N,NH*HD)*/, const float *qkv, const KvLa
     const size_t row = area(NH + 2 * c->NKV, HD);
     #pragma omp parallel for schedule(dynamic)
     for (int task = 0; task < N * NH; task++) {
-        const int n = task / NH, h = task % NH, seen = places[n].at + 1;
-        const size_t first = kv_row(c, (KvPlace){places[n].slot, 0}, h / (NH / c->NKV));
+        const int n = task / NH, h = task % NH, kv = h / (NH / c->NKV), slot = places[n].slot, seen = places[n].at + 1;
         const float *q = qkv + n * row + area(h, HD);
         float *o = out + area(task, HD), *p = new_array(float, seen + HD), *widened = p + seen;
         for (int s = 0; s < seen; s++) {
-            const float *k = kv_load(&c->keys, first + s, widened);
+            const float *k = kv_load(&c->keys, kv_row(c, (KvPlace){slot, s}, kv), widened);
             float dot = 0;
             #pragma omp simd reduction(+ : dot)
             for (int i = 0; i < HD; i++) dot += q[i] * k[i];
@@ -1131,7 +1130,7 @@ void attention_decode_cpu(float *out /*(N,NH*HD)*/, const float *qkv, const KvLa
         softmax(p, seen, 1.0f / sqrtf(HD));
         for (int i = 0; i < HD; i++) o[i] = 0;
         for (int s = 0; s < seen; s++) {
-            const float *v = kv_load(&c->values, first + s, widened);
+            const float *v = kv_load(&c->values, kv_row(c, (KvPlace){slot, s}, kv), widened);
             for (int i = 0; i < HD; i++) o[i] += p[s] * v[i];
         }
         free(p);
@@ -1457,6 +1456,8 @@ struct KvCache {
     float *positions;       // rows of wpe (N,C), or of cos_sin (N,HD), for the places of a pass
     float *parts, *logits;  // of the ranks (tp,rows,Vp); of a step (rows,V)
     int room, known;        // see model_decode_open
+    int *table, each;       // (slots,each) pages of the slots
+    int pages;              // of all
     int *length, *drawn;    // (slots) tokens that are there; the token that the latest row drew
     DecodeStep steps[DECODE_STEPS];
     int queued;  // steps, the oldest first
@@ -1486,16 +1487,20 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
     copy_floats(losses, m->losses, N);
 }
 
-// A buffer of zeros, which model_close frees. Before each lies one cache line that holds the address of the one before.
+// A buffer of zeros, which model_close frees. In front of it lies the address of the one before. What is large takes
+// memory as it is written: a cache that is not full has less.
 static void *room(Model *m, size_t size) {
     enum { LINE = 64 };
     size_t bytes = round_up(size, LINE);
-    char *p = malloc_or_die(LINE + bytes), *page = (char *)round_up((size_t)p, 1 << 16);  // ARM's have up to 64 KiB
-    if (bytes > 1 << 22) madvise(page, p + LINE + bytes - page, MADV_HUGEPAGE);           // fewer address look-ups
-    *(void **)p = m->newest;
+    void **p = calloc(1, bytes + 2 * LINE);
+    require(p, "out of memory: %.1f MiB were asked for\nuse a smaller batch or model", bytes / 1048576.0);
+    char *zeros = (char *)round_up((size_t)(p + 1), LINE);
+    char *page = (char *)round_up((size_t)zeros, 1 << 16);  // ARM's have up to 64 KiB
+    if (bytes > 1 << 22) madvise(page, zeros + bytes - page, MADV_HUGEPAGE);  // fewer address look-ups
+    *p = m->newest;
     m->newest = p;
     m->bytes += bytes;
-    return memset(p + LINE, 0, bytes);
+    return zeros;
 }
 static float *floats(Model *m, size_t count) { return room(m, count * sizeof(float)); }
 static float *rope_of(Model *m, int positions) {
@@ -1513,26 +1518,42 @@ static QuantMatrix quantised_zeros(Model *m, WeightFormat f, int rows, int cols)
 }
 // Rows that one pass of generation has at most: every rank has them all.
 static int most_rows(const Model *m) { return m->B * m->T / m->mesh->tp.world; }
-void model_decode_open(Model *m, int slots, int rows, int room, int known) {
+// A quarter of the memory is left to a draft and to others.
+static int most_pages(const Model *m, int slots, int room, int pages) {
+    const Config *c = &m->local;
+    const size_t row = quant_row_bytes(m->cache_format, c->head_dim) + quant_scale_bytes(m->cache_format, c->head_dim);
+    const size_t page = 2 * row * c->num_layers * c->num_kv_heads * KV_PAGE, ranks = m->mesh->tp.world;
+    const size_t bytes = host_bytes_free() / ranks / 4 * 3;
+    const int count = cache_pages(&m->mesh->tp, pages, slots, room, bytes / page);
+    require(count >= kv_pages(room) && (!pages || count == pages),
+            "keys and values of a text of %d tokens take %d pages of %zu KiB, and there is room for %d\n"
+            "use a shorter --seq-len or --cache-dtype fp8",
+            room, kv_pages(room), ranks * page >> 10, count);
+    return count;
+}
+// Each slot has pages of its own.
+static void reset_cache(KvCache *k, int slots) {
+    memset(k->length, 0, slots * sizeof(int));
+    for (int i = 0; i < slots * k->each; i++) k->table[i] = i < k->pages ? i : 0;
+}
+void model_decode_open(Model *m, int slots, int rows, int room, int known, int pages) {
     const Config *c = &m->local;
     const int NKV = c->num_kv_heads, HD = c->head_dim;
     assert(room <= c->max_seq_len && known <= m->config.vocab_size);
     if (m->cache) {
-        memset(m->cache->length, 0, slots * sizeof(int));
+        reset_cache(m->cache, slots);
         return;
     }
-    const size_t row = quant_row_bytes(m->cache_format, HD) + quant_scale_bytes(m->cache_format, HD);
-    const size_t bytes = 2 * row * c->num_layers * slots * NKV * room, ranks = m->mesh->tp.world;
-    require(bytes <= host_bytes_free() / ranks,
-            "keys and values of %d texts of %d tokens need %zu MiB of memory, and %zu are free\n"
-            "use a shorter --seq-len, --cache-dtype fp8, or fewer --samples or --serve",
-            slots, room, ranks * bytes >> 20, host_bytes_free() >> 20);
+    pages = most_pages(m, slots, room, pages);
     KvCache *k = m->cache = (KvCache *)floats(m, sizeof *k / sizeof(float));
+    k->pages = pages;
+    k->each = kv_pages(room);
+    k->table = (int *)floats(m, area(slots, k->each));
     k->layers = (KvLayer *)floats(m, c->num_layers * sizeof(KvLayer) / sizeof(float));
     for (int l = 0; l < c->num_layers; l++) {
-        const QuantMatrix keys = quantised_zeros(m, m->cache_format, slots * NKV * room, HD);
-        const QuantMatrix values = quantised_zeros(m, m->cache_format, slots * NKV * room, HD);
-        k->layers[l] = (KvLayer){keys, values, room, c->num_heads, NKV, HD};
+        const QuantMatrix keys = quantised_zeros(m, m->cache_format, pages * NKV * KV_PAGE, HD);
+        const QuantMatrix values = quantised_zeros(m, m->cache_format, pages * NKV * KV_PAGE, HD);
+        k->layers[l] = (KvLayer){keys, values, k->table, k->each, c->num_heads, NKV, HD};
     }
     k->cos_sin = rope_of(m, room);
     k->positions = floats(m, area(most_rows(m), position_is_rotary(c->position) ? c->head_dim : c->channels));
@@ -1542,7 +1563,9 @@ void model_decode_open(Model *m, int slots, int rows, int room, int known) {
     k->drawn = (int *)floats(m, slots);
     k->room = room;
     k->known = known;
+    reset_cache(k, slots);
 }
+int model_pages(const Model *m) { return m->cache->pages; }
 int model_length(const Model *m, int slot) { return m->cache->length[slot]; }
 
 // The places of a slot's next n tokens.
@@ -1596,10 +1619,15 @@ static void run_queued(Model *m) {
     for (int i = 0; i < m->cache->queued; i++)
         if (!m->cache->steps[i].has_run) run_step(m, &m->cache->steps[i]);
 }
-void model_forget(Model *m, int slot, int length) {
-    assert(length >= 0 && length <= m->cache->length[slot]);
+void model_set_length(Model *m, int slot, int length) {
+    assert(length >= 0 && length <= m->cache->room);
     run_queued(m);
     m->cache->length[slot] = length;
+}
+void model_place(Model *m, int slot, int index, int page) {
+    assert(page >= 0 && page < m->cache->pages && index >= 0 && index < m->cache->each);
+    run_queued(m);
+    m->cache->table[slot * m->cache->each + index] = page;
 }
 void model_prompt(Model *m, int slot, const int *tokens, int n) {
     KvPlace *places = new_array(KvPlace, n);

@@ -691,7 +691,7 @@ void model_decode_open(Model *m, int slots, int rows, int room, int known) {
     if (decoder_merges(&m->plan, &m->decoder)) merge_blocks(m);
 }
 int model_length(const Model *m, int slot) { return m->decoder.length[slot]; }
-void model_forget(Model *m, int slot, int length) { m->decoder.length[slot] = length; }
+void model_set_length(Model *m, int slot, int length) { m->decoder.length[slot] = length; }
 
 // `rows` rows, for attention T tokens of one sequence. Every rank has all rows.
 static Pass decode_pass(Model *m, int T, int rows, int prompt) {

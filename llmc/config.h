@@ -52,6 +52,10 @@ typedef struct {
     InitKind init;
 } Config;
 
+// Keys and values of generated texts lie in pages of so many tokens: 128 keys of a head are a chunk of attention.
+enum { KV_PAGE = 128 };
+static int kv_pages(int tokens) { return (tokens + KV_PAGE - 1) / KV_PAGE; }
+
 enum { VOCAB_GPT2 = 50257, VOCAB_LLAMA2 = 32000, VOCAB_LLAMA3 = 128256 };
 
 // Properties of the kinds. A new kind needs a case in each.

@@ -146,18 +146,29 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
     (void)T;
     (void)losses;
 }
-void model_decode_open(Model *m, int slots, int rows, int room, int known) {
+void model_decode_open(Model *m, int slots, int rows, int room, int known, int pages) {
     (void)m;
     (void)slots;
     (void)rows;
     (void)room;
     (void)known;
+    (void)pages;
+}
+int model_pages(const Model *m) {
+    (void)m;
+    return 1;
+}
+void model_place(Model *m, int slot, int index, int page) {
+    (void)m;
+    (void)slot;
+    (void)index;
+    (void)page;
 }
 int model_length(const Model *m, int slot) {
     (void)m;
     return slot;
 }
-void model_forget(Model *m, int slot, int length) {
+void model_set_length(Model *m, int slot, int length) {
     (void)m;
     (void)slot;
     (void)length;

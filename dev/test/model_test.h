@@ -224,9 +224,9 @@ static inline void test_logits(Model *m, const char *folder, const DebugFile *d)
     Difference worst = {0, 0};
     float *logits = debug_floats(d, "logits", (size_t)B * T * V),
           *ours = (float *)malloc_or_die((size_t)V * sizeof(float));
-    model_decode_open(m, 1, few_rows, T, V);
+    model_decode_open(m, 1, few_rows, T, V, 0);
     for (int b = 0; b < B; b++) {
-        model_forget(m, 0, 0);
+        model_set_length(m, 0, 0);
         for (int t = 0, n; t < T; t += n) {
             char name[64];
             n = b % 2 == 0 || t < 3 ? 1 : t + 13 < T ? 13 : T - t;
@@ -326,13 +326,14 @@ static inline void check_prompts(Model *m, const int *tokens, int T, float *firs
     const int pieces[][2] = {{T - 1, T - 1}, {1, 2}, {3, T / 2}};
     int same = 1;
     for (int slot = 0; slot < 3; slot++) {
-        model_forget(m, slot, 0);
+        model_place(m, slot, 0, (slot + 1) % 3 * (model_pages(m) / 3));
+        model_set_length(m, slot, 0);
         for (int t = 0, n; t < T - 1; t += n) {
             n = pieces[slot][t > 0];
             if (n > T - 1 - t) n = T - 1 - t;
             model_prompt(m, slot, tokens + t, n);
         }
-        if (slot == 0) model_forget(m, 0, T / 2);
+        if (slot == 0) model_set_length(m, 0, T / 2);
         if (slot == 0) model_prompt(m, 0, tokens + T / 2, T - 1 - T / 2);
         append_tokens(m, slot, tokens + T - 1, 1, slot ? ours : first);
         same &= slot == 0 || memcmp(ours, first, (size_t)m->config.vocab_size * sizeof(float)) == 0;
@@ -346,7 +347,7 @@ static inline void check_queued_rows(Model *m, const int *tokens, const char *na
     Drawn drawn[DECODE_ROWS];
     int same = 1, expected[DRAWS];
     for (int queued = 0; queued < 2; queued++) {
-        model_forget(m, 0, 1);
+        model_set_length(m, 0, 1);
         int token = tokens[1];
         for (int i = 0; i < DRAWS; i++) {
             const DecodeRow next = {0, i && queued ? DECODE_DRAWN : token, draw};
@@ -370,7 +371,7 @@ static inline void test_slots(const char *folder, const Options *o) {
         open_reference(&m, folder, o);
         const int T = d.T < many_rows ? d.T : many_rows, V = m.config.vocab_size;
         float *alone = (float *)malloc_or_die((size_t)(T * V) * sizeof(float));
-        model_decode_open(&m, 3, rows, T, V);
+        model_decode_open(&m, 3, rows, T, V, 0);
         check_rows(&m, d.tokens, T, rows, alone, folder);
         check_prompts(&m, d.tokens, T, alone, alone + V, folder);
         check_queued_rows(&m, d.tokens, folder);
@@ -387,7 +388,7 @@ static inline float *first_logits(const char *folder, const DebugFile *d, const 
     const int V = m.config.vocab_size;
     *count = (size_t)(d->T * V);
     float *logits = (float *)malloc_or_die(*count * sizeof(float));
-    model_decode_open(&m, 1, few_rows, d->T, V);
+    model_decode_open(&m, 1, few_rows, d->T, V, 0);
     for (int t = 0; t < d->T; t++) append_tokens(&m, 0, d->tokens + t, 1, logits + (size_t)(t * V));
     model_close(&m);
     return logits;
@@ -414,9 +415,9 @@ static inline float *model_numbers(const char *folder, const DebugFile *d, const
     open_reference(&m, folder, o);
     const size_t row = (size_t)m.config.vocab_size, count = (size_t)(d->B * d->T) * row;
     float *all = (float *)calloc_or_die((count + m.table.total) * sizeof(float));
-    model_decode_open(&m, 1, few_rows, d->T, m.config.vocab_size);
+    model_decode_open(&m, 1, few_rows, d->T, m.config.vocab_size, 0);
     for (int i = 0; i < d->B * d->T; i++) {
-        if (i % d->T == 0) model_forget(&m, 0, 0);
+        if (i % d->T == 0) model_set_length(&m, 0, 0);
         append_tokens(&m, 0, d->tokens + i, 1, all + (size_t)i * row);
     }
     model_micro_step(&m, d->tokens, d->targets, 0, 1);

@@ -159,7 +159,7 @@ static inline TpRun train_steps(const Config *c, const Options *o, const Mesh *m
     for (int step = 0; step < TP_STEPS; step++) {
         float loss, norm;
         fill_tokens(tokens, targets, groups * TP_B, c->vocab_size, step);
-        if (one && step == 0) model_decode_open(&m, 2, TP_ROWS, TP_T, c->vocab_size);
+        if (one && step == 0) model_decode_open(&m, 2, TP_ROWS, TP_T, c->vocab_size, 0);
         if (one && step == 0) compare_logits(&m, one, tokens, targets, bound, name);
         // twice: the second adds to the first
         for (int micro = 0; micro < 2; micro++) model_micro_step(&m, tokens + first, targets + first, micro, 2);
@@ -249,7 +249,7 @@ static inline void test_tp(const char *model, const Mesh *mesh, const TpBounds *
     o.batch_size = TP_B * mesh->dp.world;
     model_open(&one, &c, &o, &alone);
     init_all(&one);
-    model_decode_open(&one, 2, TP_ROWS, TP_T, c.vocab_size);
+    model_decode_open(&one, 2, TP_ROWS, TP_T, c.vocab_size, 0);
     o.batch_size = TP_B;
     const TpRun first = train_steps(&c, &o, mesh, &one, bound, name);
     check_copies(&c, &o, mesh, name);

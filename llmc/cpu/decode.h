@@ -12,6 +12,7 @@
 #ifndef LLMC_CPU_DECODE_H
 #define LLMC_CPU_DECODE_H
 
+#include "../config.h"
 #include "../quant.h"
 #include "vector.h"
 
@@ -181,14 +182,17 @@ static inline void decode_product_cpu(float *out, const float *x /*NULL: none*/,
 
 // ---- keys and values
 
-// The cache of a layer: rows (slots,NKV,room) of HD keys and as many values, in fp32 or e4m3.
+// The cache of a layer: rows (pages,NKV,KV_PAGE) of HD keys and as many values, in fp32 or e4m3.
 typedef struct {
     QuantMatrix keys, values;
-    int room, NH, NKV, HD;
+    const int *pages;  // (slots,each) those of each slot
+    int each, NH, NKV, HD;
 } KvLayer;
 // A row is token `at` of the sequence in a slot.
 typedef struct { int slot, at; } KvPlace;
-static size_t kv_row(const KvLayer *c, KvPlace p, int kv) { return area(p.slot * c->NKV + kv, c->room) + p.at; }
+static size_t kv_row(const KvLayer *c, KvPlace p, int kv) {
+    return area(c->pages[p.slot * c->each + p.at / KV_PAGE] * c->NKV + kv, KV_PAGE) + p.at % KV_PAGE;
+}
 // In e4m3 a row has the scale of its own largest value, so that it depends on no other token.
 static void kv_store(const QuantMatrix *cache, size_t row, const float *x) {
     uint8_t *codes = quant_codes(cache, row);
@@ -218,17 +222,14 @@ static inline void kv_append_cpu(const KvLayer *c, const float *qkv, const KvPla
         kv_store(&c->values, to, qkv + n * row + area(c->NH + NKV + kv, HD));
     }
 }
-// Rows (NKV,seen) of a slot in fp32: in place, or in `widened`, which has the room of all its rows.
-static inline const float *kv_load_slot(const KvLayer *c, const QuantMatrix *cache, int slot, int seen,
-                                        float *widened) {
-    const size_t first = kv_row(c, (KvPlace){slot, 0}, 0);
-    if (!widened) return (const float *)quant_codes(cache, first);
+// rows (NKV,seen,HD) of a slot, in fp32
+static inline void kv_load_slot(float *rows, const KvLayer *c, const QuantMatrix *cache, int slot, int seen) {
     PARALLEL_FOR
     for (int i = 0; i < c->NKV * seen; i++) {
-        const size_t row = area(i / seen, c->room) + i % seen;
-        kv_load(cache, first + row, widened + area(row, c->HD));
+        float *to = rows + area(i, c->HD);
+        const float *row = kv_load(cache, kv_row(c, (KvPlace){slot, i % seen}, i / seen), to);
+        if (row != to) copy_floats(to, row, c->HD);
     }
-    return widened;
 }
 
 #endif

@@ -223,13 +223,17 @@ typedef struct {
     int slot, token;
     Draw draw;  // of the token that follows
 } DecodeRow;
-// Room for `slots` sequences of up to `room` tokens, room <= the model's context, and for steps of up to `rows` rows.
-// Tokens from `known` on are never drawn, because a vocabulary may be padded. Once, before the first step; in a run of
-// calls before texts are generated, and again, with the same numbers, where a pass of training was between: all slots
-// are empty.
-void model_decode_open(Model *m, int slots, int rows, int room, int known);
+// Room for `slots` sequences of up to `room` tokens, room <= the model's context, and for steps of up to `rows` rows. A
+// slot's tokens lie in pages, of which all slots together have `pages`; 0: as many as they can fill or, if memory is
+// short, as many as it has. Until it is told otherwise each slot has pages of its own, if there are enough. Tokens from
+// `known` on are never drawn, because a vocabulary may be padded. Once, before the first step; in a run of calls before
+// texts are generated, and again, with the same numbers, where a pass of training was between: all slots are empty.
+void model_decode_open(Model *m, int slots, int rows, int room, int known, int pages);
+int model_pages(const Model *m);
+// From now on the slot's tokens from index * KV_PAGE on are those of the page. Slots may share one that is full.
+void model_place(Model *m, int slot, int index, int page);
 int model_length(const Model *m, int slot);         // tokens that a slot has, those of queued steps included
-void model_forget(Model *m, int slot, int length);  // keeps the first `length` tokens of a slot
+void model_set_length(Model *m, int slot, int length);  // its pages have so many tokens; what they have behind is left
 // Appends n tokens to a slot: bitwise identical however they are divided into calls.
 void model_prompt(Model *m, int slot, const int *tokens, int n);
 // Queues a step: appends each row's token to its slot, rows of one slot in their order, and draws what follows each.
@@ -237,6 +241,17 @@ void model_decode(Model *m, const DecodeRow *rows, int count);
 void model_drawn(Model *m, Drawn *drawn);  // waits for the oldest queued step: drawn (count), the same on all ranks
 // logits (V) of a row of the last step that was waited for. Call it before the next step is queued.
 void model_logits(Model *m, int row, float *logits);
+// Pages of a cache: those asked for, or what `slots` sequences of `room` tokens can fill, at most `fit`, what memory has
+// on the rank that has least. The least that can work is what one sequence fills.
+static int cache_pages(const Comm *tp, int asked, int slots, int room, size_t fit) {
+    const int full = slots * kv_pages(room);
+    int *of_ranks, least = asked ? asked : full;
+    if (fit < (size_t)least) least = (int)fit;
+    of_ranks = (int *)comm_gathered(tp, &least, sizeof least);
+    for (int r = 0; r < tp->world; r++) least = of_ranks[r] < least ? of_ranks[r] : least;
+    free(of_ranks);
+    return least;
+}
 // What rank 0 drew becomes that of its group; together: of all groups (computes_together).
 static void share_drawn(const Mesh *mesh, int together, Drawn *drawn, int count) {
     comm_broadcast(&mesh->tp, drawn, (size_t)count * sizeof *drawn, 0);

@@ -315,6 +315,7 @@ static int calls_generate(Calls *c, Sequence *sequences, int first, int mine) {
         if (stopped) engine_clear(&e);
         on = !stopped && all & MEET_ON;
     }
+    engine_close(&e);
     if (c->t->mesh.tp.world > 1) comm_align(&c->t->comm);
     stop_signal = 0;
     return stopped;
@@ -370,7 +371,8 @@ static void call_generate(Calls *c) {
     if (calls_prompts(c, prompts, given + ends, ints - ends)) {
         // all of the model's tokens, as forward has them: what is drawn must be what logp says, else a policy learns to
         // hide in ids that no tokenizer knows
-        model_decode_open(t->model, generation_slots(&t->o), generation_rows(&t->o), t->window, t->config.vocab_size);
+        model_decode_open(t->model, generation_slots(&t->o), generation_rows(&t->o), t->window, t->config.vocab_size,
+                          (int)t->o.cache_pages);
         c->has_forward = 0;
         const Ends own = {given, ends, NULL, 0};
         Sequence *sequences = new_zeros(Sequence, count);

@@ -236,7 +236,8 @@ static void open_models(Trainer *t) {
     model_open(t->model, &t->config, &model_options, &t->mesh);
     // the first call that generates opens it
     if (samples_here(t) && writes_text(o) && !*o->calls)
-        model_decode_open(t->model, generation_slots(o), generation_rows(o), t->window, known_tokens(t));
+        model_decode_open(t->model, generation_slots(o), generation_rows(o), t->window, known_tokens(t),
+                          (int)o->cache_pages);
     if (writes_text(o)) find_ends(t);
     comm_align(&t->comm);  // not all ranks have opened it
     load_or_init(t);

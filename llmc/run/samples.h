@@ -61,6 +61,8 @@ static Engine engine_of(Trainer *t) {
     e.eot = first_token(t);
     e.tokenizer = t->has_tokenizer ? &t->tokenizer : NULL;
     e.ends = t->ends;
+    e.pieces = t->o.serve > 0;
+    engine_open(&e);
     return e;
 }
 static void sample(Trainer *t) {
@@ -71,9 +73,11 @@ static void sample(Trainer *t) {
     if (t->talks) {
         const ChatTemplate *style = *t->adapters.text ? chat_template_of(t->adapters.text) : NULL;
         chat(&g, style ? style : chat_template_of(model_source(t)));
+        engine_close(&g.engine);
         return;
     }
     char *text = generate(&g, t->state.step, t->o.generate);
+    engine_close(&g.engine);
     if (text) logger_event(&t->log, "sample", t->state.step, "text %s", text);
     free(text);
 }
@@ -85,6 +89,7 @@ static void serve_model(Trainer *t) {
     s.vocab = known_tokens(t);
     s.out = t->out;
     serve(&s, model_source(t));
+    engine_close(&s.engine);
 }
 // The draft's tokens must be the model's.
 static void open_draft(Trainer *t, const Options *o) {
@@ -99,7 +104,8 @@ static void open_draft(Trainer *t, const Options *o) {
     checkpoint_require_intact(&t->comm, folder, 2);
     t->draft = model_new();
     model_open(t->draft, &t->draft_config, o, &t->mesh);
-    model_decode_open(t->draft, generation_slots(&t->o), generation_rows(&t->o), t->window, known);
+    model_decode_open(t->draft, generation_slots(&t->o), generation_rows(&t->o), t->window, known,
+                      model_pages(t->model));
     model_load_weights(t->draft, folder);
 }
 

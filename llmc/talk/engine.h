@@ -1,6 +1,10 @@
 // Generation of many sequences at once. They join and leave a running batch: a sequence waits, then has a slot of the
 // model's cache until it ends. What it generates does not depend on its neighbours.
 //
+// A slot's tokens lie in pages (pages.h), which it takes as it grows. When none are left the newest sequence gives its
+// pages back and waits. What it then has to make again, it makes as before: its prompt as a prompt, the others as rows.
+// A server's prompts come in pieces, one a step, so that sequences that run need not wait for a long one.
+//
 // With --draft a small model proposes the next tokens of each sequence, and the large one runs on all of them in one
 // step. Both draw with the same noise, and the large model accepts a proposal if it draws the same token: the tokens
 // are those of the large model alone (Daliri et al., arXiv:2408.07978).
@@ -12,6 +16,7 @@
 
 #include "../model/backend.h"
 #include "ends.h"
+#include "pages.h"
 #include "../data/tokenizer.h"
 
 typedef enum {
@@ -40,12 +45,14 @@ typedef struct Sequence {
     int prompt;    // tokens of the prompt
     int slot;      // -1: it waits
     int begin;     // the first token that is in the slot
-    int prompted;  // the first token that did not go through model_prompt
+    int prompted;  // the first token that does not go through model_prompt
+    int shares;    // full pages of its prompt that have a name
     int ahead;     // rows that are queued
     int proposed;  // tokens of the draft, behind the last one in `tokens`
     struct Sequence *next;
 } Sequence;
 
+enum { PROMPT_PIECE = 256 };  // tokens, which take about as long as a step
 // Called for each generated token, and at the end with drawn NULL. A token that ends the sequence is not reported.
 // Returns whether the sequence ends with this token.
 typedef int EngineHear(void *caller, Sequence *s, const Drawn *drawn, SequenceEnd end);
@@ -53,7 +60,9 @@ typedef struct {
     Model *m, *draft;            // draft NULL: there is none
     int drafted;                 // tokens that it proposes at a time; slots * (drafted + 1) <= rows
     int slots, rows, window;     // sequences at a time; rows of a step, at most; tokens of a slot
+    int pieces;                  // 1: while sequences run, prompts come in pieces, one a step; 0: all at once
     int keeps;                   // keys and values; 0: each token recomputes them (--debug kv-cache=0)
+    Pages pages;                 // of m and draft
     int eot;                     // token before every text
     const Tokenizer *tokenizer;  // NULL: token ids are printed
     Ends *ends;                  // the texts are looked for by `hear`
@@ -64,24 +73,75 @@ typedef struct {
     Sequence *waits;         // the first that has no slot; none behind it has one
     int count;               // of those that have not ended
     char used[DECODE_ROWS];  // slots
+    int *of_slot;            // (slots,kv_pages(window)) their pages
+    int held[DECODE_ROWS];   // how many pages each has
     struct {
         Sequence *of[DECODE_ROWS];  // the sequence of each row; NULL: its token is dropped
         int count;
     } steps[DECODE_STEPS];  // that are queued, the oldest first
     int queued;
     int64_t proposed, accepted;  // tokens of the draft
+    int64_t shared;              // tokens of prompts whose keys and values were there
+    int64_t put_back;            // times that a sequence had to wait for pages
 } Engine;
 
 static void engine_add(Engine *e, Sequence *s) {
     assert(s->count > 0 && s->count < s->most);
     s->prompt = s->count;
     s->slot = -1;
+    s->begin = 0;
+    s->prompted = s->count - 1;
     s->ahead = s->proposed = 0;
     s->next = NULL;
     *(e->last ? &e->last->next : &e->first) = s;
     e->last = s;
     if (!e->waits) e->waits = s;
     e->count++;
+}
+// ---- pages
+
+static int *engine_pages(const Engine *e, const Sequence *s) { return e->of_slot + s->slot * kv_pages(e->window); }
+static void engine_hold(Engine *e, const Sequence *s, int page) {
+    const int index = e->held[s->slot]++;
+    engine_pages(e, s)[index] = page;
+    model_place(e->m, s->slot, index, page);
+    if (e->draft) model_place(e->draft, s->slot, index, page);
+}
+static void engine_release(Engine *e, const Sequence *s) {
+    while (e->held[s->slot]) pages_leave(&e->pages, engine_pages(e, s)[--e->held[s->slot]]);
+}
+// Takes pages for so many tokens. Returns 0 if there are too few.
+static int engine_reach(Engine *e, const Sequence *s, int tokens) {
+    while (e->held[s->slot] < kv_pages(tokens)) {
+        const int page = pages_take(&e->pages);
+        if (page == NO_PAGE) return 0;
+        engine_hold(e, s, page);
+    }
+    return 1;
+}
+// The name of page `index` of the slot, 0: before its first.
+static uint64_t engine_name(const Engine *e, const Sequence *s, int index) {
+    return index < 0 ? 0 : e->pages.page[engine_pages(e, s)[index]].name;
+}
+// Names the pages that the first `tokens` tokens of the prompt fill.
+static void engine_share(Engine *e, Sequence *s, int tokens) {
+    for (; (s->shares + 1) * KV_PAGE <= tokens; s->shares++)
+        pages_name(&e->pages, engine_pages(e, s)[s->shares], engine_name(e, s, s->shares - 1),
+                   s->tokens + s->begin + s->shares * KV_PAGE);
+}
+
+// ---- life of a sequence
+
+// Gives up slot and pages. What its queued rows draw is dropped.
+static void engine_leave(Engine *e, Sequence *s) {
+    if (s->slot < 0) return;
+    engine_release(e, s);
+    e->used[s->slot] = 0;
+    s->slot = -1;
+    s->ahead = s->proposed = 0;
+    for (int i = 0; i < e->queued; i++)
+        for (int r = 0; r < e->steps[i].count; r++)
+            if (e->steps[i].of[r] == s) e->steps[i].of[r] = NULL;
 }
 static void engine_end(Engine *e, Sequence *s, SequenceEnd end) {
     Sequence *before = NULL;
@@ -90,10 +150,7 @@ static void engine_end(Engine *e, Sequence *s, SequenceEnd end) {
     if (e->last == s) e->last = before;
     if (e->waits == s) e->waits = s->next;
     e->count--;
-    if (s->slot >= 0) e->used[s->slot] = 0;
-    for (int i = 0; i < e->queued; i++)
-        for (int r = 0; r < e->steps[i].count; r++)
-            if (e->steps[i].of[r] == s) e->steps[i].of[r] = NULL;
+    engine_leave(e, s);
     e->hear(e->caller, s, NULL, end);
 }
 static void engine_heard(Engine *e, Sequence *s, const Drawn *drawn) {
@@ -109,33 +166,103 @@ static void engine_heard(Engine *e, Sequence *s, const Drawn *drawn) {
     if (end) engine_end(e, s, end);
 }
 
-// The tokens before the last go into the empty slot. What exceeds the window is left out, and half of it stays free, so
-// that positions are those that the model was trained on.
-static void engine_prompt(Engine *e, Sequence *s) {
-    int last = s->count - 1;
+// The slot gets pages for all tokens but those to come: first what others have filled with the same tokens, which its
+// prompt then need not. What exceeds the window is left out, and half of it stays free, so that positions are those
+// that the model was trained on. Returns 0 if that leaves fewer than `spare` pages: then it has none.
+static int engine_begin(Engine *e, Sequence *s, int spare) {
+    const int last = s->count - 1;
+    engine_release(e, s);
+    s->shares = 0;
     if (last - s->begin >= e->window) {
         s->begin = last + 1 - (e->window + 1) / 2;
         s->prompted = last;
         s->draw.stream = rand_mix(s->draw.stream);  // positions come again: other noise
     }
-    for (int i = 0; i < (e->draft ? 2 : 1); i++) {
-        Model *m = i ? e->draft : e->m;
-        model_forget(m, s->slot, 0);
-        model_prompt(m, s->slot, s->tokens + s->begin, s->prompted - s->begin);
+    const int *tokens = s->tokens + s->begin;
+    for (int page; (s->shares + 1) * KV_PAGE <= s->prompted - s->begin; s->shares++, tokens += KV_PAGE) {
+        if ((page = pages_find(&e->pages, engine_name(e, s, s->shares - 1), tokens)) == NO_PAGE) break;
+        pages_use(&e->pages, page);
+        engine_hold(e, s, page);
     }
+    if (kv_pages(last + 1 - s->begin) - s->shares + spare > e->pages.unused) {
+        engine_release(e, s);
+        return 0;
+    }
+    engine_reach(e, s, last + 1 - s->begin);
+    model_set_length(e->m, s->slot, s->shares * KV_PAGE);
+    if (e->draft) model_set_length(e->draft, s->slot, s->shares * KV_PAGE);
+    return 1;
 }
+// Sequences join that find a slot, and pages beside one for each that runs, which may need it soon.
 static void engine_join(Engine *e) {
-    int slot = 0;
-    for (Sequence *s; (s = e->waits); e->waits = s->next) {
+    int slot = 0, run = 0;
+    for (const Sequence *s = e->first; s != e->waits; s = s->next) run++;
+    for (Sequence *s; (s = e->waits); e->waits = s->next, run++) {
         while (slot < e->slots && e->used[slot]) slot++;
         if (slot == e->slots) return;
-        e->used[slot] = 1;
         s->slot = slot;
-        s->begin = 0;
-        s->prompted = s->count - 1;
-        engine_prompt(e, s);
+        if (!engine_begin(e, s, run)) {
+            s->slot = -1;
+            return;
+        }
+        e->used[slot] = 1;
     }
 }
+// The newest sequence gives its pages back and waits. Returns whether that is this one.
+static int engine_put_back(Engine *e, Sequence *s) {
+    Sequence *newest = s;
+    while (newest->next != e->waits) newest = newest->next;
+    engine_leave(e, newest);
+    e->put_back++;
+    e->waits = newest;
+    return newest == s;
+}
+// Pages for so many tokens of a sequence. Returns 0 if it has to wait for them.
+static int engine_grow(Engine *e, Sequence *s, int tokens) {
+    while (!engine_reach(e, s, tokens))
+        if (engine_put_back(e, s)) return 0;
+    return 1;
+}
+// The window is full: the sequence begins anew with the last half of it. Returns 0 if it has to wait.
+static int engine_roll(Engine *e, Sequence *s) {
+    while (!engine_begin(e, s, 0))
+        if (engine_put_back(e, s)) return 0;
+    return 1;
+}
+
+// ---- prompts
+
+static int engine_prompt_left(const Engine *e, const Sequence *s) {
+    return s->prompted - s->begin - model_length(e->m, s->slot);
+}
+static void engine_prompt_piece(Engine *e, Sequence *s, int n) {
+    const int done = model_length(e->m, s->slot);
+    model_prompt(e->m, s->slot, s->tokens + s->begin + done, n);
+    if (e->draft) model_prompt(e->draft, s->slot, s->tokens + s->begin + done, n);
+    engine_share(e, s, done + n);
+}
+// Since it joined, others that began alike may have filled pages.
+static void engine_find_again(Engine *e, Sequence *s) {
+    if (model_length(e->m, s->slot) > s->shares * KV_PAGE) return;
+    const int fits = engine_begin(e, s, 0);
+    assert(fits);
+    e->shared += s->shares * KV_PAGE;
+}
+// In the order in which sequences came.
+static void engine_prompt(Engine *e) {
+    int run = 0;
+    for (const Sequence *s = e->first; s != e->waits; s = s->next) run |= engine_prompt_left(e, s) <= 0;
+    for (Sequence *s = e->first; s != e->waits; s = s->next) {
+        if (engine_prompt_left(e, s) <= 0) continue;
+        engine_find_again(e, s);
+        const int left = engine_prompt_left(e, s), piece = e->pieces && run && left > PROMPT_PIECE;
+        engine_prompt_piece(e, s, piece ? PROMPT_PIECE : left);
+        if (e->pieces) return;
+    }
+}
+
+// ---- steps
+
 static DecodeRow engine_row(const Sequence *s, int token) {
     const DecodeRow row = {s->slot, token, s->draw};
     return row;
@@ -144,7 +271,8 @@ static DecodeRow engine_row(const Sequence *s, int token) {
 static void engine_recompute(Engine *e, Sequence *s) {
     DecodeRow rows[DECODE_ROWS];
     Drawn drawn[DECODE_ROWS];
-    engine_prompt(e, s);
+    model_set_length(e->m, s->slot, 0);
+    model_prompt(e->m, s->slot, s->tokens + s->begin, s->prompted - s->begin);
     for (int at = s->prompted, n; at < s->count - 1; at += n) {
         for (n = 0; n < e->rows && at + n < s->count - 1; n++) rows[n] = engine_row(s, s->tokens[at + n]);
         model_decode(e->m, rows, n);
@@ -154,11 +282,14 @@ static void engine_recompute(Engine *e, Sequence *s) {
 
 // How many tokens the draft proposes for a sequence. Both models forget the proposals that were not accepted.
 static int engine_proposals(Engine *e, Sequence *s) {
-    const int length = s->count - 1 - s->begin;
-    if (model_length(e->m, s->slot) > length) model_forget(e->m, s->slot, length);
-    if (model_length(e->draft, s->slot) > length) model_forget(e->draft, s->slot, length);
-    if (length == e->window) engine_prompt(e, s);
-    const int left = s->most - s->count - 1, fits = e->window - model_length(e->m, s->slot) - 1;
+    const int length = s->count - 1 - s->begin, has = model_length(e->m, s->slot);
+    if (has < length || length == e->window) return 0;  // its keys and values are made first
+    model_set_length(e->m, s->slot, length);
+    const int drafts = model_length(e->draft, s->slot);
+    if (drafts > length) model_set_length(e->draft, s->slot, length);
+    // of a sequence that had to wait: any keys and values do for a draft
+    if (drafts < length - 1) model_prompt(e->draft, s->slot, s->tokens + s->begin + drafts, length - drafts);
+    const int left = s->most - s->count - 1, fits = e->window - length - 1;
     const int most = left < fits ? left : fits;
     return most < e->drafted ? most : e->drafted;
 }
@@ -183,22 +314,36 @@ static void engine_propose(Engine *e) {
         for (int r = 0; r < n; r++) *to[r] = drawn[r].token;
     }
 }
-// Queues the rows of each sequence that goes on: its last token and what is proposed.
+// Queues the rows of a sequence: its last token and what is proposed, or what it has to make again, as far as there are
+// `spare` rows. Returns how many of these it took, or -1: it waits.
+static int engine_queue_rows(Engine *e, Sequence *s, DecodeRow *rows, int *n, int spare) {
+    const int length = model_length(e->m, s->slot), at = s->begin + length, drawn = s->ahead > 0;
+    const int left = drawn ? 1 : s->count + s->proposed - at, most = 1 + s->proposed + spare;
+    const int count = left < most ? left : most;
+    if (!engine_grow(e, s, length + count)) return -1;
+    if (!e->keeps) engine_recompute(e, s);
+    for (int i = 0; i < count; i++) {
+        const int counts = at + i >= s->count - 1;  // what the others draw is known
+        e->steps[e->queued].of[*n] = counts ? s : NULL;
+        rows[(*n)++] = engine_row(s, drawn ? DECODE_DRAWN : s->tokens[at + i]);
+        s->ahead += counts;
+    }
+    e->proposed += s->proposed;
+    return count > 1 + s->proposed ? count - 1 - s->proposed : 0;
+}
 static void engine_queue(Engine *e) {
     DecodeRow rows[DECODE_ROWS];
-    int n = 0;
+    int n = 0, spare = e->rows;
+    for (const Sequence *s = e->first; s != e->waits; s = s->next) spare -= 1 + s->proposed;
     for (Sequence *s = e->first; s != e->waits; s = s->next) {
-        if (s->count + s->ahead >= s->most) continue;
-        int full = model_length(e->m, s->slot) == e->window;
-        if (full && s->ahead) continue;  // it first has to know its last token
-        if (full) engine_prompt(e, s);
-        if (!e->keeps) engine_recompute(e, s);
-        const int drawn = s->ahead > 0;
-        for (int k = 0; k <= s->proposed; k++, s->ahead++) {
-            e->steps[e->queued].of[n] = s;
-            rows[n++] = engine_row(s, drawn ? DECODE_DRAWN : s->tokens[s->count - 1 + k]);
+        if (s->count + s->ahead >= s->most || engine_prompt_left(e, s) > 0) continue;
+        if (model_length(e->m, s->slot) == e->window) {  // it first has to know its last token
+            if (!s->ahead && !engine_roll(e, s)) break;
+            continue;
         }
-        e->proposed += s->proposed;
+        const int took = engine_queue_rows(e, s, rows, &n, spare);
+        if (took < 0) break;
+        spare -= took;
     }
     if (n == 0) return;
     model_decode(e->m, rows, n);
@@ -222,10 +367,22 @@ static void engine_wait(Engine *e) {
     e->steps[0] = e->steps[1];
 }
 
+// Before the first sequence: the fields above are given, and the models have their cache.
+static void engine_open(Engine *e) {
+    const int each = kv_pages(e->window);
+    pages_open(&e->pages, model_pages(e->m));
+    assert(e->pages.count >= each && (!e->draft || model_pages(e->draft) == e->pages.count));
+    e->of_slot = new_array(int, e->slots *each);
+}
+static void engine_close(Engine *e) {
+    pages_close(&e->pages);
+    free(e->of_slot);
+}
 // One step. Returns 0 when nothing is left to do.
 static int engine_step(Engine *e) {
     const int waits = e->queued > 0 || e->draft || !e->keeps;
     engine_join(e);
+    engine_prompt(e);
     if (e->draft) engine_propose(e);
     engine_queue(e);
     if (e->queued && waits) engine_wait(e);
@@ -236,8 +393,10 @@ static void engine_clear(Engine *e) {
     while (e->first) engine_end(e, e->first, SEQUENCE_CANCELLED);
     while (e->queued) engine_wait(e);
 }
-// The end of a line for people: how the draft did.
+// The end of a line for people: how the draft did, and what prompts shared.
 static void engine_print_end(const Engine *e) {
+    if (e->shared) printf("; %ld tokens of prompts were shared", e->shared);
+    if (e->put_back) printf("; for want of memory texts stopped and went on %ld times", e->put_back);
     if (e->draft)
         printf("; of %ld drafted tokens %.1f%% accepted", e->proposed,
                e->proposed ? 100.0 * e->accepted / e->proposed : 0);

@@ -1,0 +1,99 @@
+// Pages of a model's cache. A page has the keys and values of KV_PAGE consecutive tokens of a sequence. One that a
+// prompt has filled gets a name, by which sequences that begin alike find it and share it. A page that nobody uses keeps
+// what it has until it is taken for other tokens: those without a name first, then those that were left first.
+#ifndef LLMC_PAGES_H
+#define LLMC_PAGES_H
+
+#include "../config.h"
+#include "../rand.h"
+
+enum { NO_PAGE = -1 };
+typedef struct {
+    int users;         // slots that have it
+    int older, newer;  // its neighbours in the list of pages that nobody uses, or NO_PAGE
+    int next;          // in its bucket, or NO_PAGE
+    uint64_t name;     // of its tokens and all before them; 0: it has none
+    uint64_t before;   // the name of the sequence's page before it; 0: it is the first
+    int tokens[KV_PAGE];
+} CachePage;
+typedef struct {
+    CachePage *page;
+    int *bucket;  // the first page of each
+    int count;    // of pages, and of buckets
+    int unused, oldest, newest;
+    uint64_t names;  // that were given
+} Pages;
+
+static int *pages_bucket(const Pages *p, uint64_t before, const int *tokens) {
+    uint64_t hash = before;
+    for (int i = 0; i < KV_PAGE; i++) hash = rand_mix(hash + (uint64_t)tokens[i] + 1);
+    return &p->bucket[hash % (uint64_t)p->count];
+}
+// The page that has these tokens behind those of the page named `before`, or NO_PAGE.
+static int pages_find(const Pages *p, uint64_t before, const int *tokens) {
+    int at = *pages_bucket(p, before, tokens);
+    for (; at != NO_PAGE; at = p->page[at].next)
+        if (p->page[at].before == before && !memcmp(p->page[at].tokens, tokens, sizeof p->page[at].tokens)) break;
+    return at;
+}
+static void pages_name(Pages *p, int at, uint64_t before, const int *tokens) {
+    CachePage *c = &p->page[at];
+    int *bucket = pages_bucket(p, before, tokens);
+    assert(!c->name && c->users > 0);
+    c->name = ++p->names;
+    c->before = before;
+    memcpy(c->tokens, tokens, sizeof c->tokens);
+    c->next = *bucket;
+    *bucket = at;
+}
+static void pages_take_name(Pages *p, int at) {
+    int *from = pages_bucket(p, p->page[at].before, p->page[at].tokens);
+    while (*from != at) from = &p->page[*from].next;
+    *from = p->page[at].next;
+    p->page[at].name = 0;
+}
+// Makes two pages neighbours in the list. NO_PAGE: its end.
+static void pages_join(Pages *p, int older, int newer) {
+    *(older == NO_PAGE ? &p->oldest : &p->page[older].newer) = newer;
+    *(newer == NO_PAGE ? &p->newest : &p->page[newer].older) = older;
+}
+static void pages_use(Pages *p, int at) {
+    if (p->page[at].users++) return;
+    pages_join(p, p->page[at].older, p->page[at].newer);
+    p->unused--;
+}
+static void pages_leave(Pages *p, int at) {
+    assert(p->page[at].users > 0);
+    if (--p->page[at].users) return;
+    const int named = p->page[at].name != 0, newer = named ? NO_PAGE : p->oldest;
+    pages_join(p, named ? p->newest : NO_PAGE, at);
+    pages_join(p, at, newer);
+    p->unused++;
+}
+// A page for other tokens, or NO_PAGE if all are used.
+static int pages_take(Pages *p) {
+    const int at = p->oldest;
+    if (at == NO_PAGE) return NO_PAGE;
+    if (p->page[at].name) pages_take_name(p, at);
+    pages_use(p, at);
+    return at;
+}
+static void pages_open(Pages *p, int count) {
+    memset(p, 0, sizeof *p);
+    p->page = new_array(CachePage, count);
+    p->bucket = new_array(int, count);
+    p->oldest = p->newest = NO_PAGE;
+    p->count = count;
+    for (int i = 0; i < count; i++) {
+        p->bucket[i] = NO_PAGE;
+        p->page[i].users = 1;
+        p->page[i].name = 0;
+    }
+    for (int i = count - 1; i >= 0; i--) pages_leave(p, i);  // the first is taken first
+}
+static void pages_close(Pages *p) {
+    free(p->page);
+    free(p->bucket);
+}
+
+#endif
