@@ -165,9 +165,7 @@ static void attend(const Model *m, const Pass *p, const Block *b, int l) {
         attention_decode(b->y, k, l, b->q_k_v, cos_sin, p->N, NH, NKV, HD, p->stream);
         return;
     }
-    const size_t first = ((size_t)l * k->slots + k->slot) * NKV * k->room;
-    const KvRows cache = KvRows{k->keys, k->values, k->scales}.from(first, HD);
-    kv_prompt(k->qkv, cache, k->at, p->T, p->attention.T, k->room, NH, NKV, HD, p->stream);
+    kv_prompt(k, l, p->T, p->attention.T, NH, NKV, HD, p->stream);
     attention_forward(&p->attention, k->y, k->lse, k->qkv, p->stream);
 }
 // A block up to its activation: all that backward reads of it, so all that --recompute 3 makes again.
@@ -681,17 +679,25 @@ static void merge_blocks(Model *m) {
         unit_release(m, &p, &u, UNIT_FORWARD);
     }
 }
-void model_decode_open(Model *m, int slots, int rows, int room, int known) {
+void model_decode_open(Model *m, int slots, int rows, int room, int known, int pages) {
     const int reaches = m->links.p2p[SHORT_TENSOR].opened;
     if (m->decoder.cache.keys)
         decoder_clear(&m->decoder, &m->plan, m->gpu.compute);
     else
-        decoder_open(&m->decoder, &m->plan, &m->b, reaches, slots, rows, room, known, m->decode_matmul.part_rows,
-                     m->gpu.compute);
+        decoder_open(&m->decoder, &m->plan, &m->b, reaches, slots, rows, room, known, pages,
+                     m->decode_matmul.part_rows, m->gpu.compute);
     if (decoder_merges(&m->plan, &m->decoder)) merge_blocks(m);
 }
 int model_length(const Model *m, int slot) { return m->decoder.length[slot]; }
+int model_pages(const Model *m) { return m->decoder.cache.pages; }
 void model_set_length(Model *m, int slot, int length) { m->decoder.length[slot] = length; }
+// In the order of the stream: queued steps have the pages that they had.
+void model_place(Model *m, int slot, int index, int page) {
+    const KvCache *k = &m->decoder.cache;
+    assert(page >= 0 && page < k->pages && index >= 0 && index < k->each);
+    kv_place_kernel<<<1, 1, 0, m->gpu.compute>>>(k->of_slot + slot * k->each + index, page);
+    launchCheck();
+}
 
 // `rows` rows, for attention T tokens of one sequence. Every rank has all rows.
 static Pass decode_pass(Model *m, int T, int rows, int prompt) {

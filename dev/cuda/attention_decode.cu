@@ -31,14 +31,26 @@ static void check_rows(const KvRows &cache, const QuantMatrix &host, int value) 
     check_true(!memcmp(codes.data(), host.codes, count) && !differ, "%s: other codes, or %zu other scales", name,
                differ);
 }
+// Pages of all slots, not in their order.
+static std::vector<int> pages_of_slots(int pages) {
+    std::vector<int> of_slot;
+    for (int i = pages; i-- > 0;) of_slot.push_back(i);
+    return of_slot;
+}
 static KvCache device_cache(int S, int room, int NKV, int HD, int rows, int NH, int fp8) {
-    const size_t cached = (size_t)S * NKV * room;
+    const int each = kv_pages(room);
+    const size_t cached = (size_t)(S * NKV * each * KV_PAGE);
     KvCache d = {};
     d.keys = device_normal<floatX>(cached * HD, 1.0f);
     d.values = device_normal<floatX>(cached * HD, 1.0f);
     d.scales = fp8 ? device_new<float2>(cached) : NULL;
     d.slots = S;
     d.room = room;
+    d.pages = S * each;
+    d.each = each;
+    d.of_slot = device_new<int>((size_t)d.pages);
+    const std::vector<int> of_slot = pages_of_slots(d.pages);
+    cudaCheck(cudaMemcpy(d.of_slot, of_slot.data(), of_slot.size() * sizeof(int), cudaMemcpyHostToDevice));
     d.rows = device_zero<DecodeInput>(ATTENTION_ROWS);
     d.parts = device_new<float>(attention_decode_parts(rows, NH, HD));
     d.arrived = device_zero<unsigned>(attention_decode_counters(rows, NKV));
@@ -60,10 +72,16 @@ static void check_shape(int S, int room, int NH, int NKV, int HD, int fp8) {
     float *out = host_new<float>((size_t)S * room * NH * HD);
     KvPlace *places = host_new<KvPlace>((size_t)S * room);
     const WeightFormat format = fp8 ? WEIGHTS_FP8 : WEIGHTS_FP32;
-    const size_t cached = (size_t)S * NKV * room;
-    const KvLayer layer = {host_cache(format, cached, HD), host_cache(format, cached, HD), room, NH, NKV, HD};
+    const size_t cached = (size_t)(S * NKV * kv_pages(room) * KV_PAGE);
+    const std::vector<int> of_slot = pages_of_slots(S * kv_pages(room));
+    const KvLayer layer = {
+        host_cache(format, cached, HD), host_cache(format, cached, HD), of_slot.data(), kv_pages(room), NH, NKV, HD};
     KvCache d = device_cache(S, room, NKV, HD, S * room < ATTENTION_ROWS ? S * room : ATTENTION_ROWS, NH, fp8);
-    const KvRows rows_cached = {d.keys, d.values, d.scales};
+    const size_t bytes_cached = cached * HD * (fp8 ? 1 : sizeof(floatX));
+    cudaCheck(cudaMemset(d.keys, 0, bytes_cached));  // as the host's, which are compared with all of it
+    cudaCheck(cudaMemset(d.values, 0, bytes_cached));
+    if (fp8) cudaCheck(cudaMemset(d.scales, 0, cached * sizeof(float2)));
+    const KvRows rows_cached = {d.keys, d.values, d.scales, d.of_slot, d.each};
     floatX *d_out = device_new<floatX>(((size_t)S * room + 1) * NH * HD),
            *d_qkv = device_new<floatX>(((size_t)S * room + 1) * width);
     int rows = 0;

@@ -90,6 +90,7 @@ static Decode upload_model(const HostModel &m, const int *dtype) {
     d.keys = fp8 ? (floatX *)upload_vector(m.codes[0]) : (floatX *)upload_vector(m.keys);
     d.values = fp8 ? (floatX *)upload_vector(m.codes[1]) : (floatX *)upload_vector(m.values);
     d.scales = (float2 *)upload_vector(m.scales);
+    d.of_slot = upload_vector(m.of_slot);
     place_step(&d);
     return d;
 }

@@ -112,7 +112,8 @@ struct HostMatrix {
 };
 struct HostModel {
     ModelSizes z;
-    int slots, room;
+    int slots, room, each;
+    std::vector<int> of_slot;  // (slots,each) pages, not in their order
     std::vector<HostMatrix> matrix;
     std::vector<floatX> wte, wpe, stream_gain, keys, values;
     std::vector<uint8_t> codes[2];  // e4m3: of keys, of values; those have what codes and scales stand for
@@ -131,6 +132,8 @@ struct HostModel {
         d.head_columns = z.V;
         d.slots = slots;
         d.room = room;
+        d.pages = (int)of_slot.size();
+        d.each = each;
         d.norm = z.norm;
         d.norm_eps = 1e-5f;
         d.mlp = z.mlp;
@@ -140,7 +143,8 @@ struct HostModel {
         return d;
     }
     HostModel(const ModelSizes &sizes_, const int *dtype, int slots_, int room_)
-        : z(sizes_), slots(slots_), room(room_) {
+        : z(sizes_), slots(slots_), room(room_), each(kv_pages(room_)) {
+        for (int i = slots * each; i-- > 0;) of_slot.push_back(i);
         const Decode d = sizes(dtype);
         matrix.resize(4 * (size_t)z.L + 1);
         for (size_t m = 0; m < matrix.size(); m++) {
@@ -157,7 +161,7 @@ struct HostModel {
         wte = random_vector((size_t)z.V * z.C, 1, 0.3f);
         if (z.modern) stream_gain = random_vector((size_t)z.C, 0.2f, 1);
         if (!z.rope) wpe = random_vector((size_t)room * z.C, 0.5f, 0);
-        const size_t cache = (size_t)z.L * slots * z.NKV * room * z.HD;
+        const size_t cache = (size_t)z.L * of_slot.size() * z.NKV * KV_PAGE * z.HD;
         keys = random_vector(cache, 1, 0);
         values = random_vector(cache, 1, 0);
         for (int t = 0; t < room && z.rope; t++)
@@ -168,6 +172,11 @@ struct HostModel {
             }
     }
 
+    // Of keys and values.
+    size_t cache_row(int layer, int slot, int kv, int t) const {
+        const size_t page = layer * of_slot.size() + of_slot[(size_t)(slot * each + t / KV_PAGE)];
+        return (page * z.NKV + kv) * KV_PAGE + t % KV_PAGE;
+    }
     void round_row(int value, size_t row) {
         floatX *x = &(value ? values : keys)[row * z.HD];
         float most = 0;
@@ -202,8 +211,7 @@ struct HostModel {
         const size_t heads = (size_t)z.NKV, HD = (size_t)z.HD;
         for (size_t i = 0; i < in.size() * 2 * heads; i++) {
             const size_t head = i % heads, value = i / heads % 2, r = i / heads / 2,
-                         slot = (size_t)(z.L - 1) * slots + in[r].slot,
-                         row = (slot * heads + head) * room + in[r].position;
+                         row = cache_row(z.L - 1, in[r].slot, (int)head, in[r].position);
             std::copy(fresh + i * HD, fresh + (i + 1) * HD, &(value ? expected.values : expected.keys)[row * HD]);
             expected.round_row((int)value, row);
         }
@@ -240,11 +248,11 @@ struct HostModel {
                 for (int first = 0; first < matrix[m].shape.columns; first += z.F) range(rows, first, z.F);
             p.matrix[m] = matrix[m].part(to, rows, by_k ? rank * to.K : 0);
         }
-        const size_t vocabulary = (size_t)p.z.V * z.C, head = (size_t)p.z.NKV * room * z.HD;
+        const size_t vocabulary = (size_t)p.z.V * z.C, head = (size_t)p.z.NKV * KV_PAGE * z.HD;
         p.wte.assign(wte.begin() + rank * vocabulary, wte.begin() + (rank + 1) * vocabulary);
         p.keys.clear();
         p.values.clear();
-        for (size_t i = 0; i < (size_t)z.L * slots; i++) {
+        for (size_t i = 0; i < z.L * of_slot.size(); i++) {
             const size_t at = (i * ranks + rank) * head;
             p.keys.insert(p.keys.end(), keys.begin() + at, keys.begin() + at + head);
             p.values.insert(p.values.end(), values.begin() + at, values.begin() + at + head);
@@ -285,19 +293,19 @@ struct HostModel {
     }
     void attend(std::vector<float> &y, const std::vector<float> &qkv, int layer, int slot, int position) {
         for (int h = 0; h < z.NH; h++) {
-            const size_t at = (((size_t)layer * slots + slot) * z.NKV + h / (z.NH / z.NKV)) * room * z.HD;
+            const auto at = [&](int t) { return cache_row(layer, slot, h / (z.NH / z.NKV), t) * z.HD; };
             std::vector<double> p((size_t)position + 1);
             double top = -1e30, sum = 0;
             for (int t = 0; t <= position; t++) {
                 for (int i = 0; i < z.HD; i++)
-                    p[(size_t)t] += qkv[(size_t)h * z.HD + i] * (double)(float)keys[at + (size_t)t * z.HD + i];
+                    p[(size_t)t] += qkv[(size_t)h * z.HD + i] * (double)(float)keys[at(t) + i];
                 p[(size_t)t] /= sqrt((double)z.HD);
                 top = fmax(top, p[(size_t)t]);
             }
             for (double &v : p) sum += v = exp(v - top);
             for (int i = 0; i < z.HD; i++) {
                 double x = 0;
-                for (int t = 0; t <= position; t++) x += p[(size_t)t] * (float)values[at + (size_t)t * z.HD + i];
+                for (int t = 0; t <= position; t++) x += p[(size_t)t] * (float)values[at(t) + i];
                 y[(size_t)h * z.HD + i] = (float)(x / sum);
             }
         }
@@ -328,7 +336,7 @@ struct HostModel {
         qkv = rounded(qkv);
         for (int h = 0; h < 2 * z.NKV; h++) {
             std::vector<floatX> &to = h < z.NKV ? keys : values;
-            const size_t row = (((size_t)layer * slots + slot) * z.NKV + h % z.NKV) * room + position;
+            const size_t row = cache_row(layer, slot, h % z.NKV, position);
             for (int i = 0; i < z.HD; i++) to[row * z.HD + i] = (floatX)qkv[(size_t)(z.NH + h) * z.HD + i];
             if (!scales.empty()) round_row(h / z.NKV, row);
         }

@@ -154,35 +154,39 @@ template <int W> static void check_alone(int HD) {
 // What the CPU trainer keeps of T tokens, and the rounded keys and values in qkv.
 static void round_prompt(std::vector<bf16> &qkv, int T, int HD, const KvRows &cache) {
     const size_t stride = (size_t)(NH + 2 * NKV) * HD;
-    std::vector<float> x(qkv.begin(), qkv.end()), scales(2 * (size_t)(NKV * T)), row((size_t)HD);
+    const int count = NKV * kv_pages(T) * KV_PAGE;
+    std::vector<float> x(qkv.begin(), qkv.end()), scales(2 * (size_t)count), row((size_t)HD);
     QuantMatrix rows[2];
     for (int value = 0; value < 2; value++)
-        rows[value] = {WEIGHTS_FP8, NKV * T, HD, (uint8_t *)cache.part(value),
-                       (uint8_t *)&scales[(size_t)(value * NKV * T)]};
-    const KvLayer layer = {rows[0], rows[1], T, NH, NKV, HD};
+        rows[value] = {WEIGHTS_FP8, count, HD, (uint8_t *)cache.part(value),
+                       (uint8_t *)&scales[(size_t)(value * count)]};
+    const KvLayer layer = {rows[0], rows[1], cache.of_slot, cache.each, NH, NKV, HD};
     std::vector<KvPlace> places;
     for (int t = 0; t < T; t++) places.push_back({0, t});
     kv_append_cpu(&layer, x.data(), places.data(), T);
     for (int i = 0; i < 2 * NKV * T; i++) {
         const int value = i / (NKV * T), kv = i / T % NKV, t = i % T;
+        const size_t at = kv_row(&layer, {0, t}, kv);
         bf16 *to = &qkv[t * stride + (size_t)((NH + value * NKV + kv) * HD)];
-        const float *from = kv_load(&rows[value], (size_t)(i % (NKV * T)), row.data());
+        const float *from = kv_load(&rows[value], at, row.data());
         std::copy(from, from + HD, to);
-        *cache.scale((size_t)(i % (NKV * T)), value) = scales[(size_t)i];
+        *cache.scale(at, value) = scales[(size_t)(value * count) + at];
     }
 }
 // A prompt of T tokens in pieces, by a cache: each has the bits of the whole. fp8: the cache is in e4m3, with the codes
 // and scales of the CPU trainer.
 template <int W> static void check_pieces(int HD, float std, bool fp8) {
     const int T = 320, stride = (NH + 2 * NKV) * HD, width = NH * HD, pieces[] = {0, 70, 111, 112, 320};
-    const size_t all = prompt_rows(T), cached = (size_t)(NKV * T * HD);
+    const int pages[] = {2, 0, 1};
+    const size_t all = prompt_rows(T), cached = (size_t)(NKV * 3 * KV_PAGE * HD);
     std::vector<bf16> whole((size_t)(T * stride)), qkv(all * stride, (bf16)NAN), keys(cached), values(cached),
         expected((size_t)(T * width)), out(all * width);
     std::vector<float> lse(all * NH);
     std::vector<uint8_t> codes[2] = {std::vector<uint8_t>(cached), std::vector<uint8_t>(cached)};
     std::vector<float2> scales(cached / (size_t)HD);
     const KvRows cache =
-        fp8 ? KvRows{codes[0].data(), codes[1].data(), scales.data()} : KvRows{keys.data(), values.data(), NULL};
+        fp8 ? KvRows{codes[0].data(), codes[1].data(), scales.data(), pages, 3}
+            : KvRows{keys.data(), values.data(), NULL, pages, 3};
     int same = 1;
     for (size_t i = 0; i < whole.size(); i++) whole[i] = std * rand_normal(19, 0, i);
     const auto attend = [&](std::vector<bf16> &to, std::vector<bf16> &from, int rows) {
@@ -203,7 +207,7 @@ template <int W> static void check_pieces(int HD, float std, bool fp8) {
         const int at = pieces[i], n = pieces[i + 1] - at, rows = (int)round_up((size_t)(at + n), PROMPT_ROWS);
         memcpy(&qkv[(size_t)(at * stride)], &whole[(size_t)(at * stride)], (size_t)(n * stride) * sizeof(bf16));
         launch_on_cpu(rows, PROMPT_THREADS, 0, false,
-                      [&] { kv_prompt_kernel(qkv.data(), cache, at, n, T, NH, NKV, HD); });
+                      [&] { kv_prompt_kernel(qkv.data(), cache, 0, at, n, NH, NKV, HD); });
         attend(out, qkv, rows);
         same &=
             !memcmp(&out[(size_t)(at * width)], &expected[(size_t)(at * width)], (size_t)(n * width) * sizeof(bf16));

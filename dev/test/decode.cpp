@@ -39,6 +39,7 @@ struct Step {
         d.keys = m.scales.empty() ? m.keys.data() : (floatX *)m.codes[0].data();
         d.values = m.scales.empty() ? m.values.data() : (floatX *)m.codes[1].data();
         d.scales = m.scales.empty() ? NULL : (float2 *)m.scales.data();
+        d.of_slot = m.of_slot.data();
         fits = decode_fits(&d);
         decode_prepare(&d);
         workspace.resize(decode_workspace(&d, NULL) / sizeof(float4));

@@ -229,11 +229,15 @@ static void test_long_sum(void) {
 // Keys and values of T tokens in a cache. Of each row the absmax becomes 224 to 448.
 static void test_cache(int HD, int T) {
     enum { NH = 4, NKV = 2, SLOT = 1 };
-    const size_t row = area(NH + 2 * NKV, HD), rows = area(2 * NKV, T), heads = area(NKV * T, HD);
+    const int each = kv_pages(T);
+    const size_t row = area(NH + 2 * NKV, HD), rows = area(2 * NKV * each, KV_PAGE), heads = area(NKV * T, HD);
     float *qkv = new_array(float, T *row), *out = new_array(float, T * NH * HD), *ours = new_array(float, T * NH * HD),
           *lse = new_array(float, NH *T), *values = new_array(float, 4 * heads);
     KvPlace *places = new_array(KvPlace, T);
-    KvLayer cache[2] = {{.room = T, .NH = NH, .NKV = NKV, .HD = HD}, {.room = T, .NH = NH, .NKV = NKV, .HD = HD}};
+    int *of_slot = new_array(int, 2 * each);
+    for (int i = 0; i < 2 * each; i++) of_slot[i] = 2 * each - 1 - i;
+    const KvLayer sizes = {.pages = of_slot, .each = each, .NH = NH, .NKV = NKV, .HD = HD};
+    KvLayer cache[2] = {sizes, sizes};
     for (int i = 0; i < 4; i++) {  // the second one in fp32 has what the first one stands for
         const WeightFormat f = i < 2 ? WEIGHTS_FP8 : WEIGHTS_FP32;
         QuantMatrix q = {f, rows, HD, calloc_or_die(rows * quant_row_bytes(f, HD)), calloc_or_die(rows * 4)};
@@ -270,8 +274,8 @@ static void test_cache(int HD, int T) {
     shown &= isnan(kv_load(&cache[0].values, kv_row(&cache[0], places[4], 0), values)[0]);
     check(!wrong && same && shown, "cache, heads of %d: %d values too far or scales wrong, %s, what is not finite %s",
           HD, wrong, same ? "attention sees them" : "ATTENTION DIFFERS", shown ? "stays" : "IS LOST");
-    void *all[] = {qkv, out, ours, lse, values, places};
-    for (int i = 0; i < 6; i++) free(all[i]);
+    void *all[] = {qkv, out, ours, lse, values, places, of_slot};
+    for (int i = 0; i < 7; i++) free(all[i]);
     for (int i = 0; i < 2; i++) {
         void *parts[] = {cache[i].keys.codes, cache[i].keys.scales, cache[i].values.codes, cache[i].values.scales};
         for (int k = 0; k < 4; k++) free(parts[k]);

@@ -26,8 +26,8 @@ template <int N> __device__ inline void rotate_heads(floatX *row, const float *c
 }
 // Block: a row.
 static __global__ void __launch_bounds__(PROMPT_THREADS)
-    kv_append_kernel(KvRows cache, const DecodeInput *rows, floatX *qkv, const float *cos_sin, int room, int NH,
-                     int NKV, int HD) {
+    kv_append_kernel(KvRows cache, const DecodeInput *rows, floatX *qkv, const float *cos_sin, int NH, int NKV,
+                     int HD) {
     const DecodeInput row = rows[blockIdx.x];
     floatX *heads = qkv + (size_t)blockIdx.x * (NH + 2 * NKV) * HD;
     kernels_behind_begin();
@@ -37,7 +37,7 @@ static __global__ void __launch_bounds__(PROMPT_THREADS)
     if (cos_sin && HD / 2 % VecX::size == 0) rotate_heads<VecX::size>(heads, angles, NH + NKV, HD);
     if (cos_sin && HD / 2 % VecX::size) rotate_heads<4>(heads, angles, NH + NKV, HD);
     __syncthreads();
-    kv_append<PROMPT_THREADS>(cache.from((size_t)row.slot * NKV * room, HD), heads, row.position, room, NH, NKV, HD);
+    kv_append<PROMPT_THREADS>(cache, heads, row.slot, row.position, NH, NKV, HD);
 }
 
 struct AttentionRows {
@@ -98,14 +98,12 @@ void attention_decode(floatX *out, const KvCache *cache, int layer, floatX *qkv,
     require(HD % VecX::size == 0 && HD <= KV_MOST_HD,
             "generation with a head dimension of %d\nuse a multiple of %d up to %d", HD, VecX::size, (int)KV_MOST_HD);
     assert(NH % NKV == 0 && rows <= ATTENTION_ROWS);
-    const KvRows of_layer =
-        KvRows{cache->keys, cache->values, cache->scales}.from((size_t)layer * cache->slots * NKV * cache->room, HD);
-    launch_early(kv_append_kernel, rows, PROMPT_THREADS, 0, 1, stream, of_layer, cache->rows, qkv, cos_sin, cache->room,
-                 NH, NKV, HD);
+    const KvRows of_layer = kv_layer(cache, layer, NKV, HD);
+    launch_early(kv_append_kernel, rows, PROMPT_THREADS, 0, 1, stream, of_layer, cache->rows, qkv, cos_sin, NH, NKV,
+                 HD);
     const DecodeAttention a = {NH,
                                NKV,
                                HD,
-                               cache->room,
                                1.4426950408889634f / sqrtf((float)HD),
                                qkv,
                                (NH + 2 * NKV) * HD,

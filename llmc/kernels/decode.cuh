@@ -29,6 +29,7 @@
 typedef struct {
     int layers, C, NH, NKV, HD, F, head_columns;
     int slots, room;  // room: tokens of a slot
+    int pages, each;  // all; those of a slot
     NormKind norm;
     float norm_eps;
     MlpKind mlp;
@@ -40,8 +41,9 @@ typedef struct {
     const floatX *wte, *wpe;     // (V,C); (T,C) or NULL
     const floatX *stream_gain;   // (C), of the norm behind the embedding, or NULL: there is none
     const float *cos_sin;        // (room,HD/2,2) or NULL: no RoPE
-    floatX *keys, *values;       // (L,slots,NKV,room,HD); with scales they are e4m3 in truth: void * costs registers
-    float2 *scales;              // (L,slots,NKV,room) or NULL
+    floatX *keys, *values;       // (L,pages,NKV,KV_PAGE,HD); with scales they are e4m3 in truth: void * costs registers
+    float2 *scales;              // (L,pages,NKV,KV_PAGE) or NULL
+    const int *of_slot;          // (slots,each) pages
     const DecodeInput *inputs;   // (rows)
     const int *drawn;            // (slots)
     float *logits;               // (rows,head_columns of all ranks)
@@ -73,6 +75,7 @@ struct DecodeShared {
     uint32_t epoch;                             // before those of this step's exchanges
     float norm_sums[2][2][DECODE_BLOCK_WARPS];  // for even and odd rows
     int slots[DECODE_MOST_ROWS], positions[DECODE_MOST_ROWS], spans_before[DECODE_MOST_ROWS + 1];
+    size_t cached[DECODE_MOST_ROWS];  // of each row: where its first head of keys goes, a row of a layer's cache
 };
 constexpr int DECODE_SHARED_BYTES = (int)((sizeof(DecodeShared) + 127) / 128 * 128);
 
@@ -258,9 +261,9 @@ struct DecodePair {
 __device__ inline floatX *decode_head(const Decode &d, const DecodeShared &s, int layer, int row, int head) {
     if (head < d.NH) return d.q + ((size_t)row * d.NH + head) * d.HD;
     if (d.scales) return d.fresh + ((size_t)row * 2 * d.NKV + head - d.NH) * d.HD;
-    const int kv = (head - d.NH) % d.NKV;
+    const size_t page = KV_PAGE, kv = (head - d.NH) % d.NKV;
     floatX *to = head < d.NH + d.NKV ? d.keys : d.values;
-    return to + ((((size_t)layer * d.slots + s.slots[row]) * d.NKV + kv) * d.room + s.positions[row]) * d.HD;
+    return to + (((size_t)layer * d.pages * d.NKV + kv) * page + s.cached[row]) * d.HD;
 }
 __device__ inline void decode_finish_qkv(const Decode &d, const DecodeShared &s, int layer, const DecodePair &p,
                                          float a, float b) {
@@ -383,17 +386,20 @@ static __device__ __noinline__ void decode_normalise_heads(const Decode &d, cons
     }
 }
 __device__ inline DecodeAttention decode_layer_attention(const Decode &d, int layer) {
-    const KvRows cache = KvRows{d.keys, d.values, d.scales}.from((size_t)layer * d.slots * d.NKV * d.room, d.HD);
+    const size_t first = (size_t)layer * d.pages * d.NKV * KV_PAGE;
+    const KvRows cache = KvRows{d.keys, d.values, d.scales, d.of_slot, d.each}.from(first, d.HD);
     const float scale = LOG2E * rsqrtf((float)d.HD);
-    return {d.NH, d.NKV, d.HD, d.room, scale, d.q, d.NH * d.HD, 1, cache, d.fresh, d.y, d.parts, d.arrived};
+    return {d.NH, d.NKV, d.HD, scale, d.q, d.NH * d.HD, 1, cache, d.fresh, d.y, d.parts, d.arrived};
 }
 __device__ inline void decode_mark(const Decode &d, int &marks) {
     if (d.clocks && blockIdx.x == 0 && threadIdx.x == 0) d.clocks[marks++] = clock64();
 }
 __device__ inline void decode_read_inputs(const Decode &d, DecodeShared &s, int rows) {
     for (int row = threadIdx.x; row < rows; row += DECODE_BLOCK_THREADS) {
-        s.slots[row] = d.inputs[row].slot;
-        s.positions[row] = d.inputs[row].position;
+        const int slot = d.inputs[row].slot, position = d.inputs[row].position;
+        s.slots[row] = slot;
+        s.positions[row] = position;
+        s.cached[row] = KvRows::page_row(d.of_slot[slot * d.each + position / KV_PAGE], 0, d.NKV) + position % KV_PAGE;
     }
     decode_sync();
     if (threadIdx.x == 0) {

@@ -21,6 +21,8 @@ enum {
     DECODE_JOIN = 64,  // dimensions that are joined at once
 };
 
+static_assert((int)DECODE_CHUNK_KEYS == (int)KV_PAGE, "a chunk lies in one page");
+
 // Chunks are divided over at most DECODE_SPANS spans of as many chunks each, at least `least`, the last of fewer.
 struct DecodeSpans {
     int chunks, each, count;
@@ -32,11 +34,11 @@ struct DecodeSpans {
     }
 };
 struct DecodeAttention {
-    int NH, NKV, HD, room;
+    int NH, NKV, HD;
     float scale;          // 1 / sqrt(HD) and log2 e
     const floatX *q;      // (rows, q_row), of which NH * HD are queries
     int q_row, least;     // least: see DecodeSpans
-    KvRows cache;         // (slots, NKV, room) of a layer
+    KvRows cache;         // (pages, NKV, KV_PAGE) of a layer
     const floatX *fresh;  // e4m3: (rows, 2 NKV, HD), keys and values of this step before they are rounded; NULL: they
                           // are in the cache
     floatX *out;          // (rows, NH * HD)
@@ -64,7 +66,7 @@ struct DecodeAttended {
 struct DecodeTurn {
     int item, row;
     // Zeros where there is no item: registers without a value cost more than these.
-    int slot = 0, position = 0, kv = 0, query = 0, queries = 0, span = 0, chunk = 0, end = 0;
+    int slot = 0, position = 0, kv = 0, query = 0, queries = 0, span = 0, chunk = 0, end = 0, page = 0;
     bool valid;
 
     __device__ DecodeTurn(const DecodeAttention &a, const DecodeAttended &in) : item(blockIdx.x), row(0) {
@@ -86,9 +88,13 @@ struct DecodeTurn {
         const DecodeSpans spans(position, a.least);
         chunk = span * spans.each;
         end = min(chunk + spans.each, spans.chunks);
+        page = a.cache.of_slot[slot * a.cache.each + chunk];
     }
     __device__ void next(const DecodeAttention &a, const DecodeAttended &in) {
-        if (++chunk < end) return;
+        if (++chunk < end) {
+            page = a.cache.of_slot[slot * a.cache.each + chunk];
+            return;
+        }
         item += gridDim.x;
         open(a, in);
     }
@@ -97,9 +103,9 @@ struct DecodeTurn {
     }
 };
 
-// The cached row of a key.
+// The cached row of a key of the turn's chunk.
 __device__ inline size_t decode_cached_row(const DecodeAttention &a, const DecodeTurn &turn, int key) {
-    return ((size_t)turn.slot * a.NKV + turn.kv) * a.room + key;
+    return KvRows::page_row(turn.page, turn.kv, a.NKV) + key % DECODE_CHUNK_KEYS;
 }
 // e4m3: an item's keys and values of this step go to the cache. A row's scale needs all of the row, which the blocks
 // that finish it do not have. So every block that reads a row stores it, the same bytes, and need not meet the others.
@@ -110,7 +116,7 @@ __device__ inline void decode_store_fresh(const DecodeAttention &a, const Decode
         const int key = in.positions[row];
         if (in.slots[row] != turn.slot || key < begin || key >= end) continue;
         for (int value = 0; value < 2; value++)
-            kv_store_rounded(a.cache, decode_cached_row(a, turn, key), value,
+            kv_store_rounded(a.cache, a.cache.row(turn.slot, key, turn.kv, a.NKV), value,
                              a.fresh + ((size_t)(row * 2 + value) * a.NKV + turn.kv) * a.HD, NULL, a.HD);
     }
     decode_sync();

@@ -21,10 +21,12 @@ typedef struct {
     int token;           // < 0: the one that was drawn for this slot
 } DecodeInput;
 typedef struct {
-    void *keys, *values;  // (L,slots,NKV,room,HD) each: floatX, or e4m3 if there are scales
-    float2 *scales;       // (L,slots,NKV,room): of a row of keys, of a row of values
+    void *keys, *values;  // (L,pages,NKV,KV_PAGE,HD) each: floatX, or e4m3 if there are scales
+    float2 *scales;       // (L,pages,NKV,KV_PAGE): of a row of keys, of a row of values
     float *cos_sin;       // (room,HD/2,2) or NULL
     int slots, room;      // room: tokens of a slot
+    int pages, each;      // all; those of a slot
+    int *of_slot;         // (slots,each) pages, in device memory
     // Of a step: its rows in device memory, and scratch of its attention (attention_decode.cuh).
     const DecodeInput *rows;
     const struct RowsWeight *kept;  // (4 L + 1) in host memory: weights as they are kept; NULL: as in training
@@ -42,15 +44,26 @@ typedef struct {
 struct KvRows {
     void *keys, *values;
     float2 *scales;
+    const int *of_slot;
+    int each;
 
     __host__ __device__ size_t bytes(size_t elements) const { return scales ? elements : elements * sizeof(floatX); }
     __host__ __device__ KvRows from(size_t row, int HD) const {
         const size_t at = bytes(row * HD);
-        return {(char *)keys + at, (char *)values + at, scales ? scales + row : NULL};
+        return {(char *)keys + at, (char *)values + at, scales ? scales + row : NULL, of_slot, each};
+    }
+    // Of a layer: the row of a head of keys at a page's first token, or at a slot's token t.
+    __device__ static size_t page_row(int page, int kv, int NKV) { return ((size_t)page * NKV + kv) * KV_PAGE; }
+    __device__ size_t row(int slot, int t, int kv, int NKV) const {
+        return page_row(of_slot[slot * each + t / KV_PAGE], kv, NKV) + t % KV_PAGE;
     }
     __host__ __device__ void *part(int value) const { return value ? values : keys; }
     __device__ float *scale(size_t row, int value) const { return (float *)(scales + row) + value; }
 };
+static KvRows kv_layer(const KvCache *k, int layer, int NKV, int HD) {
+    const size_t first = (size_t)layer * k->pages * NKV * KV_PAGE;
+    return KvRows{k->keys, k->values, k->scales, k->of_slot, k->each}.from(first, HD);
+}
 // A warp rounds a row of HD elements, which another SM may have written. Returns its scale. rounded: NULL, or where the
 // values go that are left, code times scale.
 __device__ inline float kv_round(uint8_t *codes, const floatX *row, floatX *rounded, int HD) {
@@ -109,48 +122,50 @@ __device__ inline VecX kv_load(const KvRows &cache, size_t row, int value, int d
 // Rows of a sequence of `tokens`, with those behind them that a pass may write.
 static size_t prompt_rows(int tokens) { return round_up((size_t)tokens, PROMPT_ROWS) + PROMPT_ROWS; }
 
-// The keys and values of a token's row of qkv go to row kv * room + t of each head; e4m3: and are rounded in qkv.
+// The keys and values of a token's row of qkv go to token t of a slot; e4m3: and are rounded in qkv.
 template <int THREADS>
-__device__ inline void kv_append(const KvRows &cache, floatX *qkv, int t, int room, int NH, int NKV, int HD) {
+__device__ inline void kv_append(const KvRows &cache, floatX *qkv, int slot, int t, int NH, int NKV, int HD) {
     floatX *rows = qkv + (size_t)NH * HD;
+    const size_t first = cache.row(slot, t, 0, NKV);
     if (cache.scales) {
         for (int i = threadIdx.x / WARP; i < 2 * NKV; i += THREADS / WARP)
-            kv_store_rounded(cache, (size_t)(i % NKV) * room + t, i / NKV, rows + (size_t)i * HD, rows + (size_t)i * HD,
-                             HD);
+            kv_store_rounded(cache, first + (size_t)(i % NKV) * KV_PAGE, i / NKV, rows + (size_t)i * HD,
+                             rows + (size_t)i * HD, HD);
         return;
     }
     for (int i = threadIdx.x * VecX::size; i < 2 * NKV * HD; i += THREADS * VecX::size) {
         const int head = i / HD;
-        floatX *to = (floatX *)cache.part(head / NKV) + ((size_t)(head % NKV) * room + t) * HD;
+        floatX *to = (floatX *)cache.part(head / NKV) + (first + (size_t)(head % NKV) * KV_PAGE) * HD;
         vec_store(to + i % HD, vec_load(rows + i));
     }
 }
 // Block: a row. Those of the n new tokens go to the cache. Those before come from it, their queries are zeros. Those
 // behind become zeros, because a masked key still counts 0 times its value.
 static __global__ void __launch_bounds__(PROMPT_THREADS)
-    kv_prompt_kernel(floatX *qkv, KvRows cache, int at, int n, int room, int NH, int NKV, int HD) {
+    kv_prompt_kernel(floatX *qkv, KvRows cache, int slot, int at, int n, int NH, int NKV, int HD) {
     const int t = blockIdx.x, vectors = HD / VecX::size, all = (NH + 2 * NKV) * vectors;
     floatX *row = qkv + (size_t)t * all * VecX::size;
     if (t >= at && t < at + n) {
-        kv_append<PROMPT_THREADS>(cache, row, t, room, NH, NKV, HD);
+        kv_append<PROMPT_THREADS>(cache, row, slot, t, NH, NKV, HD);
         return;
     }
     for (int i = threadIdx.x; i < all; i += PROMPT_THREADS) {
         const int head = i / vectors - NH;
         VecX x = {};
         if (t < at && head >= 0)
-            x = kv_load(cache, (size_t)(head % NKV) * room + t, head / NKV, i % vectors * VecX::size, HD);
+            x = kv_load(cache, cache.row(slot, t, head % NKV, NKV), head / NKV, i % vectors * VecX::size, HD);
         vec_store(row + i * VecX::size, x);
     }
 }
 #ifdef __CUDACC__  // not where a CPU runs the kernel (dev/test/attention_mma.cpp)
-// cache (NKV,room): the slot's, of one layer. `rows` of qkv are complete afterwards.
-static void kv_prompt(floatX *qkv, const KvRows &cache, int at, int n, int rows, int room, int NH, int NKV, int HD,
-                      cudaStream_t stream) {
-    assert(at + n <= room && at + n <= rows);
-    kv_prompt_kernel<<<rows, PROMPT_THREADS, 0, stream>>>(qkv, cache, at, n, room, NH, NKV, HD);
+// The slot and the place of the prompt are those of the pass. `rows` of qkv are complete afterwards.
+static void kv_prompt(const KvCache *k, int layer, int n, int rows, int NH, int NKV, int HD, cudaStream_t stream) {
+    assert(k->at + n <= k->room && k->at + n <= rows);
+    kv_prompt_kernel<<<rows, PROMPT_THREADS, 0, stream>>>(k->qkv, kv_layer(k, layer, NKV, HD), k->slot, k->at, n, NH,
+                                                          NKV, HD);
     launchCheck();
 }
+static __global__ void kv_place_kernel(int *of_slot, int page) { *of_slot = page; }
 #endif
 
 #endif

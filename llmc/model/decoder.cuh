@@ -58,7 +58,7 @@ typedef struct { size_t keys, scales; } CacheBytes;
 static CacheBytes decoder_cache(const Plan *p, const KvCache *k) {
     const Config *c = &p->local;
     const size_t heads = (size_t)c->num_kv_heads * (size_t)c->head_dim,
-                 size = (size_t)c->num_layers * (size_t)k->slots * (size_t)k->room * heads;
+                 size = (size_t)c->num_layers * (size_t)k->pages * (size_t)KV_PAGE * heads;
     const int fp8 = cache_is_fp8(&p->options);
     return {round_up(fp8 ? size : size * sizeof(floatX), 512), fp8 ? size / (size_t)c->head_dim : 0};
 }
@@ -85,6 +85,12 @@ static void decoder_clear(Decoder *d, const Plan *p, cudaStream_t stream) {
     cudaCheck(cudaMemsetAsync(d->cache.keys, 0, cache.keys, stream));
     cudaCheck(cudaMemsetAsync(d->cache.values, 0, cache.keys, stream));
     memset(d->length, 0, sizeof d->length);
+    const KvCache *k = &d->cache;
+    const int count = k->slots * k->each;
+    int *own = new_array(int, count);  // each slot has pages of its own
+    for (int i = 0; i < count; i++) own[i] = i < k->pages ? i : 0;
+    upload(k->of_slot, own, (size_t)count * sizeof *own, stream);
+    free(own);
 }
 static void decoder_request(const Plan *p, const Buffers *b, Decoder *d) {
     const Config *c = &p->local;
@@ -94,11 +100,12 @@ static void decoder_request(const Plan *p, const Buffers *b, Decoder *d) {
     const CacheBytes cache = decoder_cache(p, k);
     memory_group(m, "samples");
     if (!decoder_place(p, b, d)) {
-        memory_request(m, (char **)&k->keys, "keys (L,slots,NKV,room,HD)", cache.keys);
-        memory_request(m, (char **)&k->values, "values (L,slots,NKV,room,HD)", cache.keys);
+        memory_request(m, (char **)&k->keys, "keys (L,pages,NKV,128,HD)", cache.keys);
+        memory_request(m, (char **)&k->values, "values (L,pages,NKV,128,HD)", cache.keys);
         if (decoder_merges(p, d)) memory_request(m, &d->merged, "blocks' matrices, merged", decoder_merged(p));
     }
-    if (cache.scales) memory_request(m, &k->scales, "their scales (L,slots,NKV,room,2)", cache.scales);
+    if (cache.scales) memory_request(m, &k->scales, "their scales (L,pages,NKV,128,2)", cache.scales);
+    memory_request(m, &k->of_slot, "pages of slots", (size_t)(k->slots * k->each));
     memory_request(m, &k->qkv, "a prompt's q, k, v", rows * (size_t)qkv_width(c));
     memory_request(m, &k->y, "a prompt's attention", rows * (size_t)(c->num_heads * c->head_dim));
     memory_request(m, &k->lse, "a prompt's lse", rows * (size_t)c->num_heads);
@@ -187,15 +194,36 @@ static int decoder_filled(const Plan *p, const Decoder *d, int rows, int part_ro
     if (d->has_kernel) return rows;
     return d->kept ? std::min(filled, (int)p->rows) : (int)round_up((size_t)rows, (size_t)part_rows);
 }
+// Pages that memory has beside all else that is requested. Some is left for what the driver and cuBLAS take, and a
+// quarter for the cache of a draft.
+static size_t decoder_fit(const Plan *p, const Buffers *b, const Decoder *d, int asked) {
+    enum { OTHERS = 256 << 20 };
+    Decoder *probe = new_array(Decoder, 1);
+    *probe = *d;
+    probe->cache.pages = asked ? asked : d->cache.slots * d->cache.each;
+    size_t fit = SIZE_MAX;
+    if (!decoder_place(p, b, probe)) {
+        probe->cache.pages = 1;
+        decoder_request(p, b, probe);
+        const CacheBytes page = decoder_cache(p, &probe->cache);
+        const size_t bytes = 2 * page.keys + page.scales * sizeof(float2), room = memory_room(1).device,
+                     others = probe->memory.bytes.device + OTHERS, left = room > others ? room - others : 0;
+        fit = (*p->options.draft && !asked ? left / 4 * 3 : left) / bytes;
+        free(probe->memory.buffers);
+    }
+    free(probe);
+    return fit;
+}
 // reaches: ranks of --tp write to each other's memory from inside the kernel.
 static void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int reaches, int slots, int rows, int room,
-                         int known, int part_rows, cudaStream_t stream) {
+                         int known, int pages, int part_rows, cudaStream_t stream) {
     const Config *c = &p->local;
     KvCache *k = &d->cache;
     Decode *kernel = &d->kernel;
     assert(!k->keys && slots <= rows && rows <= DECODE_ROWS && room <= c->max_seq_len);
     k->slots = slots;
     k->room = room;
+    k->each = kv_pages(room);
     d->known = known;
     d->width = p->mesh->tp.world * c->padded_vocab_size;
     *kernel = decode_of_plan(p);
@@ -206,6 +234,10 @@ static void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int reache
     d->kept = !d->has_kernel && plan_has_rows_kernel(p) ? new_zeros(RowsWeight, quantised_count(p)) : NULL;
     d->most = decoder_filled(p, d, rows, part_rows);
     assert(d->has_kernel || d->most <= (int)p->rows);
+    k->pages = cache_pages(&p->mesh->tp, pages, slots, room, decoder_fit(p, b, d, pages));
+    if (k->pages < k->each) k->pages = k->each;  // which do not fit: memory_allocate says so
+    kernel->pages = k->pages;
+    kernel->each = k->each;
     decoder_request(p, b, d);
     memory_allocate(&d->memory, memory_room(1), stdout, decode_memory_hint, (void *)p);
     decoder_clear(d, p, stream);
@@ -223,6 +255,7 @@ static void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int reache
     kernel->keys = (floatX *)k->keys;
     kernel->values = (floatX *)k->values;
     kernel->scales = k->scales;
+    kernel->of_slot = k->of_slot;
     kernel->inputs = d->told->inputs;
     kernel->drawn = d->drawn;
     kernel->logits = d->logits;
