@@ -1495,7 +1495,7 @@ static void *room(Model *m, size_t size) {
     void **p = calloc(1, bytes + 2 * LINE);
     require(p, "out of memory: %.1f MiB were asked for\nuse a smaller batch or model", bytes / 1048576.0);
     char *zeros = (char *)round_up((size_t)(p + 1), LINE);
-    char *page = (char *)round_up((size_t)zeros, 1 << 16);  // ARM's have up to 64 KiB
+    char *page = (char *)round_up((size_t)zeros, 1 << 16);                    // ARM's have up to 64 KiB
     if (bytes > 1 << 22) madvise(page, zeros + bytes - page, MADV_HUGEPAGE);  // fewer address look-ups
     *p = m->newest;
     m->newest = p;

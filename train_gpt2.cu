@@ -684,8 +684,8 @@ void model_decode_open(Model *m, int slots, int rows, int room, int known, int p
     if (m->decoder.cache.keys)
         decoder_clear(&m->decoder, &m->plan, m->gpu.compute);
     else
-        decoder_open(&m->decoder, &m->plan, &m->b, reaches, slots, rows, room, known, pages,
-                     m->decode_matmul.part_rows, m->gpu.compute);
+        decoder_open(&m->decoder, &m->plan, &m->b, reaches, slots, rows, room, known, pages, m->decode_matmul.part_rows,
+                     m->gpu.compute);
     if (decoder_merges(&m->plan, &m->decoder)) merge_blocks(m);
 }
 int model_length(const Model *m, int slot) { return m->decoder.length[slot]; }
@@ -721,6 +721,7 @@ static Pass prompt_pass(Model *m, int slot, int at, int count) {
     k->slot = slot;
     k->at = at;
     p.T = count;
+    p.attention.queries = p.attention.T - at;
     if (k->cos_sin) p.cos_sin += (size_t)at * m->config.head_dim;
     return p;
 }

@@ -176,7 +176,7 @@ static void round_prompt(std::vector<bf16> &qkv, int T, int HD, const KvRows &ca
 // A prompt of T tokens in pieces, by a cache: each has the bits of the whole. fp8: the cache is in e4m3, with the codes
 // and scales of the CPU trainer.
 template <int W> static void check_pieces(int HD, float std, bool fp8) {
-    const int T = 320, stride = (NH + 2 * NKV) * HD, width = NH * HD, pieces[] = {0, 70, 111, 112, 320};
+    const int T = 320, stride = (NH + 2 * NKV) * HD, width = NH * HD, pieces[] = {0, 70, 111, 112, 300, 320};
     const int pages[] = {2, 0, 1};
     const size_t all = prompt_rows(T), cached = (size_t)(NKV * 3 * KV_PAGE * HD);
     std::vector<bf16> whole((size_t)(T * stride)), qkv(all * stride, (bf16)NAN), keys(cached), values(cached),
@@ -184,31 +184,30 @@ template <int W> static void check_pieces(int HD, float std, bool fp8) {
     std::vector<float> lse(all * NH);
     std::vector<uint8_t> codes[2] = {std::vector<uint8_t>(cached), std::vector<uint8_t>(cached)};
     std::vector<float2> scales(cached / (size_t)HD);
-    const KvRows cache =
-        fp8 ? KvRows{codes[0].data(), codes[1].data(), scales.data(), pages, 3}
-            : KvRows{keys.data(), values.data(), NULL, pages, 3};
+    const KvRows cache = fp8 ? KvRows{codes[0].data(), codes[1].data(), scales.data(), pages, 3}
+                             : KvRows{keys.data(), values.data(), NULL, pages, 3};
     int same = 1;
     for (size_t i = 0; i < whole.size(); i++) whole[i] = std * rand_normal(19, 0, i);
-    const auto attend = [&](std::vector<bf16> &to, std::vector<bf16> &from, int rows) {
+    const auto attend = [&](std::vector<bf16> &to, std::vector<bf16> &from, int at, int rows) {
         typedef ForwardShape<W> S;
         AttentionLaunch<bf16> a = {{B, rows, NH, NKV, HD}, to.data(), NULL, from.data(), NULL, lse.data()};
         a.scale = 1 / sqrtf((float)HD);
         a.scale2 = a.scale * LOG2E;
         a.at_once = GROUP;
         a.heads = a.all = NH;
-        a.tiles = (rows + S::FIXED - 1) / S::FIXED;
+        a.tiles = (rows + S::FIXED - 1) / S::FIXED - at / S::FIXED;  // as the launcher has it
         launch_on_cpu(a.all * a.tiles, S::THREADS, S::BYTES, false, [&] { attention_forward_bf16<W>(a); });
     };
     std::vector<bf16> rounded = whole;
     if (fp8) round_prompt(rounded, T, HD, cache);
-    attend(expected, rounded, T);
+    attend(expected, rounded, 0, T);
     if (fp8) codes[0].assign(cached, 0), codes[1].assign(cached, 0), scales.assign(scales.size(), {});
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 5; i++) {
         const int at = pieces[i], n = pieces[i + 1] - at, rows = (int)round_up((size_t)(at + n), PROMPT_ROWS);
         memcpy(&qkv[(size_t)(at * stride)], &whole[(size_t)(at * stride)], (size_t)(n * stride) * sizeof(bf16));
         launch_on_cpu(rows, PROMPT_THREADS, 0, false,
                       [&] { kv_prompt_kernel(qkv.data(), cache, 0, at, n, NH, NKV, HD); });
-        attend(out, qkv, rows);
+        attend(out, qkv, at, rows);
         same &=
             !memcmp(&out[(size_t)(at * width)], &expected[(size_t)(at * width)], (size_t)(n * width) * sizeof(bf16));
         std::fill(qkv.begin(), qkv.end(), (bf16)NAN);  // nothing is left of it but the cache

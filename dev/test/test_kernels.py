@@ -364,7 +364,7 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
     "source, flags, passed",
     [
         ("attention_mma", (), 126),
-        ("attention_hopper", (), 38),
+        ("attention_hopper", (), 42),
         ("matmul", (), 71),
         ("qk_norm", (), 10),
         ("qk_norm", ("-DPRECISION_FP32",), 10),

@@ -19,7 +19,9 @@ def requests(seed, count=14):
     for i in range(count):
         tokens = begin[: draw.choice((1, 127, 128, 129, 300, 640))]
         tokens += [draw.randrange(300) for _ in range(draw.choice((0, 1, 50, 127)))]
-        found.append({"id": str(i), "tokens": tokens, "max_tokens": draw.choice((3, 60, 200)), "seed": i, "n": 1 + i % 2})
+        found.append(
+            {"id": str(i), "tokens": tokens, "max_tokens": draw.choice((3, 60, 200)), "seed": i, "n": 1 + i % 2}
+        )
     return found
 
 

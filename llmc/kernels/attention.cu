@@ -6,6 +6,7 @@
 #include "attention_fp32.cuh"
 #include "attention_hopper.cuh"
 #include "attention_mma.cuh"
+#include "kv_cache.cuh"
 
 template <typename X> static bool has_hopper_kernels(int HD) {
     if constexpr (std::is_same<X, bf16>::value) {
@@ -19,13 +20,14 @@ bool attention_has_hopper(int HD) { return has_hopper_kernels<floatX>(HD); }
 // The kernel for a problem with ranges, or without.
 #define RANGED_OR_NOT(a, kernel, ...) ((a).first ? kernel<__VA_ARGS__, true> : kernel<__VA_ARGS__, false>)
 
-// One block for each head and tile of rows.
+// One block for each head and tile of rows, without tiles before the queries that are asked for.
 template <typename S, typename X>
 static void attention_launch(void (*kernel)(AttentionLaunch<X>), AttentionLaunch<X> a, int heads, int at_once,
                              cudaStream_t stream) {
+    static_assert((int)S::FIXED <= (int)PROMPT_BEFORE, "the queries of a prompt's first tile are there");
     a.heads = heads;
     a.all = a.B * heads;
-    a.tiles = (a.T + S::FIXED - 1) / S::FIXED;
+    a.tiles = (a.T + S::FIXED - 1) / S::FIXED - (a.T - a.queries) / S::FIXED;
     a.at_once = at_once;
     const size_t blocks = (size_t)a.all * a.tiles;
     require(blocks < (size_t)1 << 31, "attention: %zu blocks are too many for one launch\nuse a smaller batch", blocks);
@@ -37,12 +39,13 @@ static void attention_launch(void (*kernel)(AttentionLaunch<X>), AttentionLaunch
 // of NKV.
 template <typename S, bool BY_QUERIES, typename Kernel>
 static void hopper_launch(Kernel kernel, const AttentionLaunch<bf16> &a, cudaStream_t stream) {
+    static_assert((int)S::ROWS <= (int)PROMPT_BEFORE, "the queries of a prompt's first tile are there");
     static const int blocks = device_attribute(cudaDevAttrMultiProcessorCount);
     HopperLaunch h = {a};
     h.heads = BY_QUERIES ? a.NH : a.NKV;
     h.at_once = a.group * (h.heads / a.NKV);
     h.all = a.B * h.heads;
-    h.tiles = ((BY_QUERIES ? (a.T + 63) / 64 * 64 : a.T) + S::ROWS - 1) / S::ROWS;
+    h.tiles = (a.queries + (BY_QUERIES ? (64 - a.T % 64) % 64 : 0) + S::ROWS - 1) / S::ROWS;
     const size_t pieces = (size_t)h.all * h.tiles;
     require(pieces + 2 * blocks < (size_t)1 << 31,
             "attention: %zu pieces of work are too many for one launch\nuse a smaller batch", pieces);

@@ -11,6 +11,7 @@
 // 128 on Hopper in attention_hopper.cuh. The fp32 build has the plain FMA kernels below.
 // A problem is planned once and says which kernels run:
 //   AttentionProblem a = attention_plan(B, T, NH, NKV, HD);
+//   a.queries = ... fewer, where the rows before have been computed
 //   a.first = ..., a.last = ... within documents or a window: tiles in which nothing sees anything are skipped
 //   a.cos_sin = ..., a.dabsmax = ..., a.D = ... of attention_scratch_bytes(&a), a.tickets = ... zero
 //   attention_forward(&a, out, lse, qkv, stream);
@@ -53,6 +54,7 @@ static AttentionProblem attention_plan(int B, int T, int NH, int NKV, int HD) {
     a.scale = (float)(1 / sqrt((double)HD));
     a.scale2 = a.scale * LOG2E;
     a.group = attention_group(T, HD, 16 /*leave room in the L2 of any data-centre GPU*/);
+    a.queries = T;
     return a;
 }
 static size_t attention_scratch_bytes(const AttentionProblem *a) { return (size_t)a->B * a->NH * a->T * sizeof(float); }

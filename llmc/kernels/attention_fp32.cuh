@@ -89,7 +89,8 @@ __global__ void __launch_bounds__(Fp32<W, 1>::THREADS, 2) attention_forward_fp32
                  *const v_tile = k_tile + S::STREAMED_TILE;
     const AttentionPiece piece = a.piece(blockIdx.x);
     const float *const k_head = a.qkv + a.qkv_head(piece.b, a.keys_of(piece.h)), *const v_head = k_head + a.NKV * a.HD;
-    const int block_row = (a.tiles - 1 - piece.tile) * S::FIXED, row0 = block_row + threadIdx.x / WARP * ROWS_PER_WARP;
+    const int block_row = a.template row_of<S::FIXED>(piece.tile),
+              row0 = block_row + threadIdx.x / WARP * ROWS_PER_WARP;
     const int lane = threadIdx.x % WARP, end = key_tiles<WARP>(a, block_row, S::FIXED) * WARP;
     float o[ROWS_PER_WARP][S::DIMS] = {}, row_max[ROWS_PER_WARP], row_sum[ROWS_PER_WARP] = {};
     for (int r = 0; r < ROWS_PER_WARP; r++) row_max[r] = LOWEST_SCORE;
@@ -131,7 +132,8 @@ __global__ void __launch_bounds__(Fp32<W, 2>::THREADS) attention_backward_q_fp32
     const size_t q_head = a.qkv_head(piece.b, piece.h), out_head = a.out_head(piece.b, piece.h),
                  numbers = (size_t)piece.head * a.T;
     const float *const k_head = a.qkv + a.qkv_head(piece.b, a.keys_of(piece.h)), *const v_head = k_head + a.NKV * a.HD;
-    const int block_row = (a.tiles - 1 - piece.tile) * S::FIXED, row0 = block_row + threadIdx.x / WARP * ROWS_PER_WARP;
+    const int block_row = a.template row_of<S::FIXED>(piece.tile),
+              row0 = block_row + threadIdx.x / WARP * ROWS_PER_WARP;
     const int lane = threadIdx.x % WARP, end = key_tiles<WARP>(a, block_row, S::FIXED) * WARP;
     S::template load<S::FIXED>(q_tile, a, a.qkv + q_head, a.qkv_row(), block_row);
     S::template load<S::FIXED>(do_tile, a, a.dout + out_head, a.out_row(), block_row);

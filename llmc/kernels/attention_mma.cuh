@@ -229,7 +229,8 @@ __global__ void __launch_bounds__(MMA_THREADS, 2) attention_forward_bf16(const A
     const MmaBlock<S> block(attention_shared, 1);  // queries; a stage: keys, values
     const AttentionPiece piece = a.piece(blockIdx.x);
     const bf16 *const k_head = a.qkv + a.qkv_head(piece.b, a.keys_of(piece.h)), *const v_head = k_head + a.NKV * a.HD;
-    const int block_row = (a.tiles - 1 - piece.tile) * S::FIXED, tiles = key_tiles<S::STREAMED>(a, block_row, S::FIXED);
+    const int block_row = a.template row_of<S::FIXED>(piece.tile),
+              tiles = key_tiles<S::STREAMED>(a, block_row, S::FIXED);
     const int row0 = block_row + block.mine, begin = first_key_tile<RANGED, S::STREAMED>(a, piece.b, block_row);
     const TileCopy<S> copy(a, a.qkv_row());
     copy.template rows<S::FIXED>(block.tiles, a.qkv + a.qkv_head(piece.b, piece.h), block_row);
@@ -283,7 +284,8 @@ __global__ void __launch_bounds__(MMA_THREADS, 2) attention_backward_q_bf16(cons
     const size_t q_head = a.qkv_head(piece.b, piece.h);
     const bf16 *const k_head = a.qkv + a.qkv_head(piece.b, a.keys_of(piece.h)), *const v_head = k_head + a.NKV * a.HD;
     const size_t out_head = a.out_head(piece.b, piece.h);
-    const int block_row = (a.tiles - 1 - piece.tile) * S::FIXED, tiles = key_tiles<S::STREAMED>(a, block_row, S::FIXED);
+    const int block_row = a.template row_of<S::FIXED>(piece.tile),
+              tiles = key_tiles<S::STREAMED>(a, block_row, S::FIXED);
     const int row0 = block_row + block.mine;
     // even: through the first stage
     const int begin = 2 * first_key_tile<RANGED, 2 * S::STREAMED>(a, piece.b, block_row);

@@ -16,7 +16,8 @@ typedef struct {
     int B, T, NH, NKV, HD;
     float scale, scale2;  // of the scores; scale * log2(e), for powers of two
     AttentionPath path;
-    int group;  // heads of keys and values that stay in L2 together
+    int group;    // heads of keys and values that stay in L2 together
+    int queries;  // forward computes out and lse of so many last rows; of some rows before them, too, what they hold
     // (B,T), both rise along a row: the first key that a query sees, the last query that sees a key
     // (llmc/data/documents.h). NULL: a query sees the keys up to its own position
     const int *first, *last;
@@ -35,7 +36,7 @@ template <typename X> struct AttentionLaunch : AttentionProblem {
     X *out, *dqkv;
     const X *qkv, *dout;
     float *lse, *column_sums;
-    int heads /*of a sequence*/, all /*of all sequences*/, tiles, at_once /*heads*/;
+    int heads /*of a sequence*/, all /*of all sequences*/, tiles /*of a head*/, at_once /*heads*/;
     // Heads are taken in groups whose streamed tensors fit into L2 together. Inside a group the longest walks come
     // first, so that short ones fill the gaps that long ones leave at the end.
     __device__ AttentionPiece piece(int index) const {
@@ -43,6 +44,8 @@ template <typename X> struct AttentionLaunch : AttentionProblem {
         const int size = min(at_once, all - first), rest = index - first * tiles, head = first + rest % size;
         return {head, rest / size, head / heads, head % heads};
     }
+    // The first row of a tile of ROWS rows, counted from the last one.
+    template <int ROWS> __device__ int row_of(int tile) const { return ((T + ROWS - 1) / ROWS - 1 - tile) * ROWS; }
     // Lengths of rows, and where a head begins in them: in q, k, v the query heads come first, then those of keys, then
     // those of values.
     __device__ int qkv_row() const { return (NH + 2 * NKV) * HD; }

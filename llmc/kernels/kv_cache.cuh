@@ -1,8 +1,8 @@
 // Keys and values of the tokens that generation has seen, and how a prompt attends to them.
 //
 // A prompt goes through the training forward. The q, k, v of its tokens become rows at, at + 1, ... of one sequence;
-// the keys and values of the rows before come from the cache. Then attention.cuh runs over all rows. A query's sums
-// go over tiles of keys that lie at fixed places, so its bits do not depend on how the prompt is divided, if the
+// the keys and values of the rows before come from the cache. Then attention.cuh runs for the new queries. A query's
+// sums go over tiles of keys that lie at fixed places, so its bits do not depend on how the prompt is divided, if the
 // number of rows is a multiple of PROMPT_ROWS.
 //
 // In e4m3 (--cache-dtype fp8) a row of keys or of values has a scale of its own, the power of two that fp8.h makes of
@@ -14,7 +14,12 @@
 #include "../cuda/tile.cuh"
 #include "../fp8.h"
 
-enum { PROMPT_ROWS = 64, PROMPT_THREADS = 256, KV_MOST_HD = 256 };
+enum {
+    PROMPT_ROWS = 64,
+    PROMPT_THREADS = 256,
+    PROMPT_BEFORE = 256,  // no tile of queries has more rows
+    KV_MOST_HD = 256
+};
 // A row of a step of generation, in device memory.
 typedef struct {
     int slot, position;  // slot < 0: nobody's, to fill a number of rows that kernels have
@@ -139,8 +144,8 @@ __device__ inline void kv_append(const KvRows &cache, floatX *qkv, int slot, int
         vec_store(to + i % HD, vec_load(rows + i));
     }
 }
-// Block: a row. Those of the n new tokens go to the cache. Those before come from it, their queries are zeros. Those
-// behind become zeros, because a masked key still counts 0 times its value.
+// Block: a row. Those of the n new tokens go to the cache. Those before come from it; where they are in a tile with new
+// ones their queries are zeros. Those behind become zeros, because a masked key still counts 0 times its value.
 static __global__ void __launch_bounds__(PROMPT_THREADS)
     kv_prompt_kernel(floatX *qkv, KvRows cache, int slot, int at, int n, int NH, int NKV, int HD) {
     const int t = blockIdx.x, vectors = HD / VecX::size, all = (NH + 2 * NKV) * vectors;
@@ -149,7 +154,7 @@ static __global__ void __launch_bounds__(PROMPT_THREADS)
         kv_append<PROMPT_THREADS>(cache, row, slot, t, NH, NKV, HD);
         return;
     }
-    for (int i = threadIdx.x; i < all; i += PROMPT_THREADS) {
+    for (int i = threadIdx.x + (t < at - PROMPT_BEFORE ? NH * vectors : 0); i < all; i += PROMPT_THREADS) {
         const int head = i / vectors - NH;
         VecX x = {};
         if (t < at && head >= 0)

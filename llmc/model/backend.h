@@ -232,7 +232,7 @@ void model_decode_open(Model *m, int slots, int rows, int room, int known, int p
 int model_pages(const Model *m);
 // From now on the slot's tokens from index * KV_PAGE on are those of the page. Slots may share one that is full.
 void model_place(Model *m, int slot, int index, int page);
-int model_length(const Model *m, int slot);         // tokens that a slot has, those of queued steps included
+int model_length(const Model *m, int slot);             // tokens that a slot has, those of queued steps included
 void model_set_length(Model *m, int slot, int length);  // its pages have so many tokens; what they have behind is left
 // Appends n tokens to a slot: bitwise identical however they are divided into calls.
 void model_prompt(Model *m, int slot, const int *tokens, int n);
@@ -241,8 +241,8 @@ void model_decode(Model *m, const DecodeRow *rows, int count);
 void model_drawn(Model *m, Drawn *drawn);  // waits for the oldest queued step: drawn (count), the same on all ranks
 // logits (V) of a row of the last step that was waited for. Call it before the next step is queued.
 void model_logits(Model *m, int row, float *logits);
-// Pages of a cache: those asked for, or what `slots` sequences of `room` tokens can fill, at most `fit`, what memory has
-// on the rank that has least. The least that can work is what one sequence fills.
+// Pages of a cache: those asked for, or what `slots` sequences of `room` tokens can fill, at most `fit`, what memory
+// has on the rank that has least. The least that can work is what one sequence fills.
 static int cache_pages(const Comm *tp, int asked, int slots, int room, size_t fit) {
     const int full = slots * kv_pages(room);
     int *of_ranks, least = asked ? asked : full;

@@ -1,6 +1,6 @@
 // Pages of a model's cache. A page has the keys and values of KV_PAGE consecutive tokens of a sequence. One that a
-// prompt has filled gets a name, by which sequences that begin alike find it and share it. A page that nobody uses keeps
-// what it has until it is taken for other tokens: those without a name first, then those that were left first.
+// prompt has filled gets a name, by which sequences that begin alike find it and share it. A page that nobody uses
+// keeps what it has until it is taken for other tokens: those without a name first, then those that were left first.
 #ifndef LLMC_PAGES_H
 #define LLMC_PAGES_H
 
