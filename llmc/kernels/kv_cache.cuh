@@ -11,6 +11,7 @@
 #ifndef LLMC_KV_CACHE_CUH
 #define LLMC_KV_CACHE_CUH
 
+#include "../config.h"
 #include "../cuda/tile.cuh"
 #include "../fp8.h"
 
