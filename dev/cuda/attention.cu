@@ -417,17 +417,29 @@ static void check_alone(Shape s, int document) {
 // A prompt of s.T tokens (a multiple of PROMPT_ROWS) in pieces, by a cache: the bits of one piece.
 static void check_pieces(Shape s, float std, int fp8) {
     ladder_case("pieces of T=%d NH=%d NKV=%d HD=%d std=%g%s", s.T, s.NH, s.NKV, s.HD, std, fp8 ? " in e4m3" : "");
+    const int pages = kv_pages(s.T);
     const size_t stride = (size_t)(s.NH + 2 * s.NKV) * s.HD, width = (size_t)s.NH * s.HD, rows = prompt_rows(s.T),
-                 cached = (size_t)(s.NKV * s.T * s.HD);
+                 cached = (size_t)(pages * KV_PAGE * s.NKV * s.HD);
     floatX *whole = device_normal<floatX>(rows * stride, std), *qkv = device_normal<floatX>(rows * stride, std),
            *expected = device_new<floatX>(rows * width), *out = device_new<floatX>(rows * width);
-    const KvRows cache = {device_zero<floatX>(cached), device_zero<floatX>(cached),
-                          fp8 ? device_zero<float2>(cached / (size_t)s.HD) : NULL};
+    std::vector<int> of_slot;  // one slot, whose pages lie backwards
+    for (int page = pages; page-- > 0;) of_slot.push_back(page);
+    KvCache cache = {};
+    cache.keys = device_zero<floatX>(cached);
+    cache.values = device_zero<floatX>(cached);
+    cache.scales = fp8 ? device_zero<float2>(cached / (size_t)s.HD) : NULL;
+    cache.room = s.T;
+    cache.pages = cache.each = pages;
+    cache.of_slot = device_new<int>(of_slot.size());
+    cudaCheck(cudaMemcpy(cache.of_slot, of_slot.data(), of_slot.size() * sizeof(int), cudaMemcpyHostToDevice));
     float *lse = device_new<float>(rows * s.NH);
     cudaStream_t stream = ladder.gpu.compute;
     // e4m3: queries see rounded keys and values. What was rounded once stays.
-    if (fp8) kv_prompt(whole, cache, 0, s.T, s.T, s.T, s.NH, s.NKV, s.HD, stream);
+    cache.qkv = whole;
+    if (fp8) kv_prompt(&cache, 0, s.T, s.T, s.NH, s.NKV, s.HD, stream);
+    cache.qkv = qkv;
     for (AttentionProblem a : paths(s)) {
+        cache.at = 0;
         attention_forward(&a, expected, lse, whole, stream);
         for (int at = 0, n, piece = 0; at < s.T; at += n, piece++) {
             const int sizes[] = {70, 1, 41, 64, 200};
@@ -435,7 +447,9 @@ static void check_pieces(Shape s, float std, int fp8) {
             a.T = (int)round_up((size_t)(at + n), PROMPT_ROWS);
             cudaCheck(cudaMemcpyAsync(qkv + at * stride, whole + at * stride, n * stride * sizeof(floatX),
                                       cudaMemcpyDeviceToDevice, stream));
-            kv_prompt(qkv, cache, at, n, a.T, s.T, s.NH, s.NKV, s.HD, stream);
+            cache.at = at;
+            kv_prompt(&cache, 0, n, a.T, s.NH, s.NKV, s.HD, stream);
+            a.queries = a.T - at;
             poison(out, rows * width);
             attention_forward(&a, out, lse, qkv, stream);
             const float *mine = download(out + at * width, n * width),
