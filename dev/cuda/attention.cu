@@ -398,7 +398,7 @@ static void check_alone(Shape s, int document) {
         attention_forward(&a, out, lse, qkv, stream);
         attention_backward(&a, dqkv, NULL, dout, qkv, out, lse, stream);
         a.first = a.last = NULL;
-        a.T = document;
+        a.T = a.queries = document;
         for (size_t at = 0; at < T; at += document) {
             attention_forward(&a, alone + at * width, lse, qkv + at * stride, stream);
             attention_backward(&a, dalone + at * stride, NULL, dout + at * width, qkv + at * stride, alone + at * width,
