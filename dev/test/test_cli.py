@@ -282,7 +282,7 @@ def test_help_all(trainer):
     "word, names",
     [
         ("draft", {"draft", "draft-tokens"}),
-        ("CACHE", {"cache-dtype", "kv-cache"}),
+        ("CACHE", {"cache-dtype", "cache-pages", "kv-cache"}),
         ("conversation", {"pack", "documents", "system"}),
         ("fs-path", {"fs-path"}),
     ],
@@ -349,7 +349,7 @@ def test_no_name_is_near(trainer, typed):
 
 # Values for each that the CPU trainer takes alone.
 CHANGED = {
-    "=": {"kv-cache": [0], "save-async": [0], "recompute": [1, 2, 3], "threads": [2, 3]},
+    "=": {"kv-cache": [0], "cache-pages": [3], "save-async": [0], "recompute": [1, 2, 3], "threads": [2, 3]},
     "~": {"state-dtype": ["bf16"]},
     "*": {
         "train-data": ["other.bin"],
@@ -436,7 +436,7 @@ ELSEWHERE = {
         ("output", "resume", "evaluate", "generate", "log-gpu-every", "hellaswag", "choice-data"), "test_cli.py"
     )
     | dict.fromkeys(("prompt", "system", "tokenizer", "draft", "draft-tokens", "serve"), "test_generate.py")
-    | {"calls": "test_python.py"}
+    | {"calls": "test_python.py", "prompt-rows": "test_pages.py"}
     | dict.fromkeys(OF_LETTERS, "test_cli.py"),
 }
 

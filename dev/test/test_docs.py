@@ -296,7 +296,7 @@ def parameters(c):
 
 def memory(s, N, b, gpu, recompute=0, saves=0, cached=0, chunks=0, state=4):
     """GiB by the page, without what it calls small; on a GPU with the activation inside the matmul. cached: tokens of
-    all samples; state: bytes of a number in m and v."""
+    all pages; state: bytes of a number in m and v."""
     again = s["F"] if gpu and recompute in (1, 2) else 0
     layer = lambda r: (
         b
@@ -353,7 +353,7 @@ def start_of(tmp_path, *words):
         ("gpt2", {"recompute": 3, "chunks": 4}),
         ("qwen", {"recompute": 3}),
         *(("qwen3", {"recompute": r}) for r in (1, 2, 3)),
-        ("gpt2", {"saves": 1, "cached": 8 * 101}),
+        ("gpt2", {"saves": 1, "cached": 8 * 128}),
         ("llama", {"saves": 1, "state": 2}),
     ],
 )

@@ -50,7 +50,11 @@ def alone():
 
 
 @pytest.mark.parametrize("slots", [2, 6, 16])
-@pytest.mark.parametrize("options", [(), ("--cache-dtype", "fp8")], ids=["", "fp8"])
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--cache-dtype", "fp8"), ("--debug", "prompt-rows=400"), ("--debug", "prompt-rows=900")],
+    ids=["", "fp8", "short prompts are rows", "prompts are rows"],
+)
 def test_too_few_pages_change_no_token(alone, slots, options):
     few, said = answers(requests(1), slots, *options, "--debug", "cache-pages=8")
     assert few == alone(*options) and re.search("texts stopped and went on [1-9][0-9]* times", said)
@@ -73,11 +77,12 @@ def test_too_few_pages_with_a_draft(alone, tmp_path):
     assert few == alone() and "texts stopped" in said and float(accepted) > 95
 
 
-def test_prompts_that_begin_alike_share_pages():
+@pytest.mark.parametrize("rows", [0, 900])
+def test_prompts_that_begin_alike_share_pages(rows):
     """Four full pages, once for all samples of all requests; at once and one after another."""
     asked = [{"id": str(i), "tokens": [7] * 600 + [i], "max_tokens": 5, "seed": i, "n": 2} for i in range(3)]
     for slots in (1, 6):
-        _, said = answers(asked, slots)
+        _, said = answers(asked, slots, "--debug", f"prompt-rows={rows}")
         assert f"; {5 * 4 * 128} tokens of prompts were shared" in said
 
 
@@ -102,6 +107,22 @@ def test_a_long_prompt_beside_a_text():
         events.append(server.event())
     started = next(i for i, e in enumerate(events) if e["event"] == "start" and e["id"] == "b")
     assert sum(e["event"] == "token" and e["id"] == "a" for e in events[started:]) >= 3
+    server.send({"cancel": "a"})
+    server.close()
+
+
+def test_a_short_prompt_beside_a_text():
+    """300 tokens have room in two steps of the running texts."""
+    server = Server(9, "-e", MODEL, "--threads", 1, "--debug", "prompt-rows=300")
+    server.send({"id": "a", "tokens": [1], "max_tokens": 800, "seed": 3, "n": 8})
+    while server.event()["event"] != "token":
+        pass
+    server.send({"id": "b", "tokens": [2] * 300, "max_tokens": 1, "seed": 4})
+    events = []
+    while not (events and events[-1]["event"] == "token" and events[-1]["id"] == "b"):
+        events.append(server.event())
+    started = next(i for i, e in enumerate(events) if e["event"] == "start" and e["id"] == "b")
+    assert 8 <= sum(e["event"] == "token" and e["id"] == "a" for e in events[started:]) <= 4 * 8
     server.send({"cancel": "a"})
     server.close()
 

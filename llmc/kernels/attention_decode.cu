@@ -73,9 +73,12 @@ __global__ void __launch_bounds__(DECODE_BLOCK_THREADS, BLOCKS)
     __shared__ AttentionRows s;
     kernels_behind_begin();
     attention_read_rows(s, rows, count, a.least);
-    kernels_before_wait();
     const DecodeAttended in = {s.slots, s.positions, s.spans_before, count};
-    decode_attend_items<ROOM, Cached>(a, s.attention, in, DecodeTurn(a, in));
+    const DecodeTurn first(a, in);
+    decode_prefetch(a, first, 0);
+    decode_prefetch(a, first, 1);
+    kernels_before_wait();
+    decode_attend_items<ROOM, Cached>(a, s.attention, in, first);
 }
 template <int ROOM, typename Cached>
 static void attention_launch(const DecodeAttention *a, const DecodeInput *rows, int count, cudaStream_t stream) {

@@ -459,7 +459,8 @@ __global__ void __launch_bounds__(DECODE_ALL_THREADS, 1)
             const DecodeAttention a = decode_layer_attention(d, m / 4);
             arrive();
             const DecodeTurn first(a, attended);
-            decode_prefetch(a, first);
+            decode_prefetch(a, first, 0);
+            decode_prefetch(a, first, 1);
             wait();
             decode_attention(a, s.attention, attended, first);
         }

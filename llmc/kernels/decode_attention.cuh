@@ -121,16 +121,14 @@ __device__ inline void decode_store_fresh(const DecodeAttention &a, const Decode
     }
     decode_sync();
 }
-// Lets a warp's keys and values of a turn come to L2.
-__device__ inline void decode_prefetch(const DecodeAttention &a, const DecodeTurn &turn) {
+// Lets a warp's keys (value 0) or values (1) of a turn come to L2.
+__device__ inline void decode_prefetch(const DecodeAttention &a, const DecodeTurn &turn, int value) {
     const int lane = threadIdx.x % WARP, key = turn.first_key() + lane / 2;
     if (!turn.valid || key > turn.position) return;
     const KvRows row = a.cache.from(decode_cached_row(a, turn, key), a.HD);
-    for (int i = lane % 2 * 128; i < (int)row.bytes((size_t)a.HD); i += 256) {
-        prefetch_l2((const char *)row.keys + i);
-        prefetch_l2((const char *)row.values + i);
-    }
-    if (row.scales && lane % 2) prefetch_l2(row.scales);
+    for (int i = lane % 2 * 128; i < (int)row.bytes((size_t)a.HD); i += 256)
+        prefetch_l2((const char *)row.part(value) + i);
+    if (row.scales && lane % 2 && !value) prefetch_l2(row.scales);
 }
 // What a lane has of a cache at once: 16 bytes of floatX, or as many elements of e4m3, which are widened where they are
 // used.
@@ -395,13 +393,16 @@ __device__ inline void decode_attend_items(const DecodeAttention &a, DecodeAtten
         if (has_keys) warp.take_scores(turn);
         DecodeTurn next = turn;
         next.next(a, in);
-        decode_prefetch(a, next);
+        // Values later: of what waits in L2 for long much is evicted before it is used. e4m3 is half as much.
+        decode_prefetch(a, next, 0);
+        if (warp.FP8) decode_prefetch(a, next, 1);
         if (has_keys) {
             // Not before: keys and values together are too many registers, but for e4m3.
             if (warp.EXACT && !warp.FP8) warp.load_values(turn, -1);
             warp.weigh(turn);
             warp.add_values(turn);
         }
+        if (!warp.FP8) decode_prefetch(a, next, 1);
         opens = next.item != turn.item;
         if (opens) {
             const int spans = DecodeSpans(turn.position, a.least).count, group = a.NH / a.NKV;

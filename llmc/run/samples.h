@@ -62,6 +62,7 @@ static Engine engine_of(Trainer *t) {
     e.tokenizer = t->has_tokenizer ? &t->tokenizer : NULL;
     e.ends = t->ends;
     e.pieces = t->o.serve > 0;
+    e.prompt_rows = generation_prompt_rows(&t->o);
     engine_open(&e);
     return e;
 }

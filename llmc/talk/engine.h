@@ -3,7 +3,8 @@
 //
 // A slot's tokens lie in pages (pages.h), which it takes as it grows. When none are left the newest sequence gives its
 // pages back and waits. What it then has to make again, it makes as before: its prompt as a prompt, the others as rows.
-// A server's prompts come in pieces, one a step, so that sequences that run need not wait for a long one.
+// A server's prompts come in pieces, one a step, so that sequences that run need not wait for a long one. Short prompts
+// are rows of the steps of the others, as far as a step has room: beside rows that stream all weights they cost little.
 //
 // With --draft a small model proposes the next tokens of each sequence, and the large one runs on all of them in one
 // step. Both draw with the same noise, and the large model accepts a proposal if it draws the same token: the tokens
@@ -47,6 +48,7 @@ typedef struct Sequence {
     int begin;     // the first token that is in the slot
     int prompted;  // the first token that does not go through model_prompt
     int shares;    // full pages of its prompt that have a name
+    int is_new;    // has pages, and no keys and values but what it found there
     int ahead;     // rows that are queued
     int proposed;  // tokens of the draft, behind the last one in `tokens`
     struct Sequence *next;
@@ -61,6 +63,7 @@ typedef struct {
     int drafted;                 // tokens that it proposes at a time; slots * (drafted + 1) <= rows
     int slots, rows, window;     // sequences at a time; rows of a step, at most; tokens of a slot
     int pieces;                  // 1: while sequences run, prompts come in pieces, one a step; 0: all at once
+    int prompt_rows;             // prompts of up to so many tokens are rows
     int keeps;                   // keys and values; 0: each token recomputes them (--debug kv-cache=0)
     Pages pages;                 // of m and draft
     int eot;                     // token before every text
@@ -90,7 +93,7 @@ static void engine_add(Engine *e, Sequence *s) {
     s->prompt = s->count;
     s->slot = -1;
     s->begin = 0;
-    s->prompted = s->count - 1;
+    s->prompted = s->prompt <= e->prompt_rows ? 0 : s->prompt - 1;
     s->ahead = s->proposed = 0;
     s->next = NULL;
     *(e->last ? &e->last->next : &e->first) = s;
@@ -119,13 +122,19 @@ static int engine_reach(Engine *e, const Sequence *s, int tokens) {
     }
     return 1;
 }
-// The name of page `index` of the slot, 0: before its first.
+// The name of page `index` of the slot. Before its first: how its prompt is made, because that decides its bits.
 static uint64_t engine_name(const Engine *e, const Sequence *s, int index) {
-    return index < 0 ? 0 : e->pages.page[engine_pages(e, s)[index]].name;
+    const uint64_t by_rows = s->prompted == 0;
+    return index < 0 ? UINT64_MAX - by_rows : e->pages.page[engine_pages(e, s)[index]].name;
 }
-// Names the pages that the first `tokens` tokens of the prompt fill.
+// Tokens of the slot's prompt whose pages others may share.
+static int engine_prompt_tokens(const Sequence *s) {
+    return (s->prompted > 0 ? s->prompted : s->prompt - 1) - s->begin;
+}
+// Names the pages that the first `tokens` tokens of the slot fill, as far as they are a prompt's.
 static void engine_share(Engine *e, Sequence *s, int tokens) {
-    for (; (s->shares + 1) * KV_PAGE <= tokens; s->shares++)
+    const int prompt = engine_prompt_tokens(s), last = tokens < prompt ? tokens : prompt;
+    for (; (s->shares + 1) * KV_PAGE <= last; s->shares++)
         pages_name(&e->pages, engine_pages(e, s)[s->shares], engine_name(e, s, s->shares - 1),
                    s->tokens + s->begin + s->shares * KV_PAGE);
 }
@@ -179,7 +188,7 @@ static int engine_begin(Engine *e, Sequence *s, int spare) {
         s->draw.stream = rand_mix(s->draw.stream);  // positions come again: other noise
     }
     const int *tokens = s->tokens + s->begin;
-    for (int page; (s->shares + 1) * KV_PAGE <= s->prompted - s->begin; s->shares++, tokens += KV_PAGE) {
+    for (int page; (s->shares + 1) * KV_PAGE <= engine_prompt_tokens(s); s->shares++, tokens += KV_PAGE) {
         if ((page = pages_find(&e->pages, engine_name(e, s, s->shares - 1), tokens)) == NO_PAGE) break;
         pages_use(&e->pages, page);
         engine_hold(e, s, page);
@@ -191,6 +200,7 @@ static int engine_begin(Engine *e, Sequence *s, int spare) {
     engine_reach(e, s, last + 1 - s->begin);
     model_set_length(e->m, s->slot, s->shares * KV_PAGE);
     if (e->draft) model_set_length(e->draft, s->slot, s->shares * KV_PAGE);
+    s->is_new = 1;
     return 1;
 }
 // Sequences join that find a slot, and pages beside one for each that runs, which may need it soon.
@@ -241,12 +251,26 @@ static void engine_prompt_piece(Engine *e, Sequence *s, int n) {
     if (e->draft) model_prompt(e->draft, s->slot, s->tokens + s->begin + done, n);
     engine_share(e, s, done + n);
 }
-// Since it joined, others that began alike may have filled pages.
-static void engine_find_again(Engine *e, Sequence *s) {
-    if (model_length(e->m, s->slot) > s->shares * KV_PAGE) return;
+// Whether an earlier prompt's rows are about to fill the page that this new one needs next.
+static int engine_can_share_soon(const Engine *e, const Sequence *s) {
+    const int tokens = (s->shares + 1) * KV_PAGE;
+    if (s->prompted || engine_prompt_tokens(s) < tokens) return 0;
+    for (const Sequence *at = e->first; at != s; at = at->next)
+        if (!at->prompted && engine_prompt_tokens(at) >= tokens && model_length(e->m, at->slot) < tokens &&
+            !memcmp(at->tokens, s->tokens, (size_t)tokens * sizeof *s->tokens))
+            return 1;
+    return 0;
+}
+// Since it joined, others that began alike may have filled pages. Returns 0 if one of them is about to fill the next.
+static int engine_find_again(Engine *e, Sequence *s) {
+    if (!s->is_new) return 1;
+    if (engine_can_share_soon(e, s)) return 0;
     const int fits = engine_begin(e, s, 0);
     assert(fits);
+    if (engine_can_share_soon(e, s)) return 0;
+    s->is_new = 0;
     e->shared += s->shares * KV_PAGE;
+    return 1;
 }
 // In the order in which sequences came.
 static void engine_prompt(Engine *e) {
@@ -272,7 +296,7 @@ static void engine_recompute(Engine *e, Sequence *s) {
     DecodeRow rows[DECODE_ROWS];
     Drawn drawn[DECODE_ROWS];
     model_set_length(e->m, s->slot, 0);
-    model_prompt(e->m, s->slot, s->tokens + s->begin, s->prompted - s->begin);
+    if (s->prompted > s->begin) model_prompt(e->m, s->slot, s->tokens + s->begin, s->prompted - s->begin);
     for (int at = s->prompted, n; at < s->count - 1; at += n) {
         for (n = 0; n < e->rows && at + n < s->count - 1; n++) rows[n] = engine_row(s, s->tokens[at + n]);
         model_decode(e->m, rows, n);
@@ -328,6 +352,7 @@ static int engine_queue_rows(Engine *e, Sequence *s, DecodeRow *rows, int *n, in
         rows[(*n)++] = engine_row(s, drawn ? DECODE_DRAWN : s->tokens[at + i]);
         s->ahead += counts;
     }
+    engine_share(e, s, length + count);
     e->proposed += s->proposed;
     return count > 1 + s->proposed ? count - 1 - s->proposed : 0;
 }
@@ -341,6 +366,7 @@ static void engine_queue(Engine *e) {
             if (!s->ahead && !engine_roll(e, s)) break;
             continue;
         }
+        if (!s->proposed && !engine_find_again(e, s)) continue;
         const int took = engine_queue_rows(e, s, rows, &n, spare);
         if (took < 0) break;
         spare -= took;
