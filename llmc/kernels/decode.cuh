@@ -385,11 +385,13 @@ static __device__ __noinline__ void decode_normalise_heads(const Decode &d, cons
         x.store(at, t.half);
     }
 }
+// Chunks of a span: so few that one sequence keeps all blocks busy, and as few spans to join as many sequences need.
+__device__ inline int decode_least(const Decode &d) { return (d.slots + 1) / 2; }
 __device__ inline DecodeAttention decode_layer_attention(const Decode &d, int layer) {
     const size_t first = (size_t)layer * d.pages * d.NKV * KV_PAGE;
     const KvRows cache = KvRows{d.keys, d.values, d.scales, d.of_slot, d.each}.from(first, d.HD);
     const float scale = LOG2E * rsqrtf((float)d.HD);
-    return {d.NH, d.NKV, d.HD, scale, d.q, d.NH * d.HD, 1, cache, d.fresh, d.y, d.parts, d.arrived};
+    return {d.NH, d.NKV, d.HD, scale, d.q, d.NH * d.HD, decode_least(d), cache, d.fresh, d.y, d.parts, d.arrived};
 }
 __device__ inline void decode_mark(const Decode &d, int &marks) {
     if (d.clocks && blockIdx.x == 0 && threadIdx.x == 0) d.clocks[marks++] = clock64();
@@ -405,7 +407,7 @@ __device__ inline void decode_read_inputs(const Decode &d, DecodeShared &s, int 
     if (threadIdx.x == 0) {
         s.spans_before[0] = 0;
         for (int row = 0; row < rows; row++)
-            s.spans_before[row + 1] = s.spans_before[row] + DecodeSpans(s.positions[row], 1).count;
+            s.spans_before[row + 1] = s.spans_before[row] + DecodeSpans(s.positions[row], decode_least(d)).count;
     }
     decode_sync();
 }
