@@ -1799,7 +1799,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
                  .ranks = {.mesh = mesh, .zero_stage = zero_stage_of(o, &mesh->dp)},
                  .B = o->batch_size,
                  .T = o->seq_len,
-                 .recompute = o->recompute,
+                 .recompute = o->recompute < 0 ? 0 : (int)o->recompute,
                  .bf16_states = !strcmp(o->state_dtype, "bf16"),
                  .muon = muon_of(o),
                  .seed = o->seed};

@@ -888,13 +888,19 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     }
     params_set_optimiser(&m->table, o);
     m->gpu = gpu_open(mesh->dp.local_rank);
-    m->plan = plan_make(c, o, mesh, &m->table, m->lora.rank ? &m->frozen : &m->table);
+    memory_set_budget(o->memory);
+    const ParamTable *base = m->lora.rank ? &m->frozen : &m->table;
+    const Plan asked = plan_make(c, o, mesh, &m->table, base);
+    const MemoryBytes room = memory_room(mesh->job.local_world), spare = memory_room(mesh->job.local_world, run_reserve(&asked));
+    const double peak = peak_flops(m->gpu.prop.name, PEAK_BF16);
+    const Options chosen = fit_options(&asked, o, spare, peak);
+    if (mesh->job.rank == 0) fit_print(&asked, &chosen, spare, peak, stdout);
+    m->plan = plan_make(c, &chosen, mesh, &m->table, base);
     m->decoding = plan_decode(&m->plan);
     m->links.rows.rank = mesh->tp.rank;
     m->links.rows.ranks = mesh->tp.world;
     m->links.rows.nccl = nccl_open(&mesh->tp, m->gpu.compute, TENSOR_CTAS, LANE_TENSOR);
     run_request(&m->plan, &m->b, &m->links, &m->memory);
-    const MemoryBytes room = memory_room(mesh->job.local_world);
     comm_barrier(&mesh->job);  // no rank of a host takes any before all have looked
     memory_allocate(&m->memory, room, mesh->job.rank == 0 ? stdout : NULL, run_memory_hint, &m->plan);
     buffers_place(&m->plan, &m->b);

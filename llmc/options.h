@@ -136,13 +136,15 @@
     ONE(state_dtype, "", '~', "fp32", "fp32|bf16", "AdamW's m and v: fp32, or bf16 with stochastic rounding") \
     ONE(grad_dtype, "", '~', "fp32", "fp32|bf16", \
         "sums of gradients over micro-steps: fp32 (4 bytes a parameter more), or bf16") \
-    INT(recompute, "r", '=', 0, 0, 3, \
-        "less memory, more time: 1 recomputes activation functions, 2 norms, too, 3 blocks") \
+    INT(recompute, "r", '=', -1, -1, 3, \
+        "less memory, more time: 1 recomputes activation functions, 2 norms, too, 3 blocks (-1: what a GPU's memory " \
+        "asks for, with --offload)") \
     INT(head_chunks, "", '~', 0, 0, 1 << 20, \
         "parts of the LM head: 1/N of the logits in memory (0: 1 on a GPU, parts of 256 MiB on a CPU)") \
     STR(offload, "", '=', "", \
         "what a GPU keeps in host memory: states (m and v), master, activations (needs --recompute 3), with commas " \
         "between") \
+    FLT(memory, "", '=', 0, 0, 1e6, "GiB of a GPU that the run may take (0: what is free)") \
     SECTION("processes", LISTED) \
     INT(threads, "", '=', 0, 0, 4096, "CPU threads of a rank (0: OMP_NUM_THREADS or all cores)") \
     FLT(timeout, "", ' ', 300, 0, 1e9, \

@@ -47,7 +47,7 @@ typedef struct {
 } Part;  // bytes
 static Config config;
 static Mesh mesh;
-static int faults, layouts, hints, offloaded;
+static int faults, layouts, hints, choices, offloaded;
 static void fault_unless(int condition, const Options *o, const char *what) {
     if (condition || faults++ > 20) return;
     char options[256];
@@ -296,6 +296,29 @@ static void check_hints(const Planned *r, const Options *o, double share) {
         hints++;
         offloaded += strcmp(options.offload, o->offload) != 0;
     }
+}
+// Without --recompute and --offload a run takes the cheapest way that fits; what was given stays.
+static void check_choice(const Planned *r, const Options *o, double share) {
+    const Plan *p = &r->plan;
+    const MemoryBytes room = {(size_t)(share * (double)r->memory.bytes.device), (size_t)4 << 30};
+    const Comm job = mesh.job;
+    mesh.job = COMM_ALONE;  // nobody to agree with
+    for (int given = -1; given < 4 && p->trains; given++) {
+        Options asked = *o, way;
+        asked.recompute = given;
+        asked.offload = given == 1 ? "states" : "";
+        if (*asked.offload && r->table.muon) continue;
+        const Options chosen = fit_options(p, &asked, room, 0);
+        const int fits = run_fits(p, &chosen, p->B, room);
+        fault_unless(given < 0 || chosen.recompute == given, &chosen, "another --recompute than was given");
+        fault_unless(!*asked.offload || !strcmp(chosen.offload, asked.offload), &chosen, "another --offload");
+        for (int i = 0; i < FIT_WAYS; i++)
+            fault_unless(!fit_way(p, &asked, i, &way) || !run_fits(p, &way, p->B, room) ||
+                             (fits && fit_cost(p, &way, 0) >= fit_cost(p, &chosen, 0)),
+                         &way, "fits and was not chosen");
+        choices += fits;
+    }
+    mesh.job = job;
 }
 
 // ---- what is offloaded, on streams that run ahead of each other
@@ -722,6 +745,7 @@ static void check_model(const char *name, int tp, int dp) {
         check_pieces(&m);
         check_logit_rows(&m.plan);
         for (double share = 0.35; share < 1; share += 0.15) check_hints(&m, &o, share);
+        if (way % 16 == 5 || way % 16 == 12) check_choice(&m, &o, 0.3 + way / 16 * 0.05);
         end(&m);
     }
 }
@@ -767,6 +791,7 @@ int main() {
         check(faults == before, "%s, %s: %d layouts, %d hints", model, FLOATX_NAME, layouts - had, hints - said);
     }
     check(offloaded > 100, "%d hints say --offload", offloaded);
+    check(choices > 400, "%d runs chose what fits", choices);
     check(quantised > 40, "%d layouts of quantised weights", quantised);
     check(adapters > 60, "%d layouts of adapters", adapters);
     const int before_muon = faults;

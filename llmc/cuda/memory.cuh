@@ -37,6 +37,7 @@ typedef struct {
 // Writes one line: what to do when it does not fit into the GPU.
 typedef void MemoryHint(char *text, size_t size, MemoryBytes room, const Memory *m, void *context);
 
+static size_t memory_budget = SIZE_MAX, memory_taken;  // bytes of the GPU: --memory; what has been allocated
 static int bytes_fit(MemoryBytes bytes, MemoryBytes room) {
     return bytes.device <= room.device && bytes.host <= room.host;
 }
@@ -98,8 +99,9 @@ static void memory_does_not_fit(const Memory *m, MemoryBytes room, MemoryHint *h
         "close other programs, use --debug save-async=0, or --offload less",
         mib(m->bytes.host), mib(room.host));
     if (hint) hint(text, sizeof text, room, m, context);
-    die("this run needs %.0f MiB and the GPU has %.0f MiB free (table above)\n%s", mib(m->bytes.device),
-        mib(room.device), text);
+    die("this run needs %.0f MiB and %s %.0f MiB%s (table above)\n%s", mib(m->bytes.device),
+        memory_budget == SIZE_MAX ? "the GPU has" : "--memory leaves", mib(room.device),
+        memory_budget == SIZE_MAX ? " free" : "", text);
 }
 static void memory_pin(Buffer *b) {
     struct rlimit limit = {};
@@ -111,11 +113,22 @@ static void memory_pin(Buffer *b) {
             mib(b->bytes), b->name, cudaGetErrorString(status),
             limit.rlim_cur < b->bytes ? "; or raise what a process may lock (ulimit -l)" : "");
 }
-// What this process may take: what the GPU has free, and of the host's memory one of `sharers` equal parts.
-static MemoryBytes memory_room(int sharers) {
+static void memory_set_budget(double gib) {
+    size_t free_bytes, all_bytes;
+    if (gib == 0) return;
+    cudaCheck(cudaMemGetInfo(&free_bytes, &all_bytes));
+    memory_budget = (size_t)(gib * 0x1p30);
+    require(memory_budget <= all_bytes, "--memory %g is more than the GPU's %.1f GiB\nleave it out, or give less", gib,
+            (double)all_bytes / 0x1p30);
+}
+// What this process may take: what the GPU has free but for `reserve`, within the budget, and of the host's memory one
+// of `sharers` equal parts.
+static MemoryBytes memory_room(int sharers, size_t reserve = 0) {
     size_t all_bytes;
     MemoryBytes room = {0, host_bytes_free() / (size_t)sharers};
     cudaCheck(cudaMemGetInfo(&room.device, &all_bytes));
+    room.device -= std::min(reserve, room.device);
+    room.device = std::min(room.device, memory_budget - std::min(memory_taken, memory_budget));
     return room;
 }
 // Prints the table into `f`, unless it is NULL. Stops the program if the memory is not there.
@@ -134,9 +147,11 @@ static void memory_allocate(Memory *m, MemoryBytes room, FILE *f, MemoryHint *hi
         if (b->kind != MEMORY_ALIAS) cudaCheck(cudaMemsetAsync(b->pointer, 0, b->bytes, cudaStreamLegacy));
         memcpy(b->where, &b->pointer, sizeof(void *));
     }
+    memory_taken += m->bytes.device;
     cudaCheck(cudaStreamSynchronize(cudaStreamLegacy));  // the Gpu's streams do not wait for the legacy one
 }
 static void memory_free(Memory *m) {
+    memory_taken -= m->bytes.device;
     for (int i = 0; i < m->count; i++) {
         if (m->buffers[i].kind == MEMORY_DEVICE) cudaCheck(cudaFree(m->buffers[i].pointer));
         if (m->buffers[i].kind == MEMORY_PINNED) cudaCheck(cudaFreeHost(m->buffers[i].pointer));

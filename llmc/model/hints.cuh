@@ -1,4 +1,4 @@
-// What a run that does not fit into the GPU is told: which batch, or which options, would fit. Each answer is found by
+// What fits into the GPU: what a run chooses by itself, and what one is told that does not fit. Each answer is found by
 // naming the buffers of that run, as it would name them itself.
 #ifndef LLMC_HINTS_CUH
 #define LLMC_HINTS_CUH
@@ -29,6 +29,57 @@ static MemoryBytes run_bytes(const Plan *p, const Options *o, int B) {
 static int run_fits(const Plan *p, const Options *o, int B, MemoryBytes room) {
     return bytes_fit(run_bytes(p, o, B), room);
 }
+// ---- what a run chooses by itself: --recompute and --offload, which change no digit
+
+enum { FIT_WAYS = 16 };
+// Way `i` of saving memory. Returns whether the run can, without changing what was asked for.
+static int fit_way(const Plan *p, const Options *asked, int i, Options *o) {
+    static const char *const lists[][2] = {{"", ""},
+                                           {"activations", "activations"},
+                                           {"states", "states,master"},
+                                           {"states,activations", "states,master,activations"}};
+    const int recompute = i % 4, list = i / 4;
+    *o = *asked;
+    o->recompute = recompute;
+    if (list) o->offload = lists[list][p->has_master];
+    if (asked->recompute >= 0 && recompute != asked->recompute) return 0;
+    if (list && (*asked->offload || (list >= 2 && p->table->muon))) return 0;
+    return recompute == 3 || !(offloads(o) & OFFLOAD_ACTIVATIONS);
+}
+// About how much longer a step takes, as a part of it: shares that were measured with an 8B model, and for states the
+// time of their copies (doc/memory.md). peak: FLOP/s, 0: unknown.
+static double fit_cost(const Plan *p, const Options *o, double peak) {
+    static const double recomputed[] = {0, 0.01, 0.03, 0.25};
+    const ParamTable none = {}, *frozen = p->base == p->table ? &none : p->base;
+    const double tokens = std::max((double)p->N, (double)o->total_batch / p->mesh->dp.world), copied = 50e9 /*bytes/s*/,
+                 step = tokens * flops_per_token(&p->local, p->table, frozen, p->T) /
+                        (peak > 0 ? peak / 2 : 1e14);
+    const int which = offloads(o);
+    const double states = which & OFFLOAD_STATES ? 2 * (p->bf16_states ? sizeof(bf16) : sizeof(float)) : 0,
+                 masters = which & OFFLOAD_MASTER ? sizeof(float) : 0;
+    return recomputed[o->recompute] + (which & OFFLOAD_ACTIVATIONS ? 0.02 : 0) +
+           (states + masters) * (double)plan_kept(p, SLOT_M) / copied / step;
+}
+// The cheapest way that fits on all ranks of the job; what was asked for if none does.
+static Options fit_options(const Plan *p, const Options *asked, MemoryBytes room, double peak) {
+    int fails = 0, best = -1;
+    Options o, chosen = *asked;
+    if (!p->trains) return chosen;
+    for (int i = 0; i < FIT_WAYS; i++)
+        if (!fit_way(p, asked, i, &o) || !run_fits(p, &o, p->B, room)) fails |= 1 << i;
+    fails = comm_or(&p->mesh->job, fails);
+    for (int i = 0; i < FIT_WAYS; i++) {
+        if (fails >> i & 1) continue;
+        fit_way(p, asked, i, &o);
+        if (best >= 0 && fit_cost(p, &o, peak) >= fit_cost(p, &chosen, peak)) continue;
+        chosen = o;
+        best = i;
+    }
+    return chosen;
+}
+
+// ---- what a run is told
+
 // Activations, states, both: what the host has room for, unless a list was given.
 static void offload_if_host_has_room(const Plan *p, Options *o, int which, int B, MemoryBytes room) {
     static const char *const lists[][2] = {{"activations", "activations"},
@@ -93,6 +144,24 @@ static size_t run_reserve(const Plan *p) {
     const size_t groups = (size_t)((p->mesh->dp.world > 1) + plan_is_split(p));
     return ((size_t)512 << 20) + groups * ((size_t)768 << 20);
 }
+// What was chosen, what it costs, and what would save that.
+static void fit_print(const Plan *p, const Options *chosen, MemoryBytes room, double peak, FILE *f) {
+    char with[128], text[256] = "";
+    options_that_differ(chosen, &p->options, with, sizeof with);
+    if (!*with) return;
+    const int one = run_fits(p, &p->options, 1, room), B = one ? batch_that_fits(p, room) : 0;
+    if (B) append_text(text, sizeof text, " --batch-size %d", B);
+    Options other = p->options;
+    other.state_dtype = "bf16";
+    const int states = p->trains && !p->bf16_states && run_fits(p, &other, p->B, room);
+    if (states) append_text(text, sizeof text, "%s --state-dtype bf16", *text ? " or" : "");
+    other = p->options;
+    other.head_chunks = 8;
+    const int head = p->options.head_chunks < 8 && run_fits(p, &other, p->B, room);
+    if (head) append_text(text, sizeof text, "%s --head-chunks 8", *text ? " or" : "");
+    fprintf(f, "fits      with%s: a step takes some %.0f%% longer%s%s\n", with, 100 * fit_cost(p, chosen, peak),
+            *text ? "; not with" : "", text);
+}
 static void run_memory_hint(char *text, size_t size, MemoryBytes room, const Memory *, void *plan) {
     const Plan *p = (const Plan *)plan;
     const size_t reserve = run_reserve(p);
@@ -124,6 +193,7 @@ static void run_memory_hint(char *text, size_t size, MemoryBytes room, const Mem
                  "--seq-len or a smaller model, or %s",
                  p->T, p->lora.rank ? few_bits : "",
                  more_ranks_fit(p, &one, room) ? "more GPUs with --zero-stage 3" : ranks);
+        append_text(text, size, "; the least is %.0f MiB", mib(run_bytes(p, &one, 1).device));
         if (p->trains && whole_bytes(p) > room.device)
             append_text(text, size, ": embedding, head and two blocks, which --zero-stage 3 has whole, take %.0f MiB",
                         mib(whole_bytes(p)));

@@ -158,6 +158,7 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     Plan p = {};
     const int ranks = mesh->tp.world;
     p.options = *o;
+    if (o->recompute < 0) p.options.recompute = offloads(o) & OFFLOAD_ACTIVATIONS ? 3 : 0;
     p.mesh = mesh;
     p.table = table;
     p.base = base ? base : table;
@@ -185,9 +186,10 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     p.sums_in_fp32 = sizeof(floatX) == 2 && p.trains && accumulates && !strcmp(o->grad_dtype, "fp32");
     p.reduces_in_fp32 = !strcmp(o->reduce_dtype, "fp32") && sizeof(floatX) < sizeof(float);
     p.zero_stage = zero_stage_of(o, &mesh->dp);
-    p.recomputes_activation = o->recompute == 1 || o->recompute == 2;
-    p.recomputes_norms = o->recompute == 2;
-    p.recomputes_blocks = o->recompute == 3;
+    const long long recompute = p.options.recompute;
+    p.recomputes_activation = recompute == 1 || recompute == 2;
+    p.recomputes_norms = recompute == 2;
+    p.recomputes_blocks = recompute == 3;
     p.offload = plan_offload(&p);
     p.head_rows = (int)head_rows(o, p.B, p.T);
     p.compacts_rows = p.trains && ranks == 1;
