@@ -1681,6 +1681,8 @@ static void check_run(const Config *c, const Options *o, const Mesh *mesh) {
                            : o->dp_overlap >= 0            ? "--debug dp-overlap"
                            : strcmp(o->grad_dtype, "fp32") ? "--grad-dtype bf16"
                            : *o->offload                   ? "--offload"
+                           : o->memory                     ? "--memory"
+                           : *o->dry_run                   ? "--dry-run: make train_gpt2cu, which"
                                                            : NULL;
     tp_check(&mesh->job, c, mesh->tp.world, N);
     if (!forward_only(o) || computes_together(o, &mesh->dp)) zero_check(&mesh->job, &mesh->dp);

@@ -873,6 +873,16 @@ static void open_decode_matmul(Model *m) {
     while (mm->part_rows > (int)m->plan.rows) mm->part_rows /= 2;
     mm->whole_rows = (int)m->plan.rows / mm->part_rows * mm->part_rows;
 }
+// --dry-run: what the run would print before it allocates. Ends the program.
+static void print_dry_run(Model *m, MemoryBytes room) {
+    run_request(&m->plan, &m->b, &m->links, &m->memory);
+    if (!bytes_fit(m->memory.bytes, room)) memory_does_not_fit(&m->memory, room, run_memory_hint, &m->plan);
+    if (m->mesh->job.rank == 0) memory_print(&m->memory, stdout, room);
+    if (m->mesh->job.rank == 0) plan_print(&m->plan, stdout);
+    comm_barrier(&m->mesh->job);
+    comm_close((Comm *)&m->mesh->job);
+    exit(EXIT_SUCCESS);
+}
 void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     memset(m, 0, sizeof *m);
     m->config = *c;
@@ -887,16 +897,19 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
         m->table = lora_table(c, &m->lora, mesh->tp.world, mesh->tp.rank);
     }
     params_set_optimiser(&m->table, o);
-    m->gpu = gpu_open(mesh->dp.local_rank);
+    gpu_planned = *o->dry_run ? gpu_kind(o->dry_run) : NULL;
+    if (!gpu_planned) m->gpu = gpu_open(mesh->dp.local_rank);
     memory_set_budget(o->memory);
     const ParamTable *base = m->lora.rank ? &m->frozen : &m->table;
     const Plan asked = plan_make(c, o, mesh, &m->table, base);
-    const MemoryBytes room = memory_room(mesh->job.local_world), spare = memory_room(mesh->job.local_world, run_reserve(&asked));
-    const double peak = peak_flops(m->gpu.prop.name, PEAK_BF16);
+    const MemoryBytes room = memory_room(mesh->job.local_world),
+                      spare = memory_room(mesh->job.local_world, run_reserve(&asked));
+    const double peak = peak_flops(gpu_planned ? gpu_planned->name : m->gpu.prop.name, PEAK_BF16);
     const Options chosen = fit_options(&asked, o, spare, peak);
     if (mesh->job.rank == 0) fit_print(&asked, &chosen, spare, peak, stdout);
     m->plan = plan_make(c, &chosen, mesh, &m->table, base);
     m->decoding = plan_decode(&m->plan);
+    if (gpu_planned) print_dry_run(m, room);
     m->links.rows.rank = mesh->tp.rank;
     m->links.rows.ranks = mesh->tp.world;
     m->links.rows.nccl = nccl_open(&mesh->tp, m->gpu.compute, TENSOR_CTAS, LANE_TENSOR);

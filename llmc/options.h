@@ -145,6 +145,8 @@
         "what a GPU keeps in host memory: states (m and v), master, activations (needs --recompute 3), with commas " \
         "between") \
     FLT(memory, "", '=', 0, 0, 1e6, "GiB of a GPU that the run may take (0: what is free)") \
+    STR(dry_run, "", ' ', "", \
+        "print plan and memory of this training run on a GPU of that name, such as H100, and end") \
     SECTION("processes", LISTED) \
     INT(threads, "", '=', 0, 0, 4096, "CPU threads of a rank (0: OMP_NUM_THREADS or all cores)") \
     FLT(timeout, "", ' ', 300, 0, 1e9, \

@@ -310,7 +310,7 @@ static void check_choice(const Planned *r, const Options *o, double share) {
         if (*asked.offload && r->table.muon) continue;
         const Options chosen = fit_options(p, &asked, room, 0);
         const int fits = run_fits(p, &chosen, p->B, room);
-        fault_unless(given < 0 || chosen.recompute == given, &chosen, "another --recompute than was given");
+        fault_unless(chosen.recompute == given || given < 0, &chosen, "another --recompute than was given");
         fault_unless(!*asked.offload || !strcmp(chosen.offload, asked.offload), &chosen, "another --offload");
         for (int i = 0; i < FIT_WAYS; i++)
             fault_unless(!fit_way(p, &asked, i, &way) || !run_fits(p, &way, p->B, room) ||

@@ -251,7 +251,7 @@ def test_what_cannot_be_offloaded_is_refused(train):
     """The last: more than any host has, said before anything is allocated."""
     for more, words in (
         (["--offload", "master", "-w", "0"], "--offload master has none"),
-        (["--offload", "activations"], "add --recompute 3"),
+        (["--recompute", "2", "--offload", "activations"], "add --recompute 3"),
         (["-e", "llama3:70B,layers=900,vocab=256,seq=64", *OFFLOAD], "MiB of host memory, and a rank's share"),
     ):
         status, text = train(0, "run", *more).finish(120)

@@ -121,9 +121,36 @@ static void gpu_identify(int local_rank, char *uuid, size_t size, int *devices, 
     for (size_t i = 0; i < sizeof prop.uuid.bytes && 2 * i + 2 < size; i++)
         snprintf(uuid + 2 * i, 3, "%02x", (unsigned char)prop.uuid.bytes[i]);
 }
+// GPUs that --dry-run knows: what a run's plan asks of one. MiB: what a run may take of its memory, which is some 600
+// less than it has.
+typedef struct {
+    const char *name;
+    int sm, multiprocessors, mib;
+} GpuKind;
+static const GpuKind gpu_kinds[] = {
+    {"RTX 4080", 89, 76, 15700},   {"RTX 3090", 86, 82, 23900}, {"RTX 4090", 89, 128, 23900},
+    {"RTX 5090", 120, 170, 32000}, {"A40", 86, 84, 45400},      {"L40S", 89, 142, 45400},
+    {"A100", 80, 108, 81000},      {"H100", 90, 132, 80900},    {"H200", 90, 132, 143100},
+    {"B200", 100, 148, 182700},
+};
+inline const GpuKind *gpu_planned;  // NULL: there is a GPU
+static const GpuKind *gpu_kind(const char *name) {
+    char known[256] = "";
+    for (const GpuKind &k : gpu_kinds) {
+        if (strcasecmp(k.name, name) == 0) return &k;
+        APPEND(known, "%s%s", *known ? ", " : "", k.name);
+    }
+    die("--dry-run knows no GPU '%s'\nit knows %s", name, known);
+}
 // Of the selected device.
 static int device_attribute(cudaDeviceAttr attribute) {
     int device, value;
+    if (gpu_planned) switch (attribute) {
+        case cudaDevAttrComputeCapabilityMajor: return gpu_planned->sm / 10;
+        case cudaDevAttrComputeCapabilityMinor: return gpu_planned->sm % 10;
+        case cudaDevAttrMultiProcessorCount: return gpu_planned->multiprocessors;
+        default: unhandled(attribute);
+        }
     cudaCheck(cudaGetDevice(&device));
     cudaCheck(cudaDeviceGetAttribute(&value, attribute, device));
     return value;

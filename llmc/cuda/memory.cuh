@@ -113,10 +113,14 @@ static void memory_pin(Buffer *b) {
             mib(b->bytes), b->name, cudaGetErrorString(status),
             limit.rlim_cur < b->bytes ? "; or raise what a process may lock (ulimit -l)" : "");
 }
+static void memory_of_gpu(size_t *free_bytes, size_t *all_bytes) {
+    *free_bytes = *all_bytes = gpu_planned ? (size_t)gpu_planned->mib << 20 : 0;
+    if (!gpu_planned) cudaCheck(cudaMemGetInfo(free_bytes, all_bytes));
+}
 static void memory_set_budget(double gib) {
     size_t free_bytes, all_bytes;
     if (gib == 0) return;
-    cudaCheck(cudaMemGetInfo(&free_bytes, &all_bytes));
+    memory_of_gpu(&free_bytes, &all_bytes);
     memory_budget = (size_t)(gib * 0x1p30);
     require(memory_budget <= all_bytes, "--memory %g is more than the GPU's %.1f GiB\nleave it out, or give less", gib,
             (double)all_bytes / 0x1p30);
@@ -126,7 +130,7 @@ static void memory_set_budget(double gib) {
 static MemoryBytes memory_room(int sharers, size_t reserve = 0) {
     size_t all_bytes;
     MemoryBytes room = {0, host_bytes_free() / (size_t)sharers};
-    cudaCheck(cudaMemGetInfo(&room.device, &all_bytes));
+    memory_of_gpu(&room.device, &all_bytes);
     room.device -= std::min(reserve, room.device);
     room.device = std::min(room.device, memory_budget - std::min(memory_taken, memory_budget));
     return room;

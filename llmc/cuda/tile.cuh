@@ -197,6 +197,7 @@ __device__ inline bool last_to_arrive(unsigned *counter, unsigned count, int *sh
 
 // Whether the code that was loaded for this GPU has a Hopper kernel: only then it has barriers in static shared memory.
 template <typename Kernel> static bool has_hopper_code(Kernel kernel) {
+    if (gpu_planned) return gpu_planned->sm == 90;
     cudaFuncAttributes attributes;
     cudaCheck(cudaFuncGetAttributes(&attributes, kernel));
     return attributes.sharedSizeBytes > 0;

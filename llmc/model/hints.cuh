@@ -52,8 +52,7 @@ static double fit_cost(const Plan *p, const Options *o, double peak) {
     static const double recomputed[] = {0, 0.01, 0.03, 0.25};
     const ParamTable none = {}, *frozen = p->base == p->table ? &none : p->base;
     const double tokens = std::max((double)p->N, (double)o->total_batch / p->mesh->dp.world), copied = 50e9 /*bytes/s*/,
-                 step = tokens * flops_per_token(&p->local, p->table, frozen, p->T) /
-                        (peak > 0 ? peak / 2 : 1e14);
+                 step = tokens * flops_per_token(&p->local, p->table, frozen, p->T) / (peak > 0 ? peak / 2 : 1e14);
     const int which = offloads(o);
     const double states = which & OFFLOAD_STATES ? 2 * (p->bf16_states ? sizeof(bf16) : sizeof(float)) : 0,
                  masters = which & OFFLOAD_MASTER ? sizeof(float) : 0;
@@ -64,6 +63,7 @@ static double fit_cost(const Plan *p, const Options *o, double peak) {
 static Options fit_options(const Plan *p, const Options *asked, MemoryBytes room, double peak) {
     int fails = 0, best = -1;
     Options o, chosen = *asked;
+    if (asked->recompute < 0) chosen.recompute = p->options.recompute;
     if (!p->trains) return chosen;
     for (int i = 0; i < FIT_WAYS; i++)
         if (!fit_way(p, asked, i, &o) || !run_fits(p, &o, p->B, room)) fails |= 1 << i;

@@ -113,6 +113,8 @@ static void check_options(const Options *o) {
     require(!*o->calls || !forward_only(o),
             "--debug calls is a run of its own\nleave --generate, --serve and --evaluate out");
     require(!o->serve || !*o->prompt, "--serve reads its prompts from standard input\nleave --prompt out");
+    require(!*o->dry_run || !forward_only(o),
+            "--dry-run is for training runs\nleave --generate, --serve and --evaluate out");
     require(!o->evaluate || *o->val_data || *o->choice_data || o->hellaswag,
             "--evaluate 1 has nothing to evaluate\ngive --val-data or --choice-data");
     require(!*o->draft || is_directory(o->draft), "--draft '%s' is no folder\nname the folder of a small model",

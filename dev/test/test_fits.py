@@ -1,0 +1,83 @@
+"""What a run on a GPU chooses by itself so that it fits, shown by --dry-run, which needs no GPU."""
+
+import re
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = dict(line.split(" := ", 1) for line in (ROOT / "build/config.mk").read_text().splitlines() if " := " in line)
+GPU_PROGRAM = ROOT / f"build/bf16-{CONFIG.get('FAT_ARCHS', '').replace(' ', '-')}/train_gpt2cu"
+on_the_gpu_program = pytest.mark.skipif(not GPU_PROGRAM.exists(), reason="no GPU trainer (make train_gpt2cu)")
+LLAMA = ["-e", "llama3:8B", "-b", 1, "-t", 8192, "--state-dtype", "bf16", "-w", 0, "--head-chunks", 8]
+
+
+def said(folder, program, *options, status=0):
+    data = folder / "data.bin"
+    data.write_bytes(struct.pack("<256i", 20240520, 1, 40000, *[0] * 253) + bytes(80000))
+    words = [program, "-i", data, "-j", "", "-v", 0, "-s", 0, *options]
+    run = subprocess.run([str(w) for w in words], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == status, run.stdout + run.stderr
+    return run.stdout + run.stderr
+
+
+def mib(text):
+    return float(re.search(r"total on the GPU +([0-9.]+)", text)[1])
+
+
+@on_the_gpu_program
+def test_a_run_takes_what_fits(tmp_path):
+    """The cheapest: an H200 needs nothing, an H100 makes blocks again. It is the run that was asked for with
+    these options, and 63.6 GiB as measured on that GPU."""
+    large, fits = said(tmp_path, GPU_PROGRAM, *LLAMA, "--dry-run", "H200"), said(
+        tmp_path, GPU_PROGRAM, *LLAMA, "--dry-run", "h100"
+    )
+    assert "fits " not in large and "backward recomputes nothing" in large
+    assert "fits      with --recompute 3: a step takes some 25% longer" in fits
+    assert "backward recomputes whole blocks" in fits and abs(mib(fits) / 1024 - 63.6) < 0.1
+    asked = said(tmp_path, GPU_PROGRAM, *LLAMA, "-r", 3, "--dry-run", "H100")
+    assert "fits " not in asked and mib(asked) == mib(fits)
+
+
+@on_the_gpu_program
+def test_what_was_given_stays(tmp_path):
+    text = said(tmp_path, GPU_PROGRAM, *LLAMA, "-b", 4, "-r", 1, "--dry-run", "H100", status=1)
+    assert "this run needs" in text and "backward recomputes" not in text
+    text = said(tmp_path, GPU_PROGRAM, *LLAMA, "--offload", "activations", "--dry-run", "H200")
+    assert "backward recomputes whole blocks" in text and "in host memory: activations" in text
+
+
+@on_the_gpu_program
+def test_a_budget(tmp_path):
+    run = ["-e", "gpt2:124M", "-b", 32, "-t", 1024, "--dry-run", "H100"]
+    whole = mib(said(tmp_path, GPU_PROGRAM, *run)) / 1024
+    before = whole
+    for less in (0.999, 0.85, 0.7):
+        text = said(tmp_path, GPU_PROGRAM, *run, "--memory", f"{less * whole:.3f}")
+        assert mib(text) / 1024 <= less * whole and mib(text) / 1024 <= before and "fits      with --recompute" in text
+        before = mib(text) / 1024
+    text = said(tmp_path, GPU_PROGRAM, *run, "--memory", 0.2, status=1)
+    least = float(re.search(r"the least is ([0-9]+) MiB", text)[1])
+    assert "--memory leaves 205 MiB" in text and 205 < least < 1024 * whole
+
+
+@on_the_gpu_program
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--dry-run", "H300"], ["knows no GPU 'H300'", "H100, H200"]),
+        (["--dry-run", "H100", "--memory", 100], ["--memory 100 is more than the GPU's 79.0 GiB"]),
+        (["--dry-run", "H100", "--evaluate", 1], ["--dry-run is for training runs", "leave --generate"]),
+    ],
+)
+def test_refused(tmp_path, options, words):
+    text = said(tmp_path, GPU_PROGRAM, "-e", "d2,vocab=300", *options, status=1)
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize("option", [("--memory", 3), ("--dry-run", "H100")])
+def test_a_cpu_has_no_gpu(tmp_path, option):
+    text = said(tmp_path, ROOT / "build/train_gpt2", "-e", "d2,vocab=300", *option, status=1)
+    assert f"{option[0]}" in text and "needs a GPU" in text
