@@ -3,6 +3,7 @@
 import re
 import struct
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,9 @@ def mib(text):
 def test_a_run_takes_what_fits(tmp_path):
     """The cheapest: an H200 needs nothing, an H100 makes blocks again. It is the run that was asked for with
     these options, and 63.6 GiB as measured on that GPU."""
-    large, fits = said(tmp_path, GPU_PROGRAM, *LLAMA, "--dry-run", "H200"), said(
-        tmp_path, GPU_PROGRAM, *LLAMA, "--dry-run", "h100"
+    large, fits = (
+        said(tmp_path, GPU_PROGRAM, *LLAMA, "--dry-run", "H200"),
+        said(tmp_path, GPU_PROGRAM, *LLAMA, "--dry-run", "h100"),
     )
     assert "fits " not in large and "backward recomputes nothing" in large
     assert "fits      with --recompute 3: a step takes some 25% longer" in fits
@@ -75,6 +77,13 @@ def test_a_budget(tmp_path):
 def test_refused(tmp_path, options, words):
     text = said(tmp_path, GPU_PROGRAM, "-e", "d2,vocab=300", *options, status=1)
     assert all(word in text for word in words), text
+
+
+@on_the_gpu_program
+def test_the_page_has_the_table_of_the_program(tmp_path):
+    words = [sys.executable, "dev/what_fits.py", "--program", GPU_PROGRAM, "--models", "gpt2:774M"]
+    rows = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    assert rows in (ROOT / "doc/memory.md").read_text() and rows.count("\n") == 7
 
 
 @pytest.mark.parametrize("option", [("--memory", 3), ("--dry-run", "H100")])
