@@ -191,61 +191,74 @@ void rope_backward_cpu(float *dqkv, const float *cos_sin, int B, int T, int NH, 
     rope_rotate(dqkv, cos_sin, B, T, NH, NKV, HD, -1);
 }
 
-// ---- RMSNorm of each q and k head, before they are rotated
+// ---- RMSNorm of each q and k head, before they are rotated; or of all heads of q together, and of all of k
 
-// What is the same for all rows. gains, dgains (2, HD): of all q heads, of all k heads.
+// What is the same for all rows. gains, dgains: of a q head, then of a k head (2, HD); whole: of all (NH+NKV, HD).
 typedef struct {
     const float *gains;  // NULL: all are 1
     float *dgains;       // +=
-    float eps, scale;    // scale: of q heads, so that the softmax has a scale of its own
+    float eps, scale;    // scale: of q, so that the softmax has a scale of its own
+    int whole;
 } HeadNorm;
+// What is normalised together: elements of a row from `at` on, and the place of their gains.
+typedef struct {
+    size_t at, gains;
+    int width;
+    float scale;
+} NormGroup;
+static int norm_groups(HeadNorm norm, int NH, int NKV) { return norm.whole ? 2 : NH + NKV; }
+static NormGroup norm_group(HeadNorm norm, int i, int NH, int NKV, int HD) {
+    const int is_q = i < (norm.whole ? 1 : NH), heads = !norm.whole ? 1 : is_q ? NH : NKV;
+    const size_t at = area(norm.whole ? i * NH : i, HD);
+    return (NormGroup){at, norm.whole ? at : is_q ? 0 : (size_t)HD, heads * HD, is_q ? norm.scale : 1};
+}
 
-// out = qkv with normalised q and k heads
+// out = qkv with normalised q and k
 void qk_norm_forward_cpu(float *out, const float *qkv, HeadNorm norm, int N, int NH, int NKV, int HD) {
     const size_t row = area(NH + 2 * NKV, HD);
     PARALLEL_FOR
     for (int n = 0; n < N; n++) {
         copy_floats(out + n * row, qkv + n * row, row);
-        for (int h = 0; h < NH + NKV; h++) {
-            const float *x = qkv + n * row + area(h, HD), *gains = norm.gains + (h < NH ? 0 : HD);
-            float *y = out + n * row + area(h, HD), squares = 0;
+        for (int i = 0; i < norm_groups(norm, NH, NKV); i++) {
+            const NormGroup g = norm_group(norm, i, NH, NKV, HD);
+            const float *x = qkv + n * row + g.at, *gains = norm.gains + g.gains;
+            float *y = out + n * row + g.at, squares = 0;
             #pragma omp simd reduction(+ : squares)
-            for (int i = 0; i < HD; i++) squares += x[i] * x[i];
-            const float rstd = (h < NH ? norm.scale : 1) / sqrtf(squares / HD + norm.eps);
-            for (int i = 0; i < HD; i++) y[i] = x[i] * rstd * (norm.gains ? gains[i] : 1);
+            for (int j = 0; j < g.width; j++) squares += x[j] * x[j];
+            const float rstd = g.scale / sqrtf(squares / g.width + norm.eps);
+            for (int j = 0; j < g.width; j++) y[j] = x[j] * rstd * (norm.gains ? gains[j] : 1);
         }
     }
 }
-// With d the gradient of a head and g = d * gain * scale:
+// With d the gradient of what is normalised together and g = d * gain * scale:
 //   dx = rstd * (g - x * rstd * avg(g * x * rstd)), in place of d;
 //     dgain = sum over rows and heads of d * scale * x * rstd
 // Sums are taken within each task of ROWS rows, then over tasks in order.
 void qk_norm_backward_cpu(float *dqkv, const float *qkv, HeadNorm norm, int N, int NH, int NKV, int HD) {
     enum { ROWS = 32 };
-    const int tasks = (N + ROWS - 1) / ROWS, heads = NH + NKV;
-    const size_t row = area(NH + 2 * NKV, HD);
-    float *sums = new_zeros(float, area(tasks, 2 * HD));
+    const int tasks = (N + ROWS - 1) / ROWS, groups = norm_groups(norm, NH, NKV);
+    const size_t row = area(NH + 2 * NKV, HD), gained = area(norm.whole ? NH + NKV : 2, HD);
+    float *sums = new_zeros(float, tasks *gained);
     PARALLEL_FOR
     for (int task = 0; task < tasks; task++)
-        for (int i = task * ROWS * heads; i < min_int((task + 1) * ROWS, N) * heads; i++) {
-            const int h = i % heads, first = h < NH ? 0 : HD;
-            const size_t head = i / heads * row + area(h, HD);
-            const float *x = qkv + head, *gains = norm.gains + first, scale = h < NH ? norm.scale : 1;
-            float *d = dqkv + head, *sum = sums + area(task, 2 * HD) + first, squares = 0, dot = 0;
+        for (int i = task * ROWS * groups; i < min_int((task + 1) * ROWS, N) * groups; i++) {
+            const NormGroup g = norm_group(norm, i % groups, NH, NKV, HD);
+            const float *x = qkv + i / groups * row + g.at, *gains = norm.gains + g.gains;
+            float *d = dqkv + i / groups * row + g.at, *sum = sums + task * gained + g.gains, squares = 0, dot = 0;
             #pragma omp simd reduction(+ : squares, dot)
-            for (int j = 0; j < HD; j++) {
+            for (int j = 0; j < g.width; j++) {
                 squares += x[j] * x[j];
-                dot += d[j] * scale * (norm.gains ? gains[j] : 1) * x[j];
+                dot += d[j] * g.scale * (norm.gains ? gains[j] : 1) * x[j];
             }
-            const float rstd = 1 / sqrtf(squares / HD + norm.eps), along = dot * rstd * rstd / HD;
-            for (int j = 0; j < HD; j++) {
-                const float dn = d[j] * scale;
+            const float rstd = 1 / sqrtf(squares / g.width + norm.eps), along = dot * rstd * rstd / g.width;
+            for (int j = 0; j < g.width; j++) {
+                const float dn = d[j] * g.scale;
                 sum[j] += dn * x[j] * rstd;
                 d[j] = rstd * (dn * (norm.gains ? gains[j] : 1) - x[j] * along);
             }
         }
     for (int task = 0; task < tasks && norm.dgains; task++)
-        for (int i = 0; i < 2 * HD; i++) norm.dgains[i] += sums[area(task, 2 * HD) + i];
+        for (size_t i = 0; i < gained; i++) norm.dgains[i] += sums[task * gained + i];
     free(sums);
 }
 
@@ -419,6 +432,113 @@ void relu2_backward_cpu(float *dinp /*=*/, const float *dout, const float *inp, 
     for (size_t i = 0; i < n; i++) dinp[i] = inp[i] < 0 ? 0 : dout[i] * 2 * inp[i];
 }
 
+// ---- a mixture of experts: a token has K of E MLPs, those that its router finds most probable
+//   p = softmax(logits)        share_k = p of the k-th [/ the sum of the K]
+//     out = sum over k of share_k expert_k(x)
+// It has a row for each of its experts. The N*K rows are sorted by expert, within one by token.
+
+typedef struct {
+    float *probs;   // (N, E)
+    float *shares;  // (N, K), falling
+    int *experts;   // (N, K); of equally probable ones the first
+    int *rows;      // (N, K) the rows of a token
+    int *tokens;    // (N*K) the token of a row
+    int *begin;     // (E+1) the first row of an expert
+} Routing;
+
+static void route_token(float *p, float *shares, int *experts, int renormalise, int E, int K) {
+    float sum = 0;
+    softmax(p, E, 1);
+    for (int k = 0; k < K; k++) {
+        int best = -1;  // of NaN, too, there are K different ones
+        for (int e = 0; e < E; e++) {
+            int is_taken = 0;
+            for (int j = 0; j < k; j++) is_taken |= experts[j] == e;
+            if (!is_taken && (best < 0 || p[e] > p[best])) best = e;
+        }
+        experts[k] = best;
+        sum += shares[k] = p[best];
+    }
+    for (int k = 0; k < K && renormalise; k++) shares[k] /= sum;
+}
+// probs: the router's logits, which become probabilities. Fills in the rest.
+void route_cpu(Routing r, int renormalise, int N, int E, int K) {
+    PARALLEL_FOR
+    for (int n = 0; n < N; n++)
+        route_token(r.probs + area(n, E), r.shares + area(n, K), r.experts + area(n, K), renormalise, E, K);
+    int *next = new_zeros(int, E + 1);
+    for (int i = 0; i < N * K; i++) next[r.experts[i] + 1]++;
+    for (int e = 0; e < E; e++) next[e + 1] += next[e];
+    memcpy(r.begin, next, (E + 1) * sizeof(int));
+    for (int i = 0; i < N * K; i++) {
+        r.rows[i] = next[r.experts[i]]++;
+        r.tokens[r.rows[i]] = i / K;
+    }
+    free(next);
+}
+static int rows_of_expert(Routing r, int e) { return r.begin[e + 1] - r.begin[e]; }
+// How unevenly experts are used (Fedus et al., "Switch Transformers", arXiv:2101.03961): E sum_e f_e P_e, f_e: the part
+// of the tokens that have expert e, P_e: its mean probability. K if all are used alike. f_e has no gradient.
+double route_balance_cpu(Routing r, int N, int E) {
+    double balance = 0;
+    for (int n = 0; n < N; n++)
+        for (int e = 0; e < E; e++) balance += (double)rows_of_expert(r, e) * r.probs[area(n, E) + e];
+    return balance * E / N / N;
+}
+// dshares (N, K) and balance times the loss above -> dlogits (N, E)
+void route_backward_cpu(float *dlogits /*=*/, const float *dshares, Routing r, float balance, int renormalise, int N,
+                        int E, int K) {
+    PARALLEL_FOR
+    for (int n = 0; n < N; n++) {
+        const float *p = r.probs + area(n, E), *dshare = dshares + area(n, K), *share = r.shares + area(n, K);
+        const int *experts = r.experts + area(n, K);
+        float *d = dlogits + area(n, E), sum = 0, along = 0;
+        for (int k = 0; k < K; k++) {
+            sum += p[experts[k]];
+            along += dshare[k] * share[k];
+        }
+        for (int e = 0; e < E; e++) d[e] = balance * E * rows_of_expert(r, e) / ((float)N * N);
+        for (int k = 0; k < K; k++) d[experts[k]] += renormalise ? (dshare[k] - along) / sum : dshare[k];
+        along = 0;
+        for (int e = 0; e < E; e++) along += p[e] * d[e];
+        for (int e = 0; e < E; e++) d[e] = p[e] * (d[e] - along);
+    }
+}
+// out (N*K, C): each row is that of its token in inp (N, C).
+void gather_rows_cpu(float *out, const float *inp, Routing r, int rows, int C) {
+    #pragma omp parallel for schedule(static) if (rows > 64)
+    for (int i = 0; i < rows; i++) copy_floats(out + area(i, C), inp + area(r.tokens[i], C), C);
+}
+// out (N, C) = [x +] sum over a token's rows of [share] row (N*K, C), in the order of its experts
+void sum_rows_cpu(float *out, const float *x /*NULL: none*/, const float *rows, const float *shares /*NULL: 1*/,
+                  Routing r, int N, int K, int C) {
+    #pragma omp parallel for schedule(static) if (N > 64)
+    for (int n = 0; n < N; n++) {
+        float *o = out + area(n, C);
+        for (int c = 0; c < C; c++) o[c] = x ? x[area(n, C) + c] : 0;
+        for (int k = 0; k < K; k++) {
+            const float *row = rows + area(r.rows[area(n, K) + k], C), share = shares ? shares[area(n, K) + k] : 1;
+            for (int c = 0; c < C; c++) o[c] += share * row[c];
+        }
+    }
+}
+// dout (N*K, C): the gradient of its token's sum in each row; da (N*K, F): that of a, if the share were 1. They become
+// those of the rows, and dshares (N, K) = da a.
+void shares_backward_cpu(float *dshares /*=*/, float *dout, float *da, const float *a, Routing r, int N, int K, int C,
+                         int F) {
+    PARALLEL_FOR
+    for (int i = 0; i < N * K; i++) {
+        const int row = r.rows[i];
+        float *d = da + area(row, F), *o = dout + area(row, C), dot = 0;
+        const float *x = a + area(row, F), share = r.shares[i];
+        #pragma omp simd reduction(+ : dot)
+        for (int f = 0; f < F; f++) dot += d[f] * x[f];
+        dshares[i] = dot;
+        for (int f = 0; f < F; f++) d[f] *= share;
+        for (int c = 0; c < C; c++) o[c] *= share;
+    }
+}
+
 // ---- cross entropy over the first V of Vp columns: loss = logsumexp(logits) - logits[target]. write_dlogits: logits
 // become their own gradient (softmax - onehot) * dloss, zeros in the padding. dloss is that of every row, or times
 // factors (N) that of each. A target < 0 is ignored: loss 0, gradient 0. With softcap a > 0 it is that of y = a x /
@@ -577,6 +697,7 @@ void newton_schulz_cpu(float *x, float *scratch, int rows, int cols, const Muon 
 //   h1 = norm1(x)     q,k,v = h1 Wqkv^T + b           y = attention(q,k,v)     x_mid = x + y Wproj^T + b
 //                     q,k = rope(norm(q,k))
 //   h2 = norm2(x_mid) f = h2 Wfc^T + b                a = activation(f)        x_out = x_mid + a Wfcproj^T + b
+// In a mixture each token has K rows of f and a (Routing), which are summed by their shares.
 // Backward reads all of these. --recompute 1 keeps one `a` for all blocks, 2 also one of what norms give, 3 one of all
 // but x_out; backward recomputes what was not kept.
 //
@@ -614,6 +735,7 @@ typedef struct {
 // A block's activations. attended: q, k, v as attention reads them.
 typedef struct {
     float *h1, *mean1, *rstd1, *qkv, *attended, *y, *lse, *x_mid, *h2, *mean2, *rstd2, *f, *a, *x_out;
+    Routing routing;
 } BlockActs;
 // A unit's weights and, in backward, gradients, each from the unit's first element on. A block's are there until the
 // next block's unit_get.
@@ -629,7 +751,7 @@ typedef struct {
 typedef struct {
     Unit unit;
     Norm norm1, norm2;
-    Linear qkv, proj, fc, fcproj;
+    Linear qkv, proj, fc, fcproj, router;  // of a mixture fc and fcproj are those of expert 0 (expert_of)
     HeadNorm qk_norm;
     BlockActs a;
 } Block;
@@ -667,6 +789,10 @@ struct Model {
     int head_rows;  // rows that the head runs on at a time
     // gradients: of the residual stream, of a block's branch, and inside the branch
     float *dx, *branch, *dqkv, *df, *da;
+    // a mixture's: rows (N*K,C) and gradients of shares (N,K) and logits (N,E); rows of each block's experts, and the
+    // balance (route_balance_cpu), in the step so far
+    float *expert_rows, *dshares, *drouter, *load;
+    double balance;
     double loss;            // sum over the step's micro-steps
     double tokens, masked;  // of the step: of all ranks; of this rank, those that are not learned
     Ranges ranges;          // --documents, --window: of the pass; else empty
@@ -684,6 +810,8 @@ typedef struct {
     int NH, NKV, HD;         // heads of this rank, and their width
     int rows;                // of the stream that this rank has: N / tp, while generating N
     int accumulate, reduce;  // add to the gradients; sum them over ranks as soon as they are complete
+    float balance;           // of the loss of a block's experts (Config.balance)
+    int counts;              // they are counted in m->load
     const KvCache *cache;    // generating: B = 1, the keys and values of the tokens before; NULL: training
     const KvPlace *places;   // of the N rows in the cache
     int prompt;              // they are consecutive tokens of one slot, which are not drawn from
@@ -700,6 +828,7 @@ static Unit unit_get(Model *m, int unit, UnitUse use);
 static void unit_release(Model *m, const Pass *p, const Unit *u);  // its gradients are complete
 static Weights weights_at(const Unit *u, Role weight, Role bias);
 static Block block_get(Model *m, int l, UnitUse use);
+static Linear expert_of(const Model *m, const Block *b, Role role, int expert);
 static Linear head_of(Model *m, UnitUse use);
 static void clear_gradients(Model *m, const Pass *p);  // zeros where backward adds
 static float *owned(const Model *m, Slot s, Span span);
@@ -762,6 +891,11 @@ static void norm_rows(const Model *m, const Pass *p, const Norm *n, float *out) 
                      m->config.norm_eps);
     lap("norm", 0);
 }
+// out (rows,C) = x + bias + the sum of all ranks' parts (N,C) of a branch
+static void add_branch(Model *m, const Pass *p, float *out, const float *x, const float *bias, float *parts) {
+    const float *sum = sum_rows(m, p, parts);
+    for (size_t i = 0; i < area(p->rows, p->C); i++) out[i] = x[i] + (bias ? bias[i % p->C] : 0) + sum[i];
+}
 // The second layer of a branch: out (rows,C) = x + bias + a weight^T. With several ranks each has some columns of a.
 static void linear_project(Model *m, const Pass *p, const Linear *l, float *out, const float *x, const float *a) {
     Linear part = *l;
@@ -771,18 +905,47 @@ static void linear_project(Model *m, const Pass *p, const Linear *l, float *out,
     }
     part.w.bias = NULL;
     linear_product(&part, m->branch, NULL, a, p->N);
-    const float *sum = sum_rows(m, p, m->branch);
-    for (size_t i = 0; i < area(p->rows, p->C); i++) out[i] = x[i] + (l->w.bias ? l->w.bias[i % p->C] : 0) + sum[i];
+    add_branch(m, p, out, x, l->w.bias, m->branch);
 }
+static int mlp_rows(const Model *m, const Pass *p) { return p->N * token_mlps(&m->config); }
 static void activation_forward(const Model *m, const Pass *p, float *a, const float *f) {
-    int F = m->local.ffn_dim;
+    int F = m->local.ffn_dim, rows = mlp_rows(m, p);
     switch (m->config.mlp) {
-    case MLP_GELU: gelu_forward_cpu(a, f, area(p->N, F)); break;
-    case MLP_SWIGLU: swiglu_forward_cpu(a, f, p->N, F); break;
-    case MLP_RELU2: relu2_forward_cpu(a, f, area(p->N, F)); break;
+    case MLP_GELU: gelu_forward_cpu(a, f, area(rows, F)); break;
+    case MLP_SWIGLU: swiglu_forward_cpu(a, f, rows, F); break;
+    case MLP_RELU2: relu2_forward_cpu(a, f, area(rows, F)); break;
     default: unhandled(m->config.mlp);
     }
     lap("activation", 0);
+}
+// out (N*K,out) = inp (N*K,in) weight^T, of each row with the weight of its expert
+static void experts_product(const Model *m, const Block *b, Role role, float *out, const float *inp) {
+    const Routing r = b->a.routing;
+    for (int e = 0; e < m->config.num_experts; e++) {
+        const Linear l = expert_of(m, b, role, e);
+        const size_t first = (size_t)r.begin[e];
+        if (rows_of_expert(r, e))
+            linear_product(&l, out + first * l.out, NULL, inp + first * l.in, rows_of_expert(r, e));
+    }
+}
+// Which experts a token has, and the first layer of each: h (N,C) -> f (N*K,..)
+static void experts_forward(Model *m, const Pass *p, const Block *b, const float *h) {
+    const int E = m->config.num_experts, K = m->config.active_experts;
+    const Routing r = b->a.routing;
+    linear_product(&b->router, r.probs, NULL, h, p->N);
+    route_cpu(r, m->config.renormalise, p->N, E, K);
+    gather_rows_cpu(m->expert_rows, h, r, p->N * K, p->C);
+    lap("router", 0);
+    experts_product(m, b, ROLE_FCW, b->a.f, m->expert_rows);
+}
+// Their second layer: out (rows,C) = x + the sums of a (N*K,F) weight^T by shares
+static void experts_project(Model *m, const Pass *p, const Block *b, float *out, const float *x) {
+    const int K = m->config.active_experts, is_alone = m->mesh->tp.world == 1;
+    const Routing r = b->a.routing;
+    experts_product(m, b, ROLE_FCPROJW, m->expert_rows, b->a.a);
+    sum_rows_cpu(is_alone ? out : m->branch, is_alone ? x : NULL, m->expert_rows, r.shares, r, p->N, K, p->C);
+    lap("router", 0);
+    if (!is_alone) add_branch(m, p, out, x, NULL, m->branch);
 }
 // What attention reads of q and k: normalised and rotated, if the model does that.
 static void normalise_and_rotate(const Model *m, const Pass *p, const Block *b) {
@@ -804,14 +967,28 @@ static void block_inside(Model *m, const Pass *p, const Block *b, int l) {
     lap("attention", 2.0 * p->N * p->T * p->NH * p->HD);
     linear_project(m, p, &b->proj, a->x_mid, b->norm1.x, a->y);
     norm_rows(m, p, &b->norm2, a->h2);
-    linear_product(&b->fc, a->f, NULL, all_rows(m, p, a->h2), p->N);
+    const float *h = all_rows(m, p, a->h2);
+    if (m->config.num_experts)
+        experts_forward(m, p, b, h);
+    else
+        linear_product(&b->fc, a->f, NULL, h, p->N);
     activation_forward(m, p, a->a, a->f);
+}
+// Adds what a step's report says of a block's experts.
+static void count_load(Model *m, const Pass *p, Routing r, int l) {
+    const int E = m->config.num_experts;
+    for (int e = 0; e < E; e++) m->load[area(l, E) + e] += (float)rows_of_expert(r, e);
+    m->balance += route_balance_cpu(r, p->N, E);
 }
 static void block_forward(Model *m, const Pass *p, int l) {
     watchdog_beat(PHASE_FORWARD, l);
     Block b = block_get(m, l, p->cache && !p->prompt ? UNIT_DECODE : UNIT_FORWARD);
     block_inside(m, p, &b, l);
-    linear_project(m, p, &b.fcproj, b.a.x_out, b.a.x_mid, b.a.a);
+    if (m->config.num_experts)
+        experts_project(m, p, &b, b.a.x_out, b.a.x_mid);
+    else
+        linear_project(m, p, &b.fcproj, b.a.x_out, b.a.x_mid, b.a.a);
+    if (p->counts) count_load(m, p, b.a.routing, l);
 }
 
 // tokens (B,T) -> the stream, m->x_embedding (rows,C)
@@ -870,14 +1047,27 @@ static void head(Model *m, const Pass *p, const int *targets, float dloss, const
 
 // ---- backward
 
+// Of an expert that no token has.
+static void clear_matrix_gradient(const Linear *l, int rank) {
+    if (l->w.dweight) memset(l->w.dweight, 0, area(l->out, l->in) * sizeof(float));
+    for (const Adapter *x = l->adapters; x < l->adapters + l->num_adapters; x++) {
+        memset(x->da, 0, area(rank, l->in) * sizeof(float));
+        memset(x->db, 0, area(x->rows, rank) * sizeof(float));
+    }
+}
 // The gradients of weight, bias and adapters. The bias sums over `bias_rows` rows of bias_dout: a projection's over
 // this rank's rows of the stream's gradient, of which dout are all rows.
-static void linear_backward_weight(Model *m, const Pass *p, const Linear *l, const float *dout, const float *inp,
-                                   const float *bias_dout, int bias_rows) {
-    linear_product_weight(l, dout, inp, p->N, p->accumulate);
+static void matrix_gradient(Model *m, const Pass *p, const Linear *l, const float *dout, const float *inp, int rows) {
+    if (!rows && !p->accumulate) clear_matrix_gradient(l, m->lora.rank);
+    if (!rows) return;
+    linear_product_weight(l, dout, inp, rows, p->accumulate);
     for (const Adapter *x = l->adapters; x < l->adapters + l->num_adapters; x++)
         lora_backward_cpu(x->da, x->db, m->low_rank, dout + x->row, l->out, x->rows, inp, x->a, x->b, m->lora.rank,
-                          lora_scale(&m->lora), p->accumulate, p->N, l->in);
+                          lora_scale(&m->lora), p->accumulate, rows, l->in);
+}
+static void linear_backward_weight(Model *m, const Pass *p, const Linear *l, const float *dout, const float *inp,
+                                   const float *bias_dout, int bias_rows) {
+    matrix_gradient(m, p, l, dout, inp, p->N);
     if (l->w.dbias) bias_backward_cpu(l->w.dbias, bias_dout, bias_rows, l->out);
 }
 // The gradient of the stream, m->dx, goes on through a norm. m->branch has the gradient of the norm's output.
@@ -888,11 +1078,11 @@ static void norm_gradient(Model *m, const Pass *p, const Norm *n) {
     lap("norm backward", 0);
 }
 static void activation_backward(const Model *m, const Pass *p, const float *f) {
-    int F = m->local.ffn_dim;
+    int F = m->local.ffn_dim, rows = mlp_rows(m, p);
     switch (m->config.mlp) {
-    case MLP_GELU: gelu_backward_cpu(m->df, m->da, f, area(p->N, F)); break;
-    case MLP_SWIGLU: swiglu_backward_cpu(m->df, m->da, f, p->N, F); break;
-    case MLP_RELU2: relu2_backward_cpu(m->df, m->da, f, area(p->N, F)); break;
+    case MLP_GELU: gelu_backward_cpu(m->df, m->da, f, area(rows, F)); break;
+    case MLP_SWIGLU: swiglu_backward_cpu(m->df, m->da, f, rows, F); break;
+    case MLP_RELU2: relu2_backward_cpu(m->df, m->da, f, area(rows, F)); break;
     default: unhandled(m->config.mlp);
     }
     lap("activation backward", 0);
@@ -908,17 +1098,64 @@ static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
     norm_rows(m, p, &b->norm1, b->a.h1);
     norm_rows(m, p, &b->norm2, b->a.h2);
 }
+// dx (N,C): the gradient of the MLP's output; that of its input becomes m->branch
+static void mlp_backward(Model *m, const Pass *p, const Block *b, const float *dx) {
+    linear_backward_weight(m, p, &b->fcproj, dx, b->a.a, m->dx, p->rows);
+    linear_product_backward(&b->fcproj, m->da, dx, p->N);
+    activation_backward(m, p, b->a.f);
+    linear_backward_weight(m, p, &b->fc, m->df, all_rows(m, p, b->a.h2), m->df, p->N);
+    linear_product_backward(&b->fc, m->branch, m->df, p->N);
+}
+// dinp (N*K,in) = dout (N*K,out) weight, of each row with the weight of its expert
+static void experts_product_backward(const Model *m, const Block *b, Role role, float *dinp, const float *dout) {
+    const Routing r = b->a.routing;
+    for (int e = 0; e < m->config.num_experts; e++) {
+        const Linear l = expert_of(m, b, role, e);
+        const size_t first = (size_t)r.begin[e];
+        if (rows_of_expert(r, e))
+            linear_product_backward(&l, dinp + first * l.in, dout + first * l.out, rows_of_expert(r, e));
+    }
+}
+// The gradients of all experts' weights, of one that no token has, too.
+static void experts_gradient(Model *m, const Pass *p, const Block *b, Role role, const float *dout, const float *inp) {
+    const Routing r = b->a.routing;
+    for (int e = 0; e < m->config.num_experts; e++) {
+        const Linear l = expert_of(m, b, role, e);
+        const size_t first = (size_t)r.begin[e];
+        matrix_gradient(m, p, &l, dout + first * l.out, inp + first * l.in, rows_of_expert(r, e));
+    }
+}
+// As mlp_backward. Of several ranks each has a part of every gradient, and the first one the balance.
+static void experts_backward(Model *m, const Pass *p, const Block *b, const float *dx) {
+    const Config *c = &m->local;
+    const int N = p->N, E = c->num_experts, K = c->active_experts;
+    const float balance = m->mesh->tp.rank ? 0 : p->balance;
+    const Routing r = b->a.routing;
+    gather_rows_cpu(m->expert_rows, dx, r, N * K, p->C);
+    experts_product_backward(m, b, ROLE_FCPROJW, m->da, m->expert_rows);
+    shares_backward_cpu(m->dshares, m->expert_rows, m->da, b->a.a, r, N, K, p->C, c->ffn_dim);
+    experts_gradient(m, p, b, ROLE_FCPROJW, m->expert_rows, b->a.a);
+    activation_backward(m, p, b->a.f);
+    const float *h = all_rows(m, p, b->a.h2);  // in place of all of dx
+    gather_rows_cpu(m->expert_rows, h, r, N * K, p->C);
+    experts_gradient(m, p, b, ROLE_FCW, m->df, m->expert_rows);
+    experts_product_backward(m, b, ROLE_FCW, m->expert_rows, m->df);
+    route_backward_cpu(m->drouter, m->dshares, r, balance, c->renormalise, N, E, K);
+    matrix_gradient(m, p, &b->router, m->drouter, h, N);
+    linear_product_backward(&b->router, m->branch, m->drouter, N);
+    sum_rows_cpu(m->branch, m->branch, m->expert_rows, NULL, r, N, K, p->C);
+    lap("router", 0);
+}
 // m->dx is the gradient of the block's output on entry and of its input on return.
 static void block_backward(Model *m, const Pass *p, int l) {
     watchdog_beat(PHASE_BACKWARD, l);
     Block b = block_get(m, l, UNIT_BACKWARD);
     block_recompute(m, p, &b, l);
     const float *dx = all_rows(m, p, m->dx);
-    linear_backward_weight(m, p, &b.fcproj, dx, b.a.a, m->dx, p->rows);
-    linear_product_backward(&b.fcproj, m->da, dx, p->N);
-    activation_backward(m, p, b.a.f);
-    linear_backward_weight(m, p, &b.fc, m->df, all_rows(m, p, b.a.h2), m->df, p->N);
-    linear_product_backward(&b.fc, m->branch, m->df, p->N);
+    if (m->config.num_experts)
+        experts_backward(m, p, &b, dx);
+    else
+        mlp_backward(m, p, &b, dx);
     norm_gradient(m, p, &b.norm2);
     dx = all_rows(m, p, m->dx);
     linear_backward_weight(m, p, &b.proj, dx, b.a.y, m->dx, p->rows);
@@ -982,12 +1219,20 @@ static const int *read_marks(const Model *m, Pass *p, const int *inputs) {
     ranges_fill(&p->ranges, inputs, p->B, p->T, m->window);
     return p->ranges.ids;
 }
+static void clear_load(Model *m) {
+    const size_t all = area(m->config.num_layers, m->config.num_experts);
+    if (all) memset(m->load, 0, all * sizeof(float));
+    m->balance = 0;
+}
 void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro) {
     Pass p = pass_of(m, m->B, m->T);
     m->tokens = (double)p.N * num_micro * m->mesh->dp.world;
     inputs = read_marks(m, &p, inputs);
     p.accumulate = micro > 0;
     p.reduce = micro == num_micro - 1 && m->mesh->job.world > 1;
+    p.counts = m->config.num_experts > 0;
+    p.balance = m->config.balance / m->config.num_layers * (float)(p.N / m->tokens);
+    if (micro == 0) clear_load(m);
     model_forward(m, &p, inputs);
     head(m, &p, targets, 1 / m->tokens, NULL, 1);
     model_backward(m, &p, inputs);
@@ -1230,8 +1475,11 @@ static void fill_block(Model *m, const Unit *u) {
         float *matrix = m->block_weights + param_at(t, u->number, role) - begin;
         Adapter adapters[LORA_MOST_PAIRS];
         if (q) quant_widen_rows(q, 0, q->rows, matrix);
-        const int count = adapters_of(t, &m->table, u->number, role, u->adapters, NULL, adapters);
-        for (int i = 0; i < count; i++) adapter_merge(&m->lora, &adapters[i], matrix);
+        const int layers = role < ROLE_FCW ? 1 : block_mlps(&m->config);
+        for (int layer = 0; layer < layers; layer++) {
+            const int count = adapters_of(t, &m->table, u->number, role, layer, layers, 0, u->adapters, NULL, adapters);
+            for (int i = 0; i < count; i++) adapter_merge(&m->lora, &adapters[i], matrix);
+        }
     }
     lap("adapters", 0);
 }
@@ -1264,19 +1512,40 @@ static Weights weights_at(const Unit *u, Role weight, Role bias) {
     return (Weights){param_pointer(u, u->weights, weight), param_pointer(u, u->weights, bias),
                      param_pointer(u, u->grads, weight), param_pointer(u, u->grads, bias)};
 }
-static Linear linear_at(const Model *m, const Unit *u, Role weight, Role bias, int in, int out) {
+// layer: of `layers` alike that lie one after another, the experts of a mixture.
+static Linear layer_at(const Model *m, const Unit *u, Role weight, Role bias, int layer, int layers, int in, int out) {
     const int is_whole = u->weights == m->block_weights;  // of a block in few bits, too
     const QuantMatrix *q = is_whole ? NULL : quant_matrix(m->quantised, &m->config, u->number, weight);
-    const Weights w = weights_at(u, weight, bias);
-    const QuantMatrix native = {WEIGHTS_FP32, out, in, (uint8_t *)w.weight, NULL};
-    Linear l = {w, in, out, &m->operands, q ? *q : native, u->use == UNIT_DECODE, "matmul", "block backward", 0, {{0}}};
-    l.num_adapters = adapters_of(&m->frozen, &m->table, u->number, weight, u->adapters, u->adapter_grads, l.adapters);
+    const size_t first = layer * area(out, in);
+    Weights w = weights_at(u, weight, bias);
+    if (w.weight) w.weight += first;
+    if (w.dweight) w.dweight += first;
+    const QuantMatrix stored =
+        q ? quant_rows(q, area(layer, out), out) : (QuantMatrix){WEIGHTS_FP32, out, in, (uint8_t *)w.weight, NULL};
+    Linear l = {w, in, out, &m->operands, stored, u->use == UNIT_DECODE, "matmul", "block backward", 0, {{0}}};
+    l.num_adapters = adapters_of(&m->frozen, &m->table, u->number, weight, layer, layers, out, u->adapters,
+                                 u->adapter_grads, l.adapters);
+    return l;
+}
+static Linear linear_at(const Model *m, const Unit *u, Role weight, Role bias, int in, int out) {
+    return layer_at(m, u, weight, bias, 0, 1, in, out);
+}
+// role: ROLE_FCW or ROLE_FCPROJW
+static Linear expert_of(const Model *m, const Block *b, Role role, int expert) {
+    const Linear *l = role == ROLE_FCW ? &b->fc : &b->fcproj;
+    return layer_at(m, &b->unit, role, NUM_ROLES, expert, m->config.num_experts, l->in, l->out);
+}
+// A mixture's choice of experts, in fp32 whatever the other products round to.
+static Linear router_of(const Model *m, const Unit *u) {
+    static const Operands native = {OPERANDS_NATIVE, OPERANDS_NATIVE, OPERANDS_NATIVE, 0, {NULL}, NULL};
+    Linear l = linear_at(m, u, ROLE_ROUTERW, NUM_ROLES, m->local.channels, m->config.num_experts);
+    l.operands = &native;
     return l;
 }
 static Block block_get(Model *m, int l, UnitUse use) {
     const Config *c = &m->local;
     const BlockActs *a = &m->blocks[l];
-    int C = c->channels;
+    int C = c->channels, layers = block_mlps(c);
     Unit u = unit_get(m, l + 1, use);
     return (Block){
         .unit = u,
@@ -1284,10 +1553,11 @@ static Block block_get(Model *m, int l, UnitUse use) {
         .norm2 = {weights_at(&u, ROLE_LN2W, ROLE_LN2B), a->mean2, a->rstd2, a->x_mid},
         .qkv = linear_at(m, &u, ROLE_QKVW, ROLE_QKVB, C, qkv_width(c)),
         .proj = linear_at(m, &u, ROLE_PROJW, ROLE_PROJB, c->num_heads * c->head_dim, C),
-        .fc = linear_at(m, &u, ROLE_FCW, ROLE_FCB, C, fc_width(c)),
-        .fcproj = linear_at(m, &u, ROLE_FCPROJW, ROLE_FCPROJB, c->ffn_dim, C),
+        .fc = layer_at(m, &u, ROLE_FCW, ROLE_FCB, 0, layers, C, fc_width(c)),
+        .fcproj = layer_at(m, &u, ROLE_FCPROJW, ROLE_FCPROJB, 0, layers, c->ffn_dim, C),
+        .router = router_of(m, &u),
         .qk_norm = {param_pointer(&u, u.weights, ROLE_QKNORMW), param_pointer(&u, u.grads, ROLE_QKNORMW), c->norm_eps,
-                    query_scale(c)},
+                    query_scale(c), c->qk_norm == QK_NORM_WHOLE},
         .a = *a,
     };
 }
@@ -1695,7 +1965,9 @@ static void check_run(const Config *c, const Options *o, const Mesh *mesh) {
 static void open_quantised(Model *m, WeightFormat f) {
     const Config *c = &m->local;
     const int C = c->channels, Q = c->num_heads * c->head_dim, L = c->num_layers;
-    const int sizes[][2] = {{qkv_width(c), C}, {C, Q}, {fc_width(c), C}, {C, c->ffn_dim}, {c->padded_vocab_size, C}};
+    const int E = block_mlps(c);
+    const int sizes[][2] = {
+        {qkv_width(c), C}, {C, Q}, {E * fc_width(c), C}, {E * C, c->ffn_dim}, {c->padded_vocab_size, C}};
     quant_check(f, "channels", C);
     quant_check(f, "columns of all heads", Q);
     quant_check(f, "columns of the MLP", c->ffn_dim);
@@ -1705,15 +1977,25 @@ static void open_quantised(Model *m, WeightFormat f) {
         m->quantised[i] = quantised_zeros(m, f, size[0], size[1]);
     }
 }
+static Routing open_routing(Model *m, int N) {
+    const int E = m->config.num_experts, K = m->config.active_experts;
+    const Routing r = {floats(m, area(N, E)),
+                       floats(m, area(N, K)),
+                       room(m, area(N, K) * sizeof(int)),
+                       room(m, area(N, K) * sizeof(int)),
+                       room(m, area(N, K) * sizeof(int)),
+                       room(m, (E + 1) * sizeof(int))};
+    return r;
+}
 // Activations of one block. What a block shares with block 0 is recomputed in backward.
 static BlockActs block_acts(Model *m, int N, int rows, const BlockActs *shared) {
     const Config *c = &m->local;
-    int level = shared ? m->recompute : 0;
+    int level = shared ? m->recompute : 0, of_mlp = N * token_mlps(c);
     size_t stream = area(rows, c->channels);
     BlockActs a = shared ? *shared : (BlockActs){0};
     a.x_out = floats(m, stream);
     if (level == 3) return a;
-    if (level < 1) a.a = floats(m, area(N, c->ffn_dim));
+    if (level < 1) a.a = floats(m, area(of_mlp, c->ffn_dim));
     if (level < 2) a.h1 = floats(m, stream);
     if (level < 2) a.h2 = floats(m, stream);
     float **statistics[] = {&a.mean1, &a.rstd1, &a.mean2, &a.rstd2};
@@ -1726,7 +2008,8 @@ static BlockActs block_acts(Model *m, int N, int rows, const BlockActs *shared) 
         a.attended = floats(m, area(N, qkv_width(c)));
     a.y = floats(m, area(N, c->num_heads * c->head_dim));
     a.lse = floats(m, area(N, c->num_heads));
-    a.f = floats(m, area(N, fc_width(c)));
+    a.f = floats(m, area(of_mlp, fc_width(c)));
+    if (c->num_experts) a.routing = open_routing(m, N);
     return a;
 }
 static void open_operands(Model *m, const Options *o) {
@@ -1763,7 +2046,7 @@ static void open_muon(Model *m) {
 static void open_activations(Model *m, const Options *o) {
     const Config *c = &m->local;
     int tp = m->mesh->tp.world, dp = m->mesh->dp.world, most = tp > dp ? tp : dp;
-    int N = m->B * m->T, rows = N / tp, fit = (1 << 26) / c->padded_vocab_size;
+    int N = m->B * m->T, rows = N / tp, fit = (1 << 26) / c->padded_vocab_size, of_mlp = N * token_mlps(c);
     int heads = c->num_heads * c->head_dim, branch = heads > c->channels ? heads : c->channels;
     size_t stream = area(rows, c->channels);
     // without --head-chunks: as many as 256 MiB of logits allow, but at least 64
@@ -1780,8 +2063,14 @@ static void open_activations(Model *m, const Options *o) {
     m->dx = floats(m, stream);
     m->branch = floats(m, area(N, branch));
     m->dqkv = floats(m, area(N, qkv_width(c)));
-    m->df = floats(m, area(N, fc_width(c)));
-    m->da = mlp_is_gated(c->mlp) ? floats(m, area(N, c->ffn_dim)) : m->df;  // GELU's backward works in place
+    m->df = floats(m, area(of_mlp, fc_width(c)));
+    m->da = mlp_is_gated(c->mlp) ? floats(m, area(of_mlp, c->ffn_dim)) : m->df;  // GELU's backward works in place
+    if (c->num_experts) {
+        m->expert_rows = floats(m, area(of_mlp, c->channels));
+        m->dshares = floats(m, of_mlp);
+        m->drouter = floats(m, area(N, c->num_experts));
+        m->load = floats(m, area(c->num_layers, c->num_experts));
+    }
     m->blocks = room(m, c->num_layers * sizeof(BlockActs));
     for (int l = 0; l < c->num_layers; l++) m->blocks[l] = block_acts(m, N, rows, l ? m->blocks : NULL);
     m->final_norm = (Norm){.mean = floats(m, rows), .rstd = floats(m, rows), .x = m->blocks[c->num_layers - 1].x_out};

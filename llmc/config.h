@@ -5,6 +5,8 @@
 //   Qwen2.5         Llama with a bias on q, k and v
 //   Qwen3           Llama with normalised q and k, and heads whose width is a size of its own
 //   Mistral         Llama under another name, as long as it has no sliding window
+//   Qwen3-MoE       Qwen3 whose MLP is a mixture: each token has the MLPs of some experts
+//   Mixtral, OLMoE  Mistral and Llama with mixtures; OLMoE normalises all heads of q, and of k, together
 //   modern          a small model's recipe of 2026: ReLU^2, normalised q and k without gains, RoPE on half of a head,
 //                   a norm after the embedding, an untied head with bias and soft-capped logits, zeros where a branch
 //                   ends (github.com/KellerJordan/modded-nanogpt, track 3: train_gpt_simple.py)
@@ -17,11 +19,12 @@
 typedef enum { NORM_LAYER, NORM_RMS } NormKind;
 typedef enum { POSITION_LEARNED, POSITION_ROPE } PositionKind;
 typedef enum { MLP_GELU, MLP_SWIGLU, MLP_RELU2 } MlpKind;
-typedef enum { QK_NORM_NONE, QK_NORM_PLAIN, QK_NORM_GAINS } QkNormKind;  // RMSNorm of each q and k head, before RoPE
-typedef enum { INIT_GPT2, INIT_MODERN } InitKind;                        // params.h: role_init_std
+// RMSNorm before RoPE: of each q and k head; whole: of all heads of q together, and of all of k
+typedef enum { QK_NORM_NONE, QK_NORM_PLAIN, QK_NORM_GAINS, QK_NORM_WHOLE } QkNormKind;
+typedef enum { INIT_GPT2, INIT_MODERN } InitKind;  // params.h: role_init_std
 
 typedef struct {
-    // Hugging Face's name of the family, for files only: gpt2, llama, mistral, modern, qwen2, qwen3
+    // Hugging Face's name of the family, for files only (hf_families)
     char model_type[16];
     int vocab_size;         // V: token ids are 0..V-1
     int padded_vocab_size;  // Vp: V rounded up to 128, to align the rows of the head's matmul; derived
@@ -32,7 +35,11 @@ typedef struct {
     int num_heads;          // NH
     int num_kv_heads;       // NKV: NH of them, or fewer for grouped-query attention
     int head_dim;           // HD; derived if it is 0: C / NH
-    int ffn_dim;            // F: width of the MLP
+    int ffn_dim;            // F: width of the MLP, of a mixture that of one expert
+    int num_experts;        // E: MLPs of a block, of which each token has some; 0: one MLP
+    int active_experts;     // K of them
+    int renormalise;        // a token's K shares are divided by their sum
+    float balance;          // coefficient of the loss that keeps experts evenly used (train_gpt2.c)
     NormKind norm;
     float norm_eps;
     PositionKind position;
@@ -56,6 +63,7 @@ typedef struct {
 enum { KV_PAGE = 128 };
 static int kv_pages(int tokens) { return (tokens + KV_PAGE - 1) / KV_PAGE; }
 
+enum { MOST_EXPERTS = 1024, MOST_ACTIVE = 32 };
 enum { VOCAB_GPT2 = 50257, VOCAB_LLAMA2 = 32000, VOCAB_LLAMA3 = 128256 };
 
 // Properties of the kinds. A new kind needs a case in each.
@@ -88,6 +96,9 @@ static inline float query_scale(const Config *c) {
     return c->softmax_scale > 0 ? c->softmax_scale * sqrtf((float)c->head_dim) : 1;
 }
 static inline int fc_width(const Config *c) { return mlp_is_gated(c->mlp) ? 2 * c->ffn_dim : c->ffn_dim; }
+// MLPs of a block, and those that a token has.
+static inline int block_mlps(const Config *c) { return c->num_experts ? c->num_experts : 1; }
+static inline int token_mlps(const Config *c) { return c->num_experts ? c->active_experts : 1; }
 
 static Config config_gpt2(int layers, int channels, int heads, int max_seq_len) {
     Config c;
@@ -148,6 +159,30 @@ static Config config_qwen3(int layers, int channels, int heads, int ffn, int tie
     c.qk_norm = QK_NORM_GAINS;
     return c;
 }
+static void config_set_experts(Config *c, const char *type, int experts, int active, int renormalise, float balance) {
+    strcpy(c->model_type, type);
+    c->num_experts = experts;
+    c->active_experts = active;
+    c->renormalise = renormalise;
+    c->balance = balance;
+}
+static Config config_qwen3_moe(int layers, int channels, int heads, int ffn) {
+    Config c = config_qwen3(layers, channels, heads, ffn, 0);
+    config_set_experts(&c, "qwen3_moe", 128, 8, 1, 0.001f);
+    c.num_kv_heads = 4;
+    return c;
+}
+static Config config_mixtral(int layers, int channels, int heads, int ffn, int vocab, int max_seq_len, float balance) {
+    Config c = config_mistral(layers, channels, heads, ffn, vocab, max_seq_len);
+    config_set_experts(&c, "mixtral", 8, 2, 1, balance);
+    return c;
+}
+static Config config_olmoe(int layers, int channels, int heads, int ffn, int vocab, int max_seq_len) {
+    Config c = config_llama(layers, channels, heads, heads, ffn, vocab, max_seq_len, 1e4f, 0, 0);
+    config_set_experts(&c, "olmoe", 64, 8, 0, 0.01f);
+    c.qk_norm = QK_NORM_WHOLE;
+    return c;
+}
 
 // 64 channels and half a head of 128 for each layer. RoPE's slowest frequency is 1/1024: theta^(-31/32), of 32 in all.
 static Config config_modern(int layers) {
@@ -179,14 +214,17 @@ static Config config_gpt2_depth(int depth) {
 #define CONFIG_PRESETS \
     "dN, gpt2:{124M,350M,774M,1558M,dN}, gpt3:c{384,768,1024,1536,2048,2560,4096,5120,12288}, " \
     "llama2:{7B,13B,70B}, llama3:{8B,70B}, llama3.1:{8B,70B}, llama3.2:{1B,3B}, mistral:7B, " \
-    "qwen2.5:{0.5B,1.5B,3B,7B,14B,32B,72B}, qwen3:{0.6B,1.7B,4B,8B,14B,32B}, modern:{124M,dN}"
+    "qwen2.5:{0.5B,1.5B,3B,7B,14B,32B,72B}, qwen3:{0.6B,1.7B,4B,8B,14B,32B,30B-A3B,235B-A22B}, modern:{124M,dN}, " \
+    "mixtral:{8x7B,8x22B}, olmoe:{1B-7B,dN}"
 
-// dN, gpt2:dN, modern:dN
+// dN, gpt2:dN, modern:dN, olmoe:dN
 static int config_of_depth(const char *name, Config *c) {
-    static const char *const forms[] = {"d%d%n", "gpt2:d%d%n", "modern:d%d%n"};
-    for (int i = 0, n, end; i < 3; i++) {
+    static const char *const forms[] = {"d%d%n", "gpt2:d%d%n", "modern:d%d%n", "olmoe:d%d%n"};
+    for (int i = 0, n, end; i < 4; i++) {
         if (sscanf(name, forms[i], &n, &end) != 1 || name[end] || n <= 0 || n > 1024) continue;
-        *c = i == 2 ? config_modern(n) : config_gpt2_depth(n);
+        *c = i == 3   ? config_olmoe(n, 64 * n, n, 32 * n, VOCAB_GPT2, 1024)
+             : i == 2 ? config_modern(n)
+                      : config_gpt2_depth(n);
         return 1;
     }
     return 0;
@@ -234,7 +272,12 @@ static int config_preset(const char *name, Config *c) {
         {"qwen3:8B", config_qwen3(36, 4096, 32, 12288, 0)},
         {"qwen3:14B", config_qwen3(40, 5120, 40, 17408, 0)},
         {"qwen3:32B", config_qwen3(64, 5120, 64, 25600, 0)},
+        {"qwen3:30B-A3B", config_qwen3_moe(48, 2048, 32, 768)},
+        {"qwen3:235B-A22B", config_qwen3_moe(94, 4096, 64, 1536)},
         {"modern:124M", config_modern(12)},
+        {"mixtral:8x7B", config_mixtral(32, 4096, 32, 14336, VOCAB_LLAMA2, 32768, 0.02f)},
+        {"mixtral:8x22B", config_mixtral(56, 6144, 48, 16384, 32768, 65536, 0.001f)},
+        {"olmoe:1B-7B", config_olmoe(16, 2048, 16, 1024, 50304, 4096)},
     };
     for (int i = 0; i < COUNT_OF(table); i++) {
         if (strcmp(table[i].name, name) != 0) continue;
@@ -274,6 +317,10 @@ static void config_finish(Config *c, const char *path) {
             NH, c->head_dim);
     REQUIRE(NKV > 0 && NH % NKV == 0, "kv_heads=", "%d query heads do not divide over %d key/value heads", NH, NKV);
     REQUIRE(F > 0 && F % 8 == 0, "ffn=", "MLP width %d is not a positive multiple of 8", F);
+    const int E = c->num_experts, K = c->active_experts;
+    REQUIRE(E >= 0 && E <= MOST_EXPERTS, "experts=", "%d experts are more than %d", E, MOST_EXPERTS);
+    REQUIRE(!E || (K > 0 && K <= MOST_ACTIVE), "active=", "%d active experts are not 1 to %d", K, MOST_ACTIVE);
+    REQUIRE(K <= E, "active= or experts=", "%d active experts are more than %d experts", K, E);
     REQUIRE(V > 1 && V <= most, "vocab=", "vocabulary size %d is not between 2 and 2^24", V);
     REQUIRE(T > 0 && T <= most, "seq=", "context length %d is not between 1 and 2^24", T);
     REQUIRE(c->norm_eps > 0, "", "norm epsilon %g is not positive", c->norm_eps);
@@ -297,7 +344,7 @@ static inline long long config_window(const Config *c, long long window, long lo
 // sizes keep the preset's proportions: heads, kv_heads and ffn their ratios. head_dim is channels / heads, unless the
 // preset has one of its own or head_dim= is given.
 static inline int config_parse(const char *descriptor, Config *c) {
-    #define CONFIG_KEYS "keys: layers channels heads kv_heads head_dim ffn vocab seq tied"
+    #define CONFIG_KEYS "keys: layers channels heads kv_heads head_dim ffn experts active vocab seq tied"
     char text[512];
     require(strlen(descriptor) < sizeof text, "model description is too long\nuse preset[,key=value...]");
     char *rest = strcpy(text, descriptor), *preset = strsep(&rest, ",");
@@ -307,9 +354,17 @@ static inline int config_parse(const char *descriptor, Config *c) {
     const struct {
         const char *key;
         int *value;
-    } keys[] = {{"layers", &c->num_layers},     {"channels", &c->channels}, {"heads", &c->num_heads},
-                {"kv_heads", &c->num_kv_heads}, {"head_dim", &c->head_dim}, {"ffn", &c->ffn_dim},
-                {"vocab", &c->vocab_size},      {"seq", &c->max_seq_len},   {"tied", &c->tied}};
+    } keys[] = {{"layers", &c->num_layers},
+                {"channels", &c->channels},
+                {"heads", &c->num_heads},
+                {"kv_heads", &c->num_kv_heads},
+                {"head_dim", &c->head_dim},
+                {"ffn", &c->ffn_dim},
+                {"experts", &c->num_experts},
+                {"active", &c->active_experts},
+                {"vocab", &c->vocab_size},
+                {"seq", &c->max_seq_len},
+                {"tied", &c->tied}};
     for (char *item; (item = strsep(&rest, ","));) {
         char *value = strchr(item, '='), *end = NULL;
         require(value, "'%s' in model '%s' is not key=value\n" CONFIG_KEYS, item, descriptor);
@@ -317,6 +372,10 @@ static inline int config_parse(const char *descriptor, Config *c) {
         int k = 0;
         while (k < COUNT_OF(keys) && strcmp(keys[k].key, item) != 0) k++;
         require(k < COUNT_OF(keys), "unknown key '%s' in model '%s'\n" CONFIG_KEYS, item, descriptor);
+        const int is_of_experts = keys[k].value == &c->num_experts || keys[k].value == &c->active_experts;
+        require(base.num_experts || !is_of_experts,
+                "%s= in model '%s', which has no experts\nuse qwen3:30B-A3B, mixtral:8x7B or olmoe:dN", item,
+                descriptor);
         long number = strtol(value, &end, 10);
         int is_flag = keys[k].value == &c->tied;
         require(end != value && !*end && number >= !is_flag && number <= (is_flag ? 1 : 1 << 24),

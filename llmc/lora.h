@@ -7,7 +7,8 @@
 //   A begins as normal numbers with the variance of peft's uniform ones, 1 / (3 in), B as zeros
 //   dA = scale (dout B)^T inp        dB = scale dout^T (inp A^T)
 //
-// q, k and v, gate and up have adapters of their own, though one product computes them; GPT-2's c_attn has one. They
+// q, k and v, gate and up have adapters of their own, though one product computes them; GPT-2's c_attn has one; of a
+// mixture each expert's matrices have theirs, and the router has none. They
 // are a ParamTable of their own, with the units of the model's: all that belongs to training (gradients, optimiser,
 // ZeRO, checkpoints) sees it alone. In a unit, all A of a role stand before its B.
 //
@@ -30,13 +31,17 @@ static inline float lora_scale(const Lora *l) {
     return l->alpha / (l->rank_stabilised ? sqrtf((float)l->rank) : (float)l->rank);
 }
 
-// A matrix of a block, by its place in block_kinds, that adapters can be for. Its name in peft, without ".weight".
+// A matrix of a block, by its place in block_kinds, that adapters can be for. Its name in peft, without ".weight"; of
+// all experts together (-1) what follows their number.
 typedef struct { char text[64]; } LoraName;
-static inline int lora_name(const Config *c, int kind, LoraName *name) {
+static inline int lora_name(const Config *c, int kind, int expert, LoraName *name) {
     const ParamKind *k = &block_kinds[kind];
-    const char *full = k->rows == DIM_1 ? NULL : kind_name(c, k);
-    if (full) snprintf(name->text, sizeof name->text, "%.*s", (int)(strlen(full) - strlen(".weight")), full);
-    return full != NULL;
+    const char *full = k->rows == DIM_1 || k->role == ROLE_ROUTERW ? NULL : kind_name(c, k);
+    if (!full) return 0;
+    const char *number = strstr(full, "%d.");
+    snprintf(name->text, sizeof name->text, expert < 0 && number ? number + strlen("%d.") : full, expert);
+    name->text[strlen(name->text) - strlen(".weight")] = 0;
+    return 1;
 }
 // As peft: a target is a name, or what follows a dot in it.
 static inline int lora_matches(const char *name, const char *target, size_t length) {
@@ -54,7 +59,7 @@ static inline unsigned lora_targets(const Config *c, const char *targets, const 
         unsigned found = 0;
         char known[512] = "";
         for (int i = 0; i < NUM_BLOCK_KINDS; i++) {
-            if (!lora_name(c, i, &name)) continue;
+            if (!lora_name(c, i, -1, &name)) continue;
             if (all || lora_matches(name.text, at, length)) found |= 1u << i;
             APPEND(known, "%s%s", *known ? ", " : "", name.text);
         }
@@ -69,18 +74,23 @@ static inline unsigned lora_targets(const Config *c, const char *targets, const 
 
 // ---- the table of adapters
 
-// Tensors of the model's table before the one of block_kinds[kind] in this layer.
-static inline int lora_weight(const Config *c, int layer, int kind) {
-    int before = 0, in_block = 0;
+// The index in the model's table of a layer's tensor of block_kinds[kind]. Kinds of one role, of each expert apart, are
+// neighbours in it.
+static inline int lora_weight(const Config *c, int layer, int kind, int expert) {
+    int before = 0, in_block = 0, together = 0;
     for (int i = 0; i < COUNT_OF(embedding_kinds); i++) before += kind_name(c, &embedding_kinds[i]) != NULL;
     for (int i = 0; i < NUM_BLOCK_KINDS; i++) {
-        before += i < kind && kind_name(c, &block_kinds[i]);
-        in_block += kind_name(c, &block_kinds[i]) != NULL;
+        const int is_there = kind_name(c, &block_kinds[i]) != NULL, count = is_there * kind_count(c, &block_kinds[i]);
+        const int is_together = block_kinds[i].role == block_kinds[kind].role;
+        in_block += count;
+        together += is_together * is_there;
+        if (i < kind) before += is_together ? is_there : count;
     }
-    return before + layer * in_block;
+    return before + layer * in_block + expert * together;
 }
 // Names are peft's. A is split as W's columns are, B as its rows.
-static inline void lora_add(ParamTable *t, const Config *c, const Lora *l, int tp, int index, int kind, int is_b) {
+static inline void lora_add(ParamTable *t, const Config *c, const Lora *l, int tp, int index, int kind, int expert,
+                            int is_b) {
     const ParamKind *k = &block_kinds[kind];
     const Split split = split_of(k->role);
     const int layer = t->num_units - 1;
@@ -88,44 +98,52 @@ static inline void lora_add(ParamTable *t, const Config *c, const Lora *l, int t
     char in_block[80];
     Param p;
     memset(&p, 0, sizeof p);
-    lora_name(c, kind, &name);
+    lora_name(c, kind, expert, &name);
     snprintf(in_block, sizeof in_block, "%s.lora_%c.weight", name.text, is_b ? 'B' : 'A');
-    params_name(&p, c, layer, in_block);
+    params_name(&p, c, layer, in_block, 0);
     memmove(p.name + strlen(LORA_PREFIX), p.name, sizeof p.name - strlen(LORA_PREFIX));
     memcpy(p.name, LORA_PREFIX, strlen(LORA_PREFIX));
     p.role = k->role;
-    p.weight = lora_weight(c, layer, kind);
+    p.weight = lora_weight(c, layer, kind, expert);
     p.rows = p.file_rows = is_b ? dim_size(c, k->rows) : l->rank;
     p.cols = p.file_cols = is_b ? l->rank : dim_size(c, k->cols);
     p.split = split == (is_b ? SPLIT_ROWS : SPLIT_COLS) ? split : SPLIT_NONE;
     p.init_std = is_b ? 0 : 1 / sqrtf(3.0f * (float)p.cols);
     params_add(t, c, tp, index, &p);
 }
+static inline void lora_add_role(ParamTable *t, const Config *c, const Lora *l, int tp, int index, int role, int is_b) {
+    const int experts = role == ROLE_FCW || role == ROLE_FCPROJW ? block_mlps(c) : 1;
+    for (int expert = 0; expert < experts; expert++)
+        for (int kind = 0; kind < NUM_BLOCK_KINDS; kind++)
+            if (l->targets >> kind & 1 && (int)block_kinds[kind].role == role)
+                lora_add(t, c, l, tp, index, kind, expert, is_b);
+}
 // Of rank `index` of a tensor-parallel group of tp.
 static inline ParamTable lora_table(const Config *c, const Lora *l, int tp, int index) {
-    ParamTable t = params_begin(c, 2 * LORA_MOST_TARGETS);
+    ParamTable t = params_begin(c, 2 * LORA_MOST_TARGETS * (size_t)block_mlps(c));
     params_end_unit(&t);
     for (int layer = 0; layer < c->num_layers; layer++) {
         for (int role = ROLE_QKVW; role <= ROLE_FCPROJW; role++)
-            for (int is_b = 0; is_b < 2; is_b++)
-                for (int kind = 0; kind < NUM_BLOCK_KINDS; kind++)
-                    if (l->targets >> kind & 1 && (int)block_kinds[kind].role == role)
-                        lora_add(&t, c, l, tp, index, kind, is_b);
+            for (int is_b = 0; is_b < 2; is_b++) lora_add_role(&t, c, l, tp, index, role, is_b);
         params_end_unit(&t);
     }
     params_end_unit(&t);
     return t;
 }
-// The adapters of a block's layer: indices in the model's table and in that of the adapters. Returns how many.
+// The adapters of a block's layer, one of `layers` alike (experts): indices in the model's table and in that of the
+// adapters. Returns how many.
 typedef struct { int weight, a, b; } LoraPair;
 enum { LORA_MOST_PAIRS = 3 };
-static inline int lora_pairs(const ParamTable *adapters, int unit, Role role, LoraPair pairs[LORA_MOST_PAIRS]) {
+static inline int lora_pairs(const ParamTable *adapters, int unit, Role role, int layer, int layers,
+                             LoraPair pairs[LORA_MOST_PAIRS]) {
     const int in_block = adapters->count / (adapters->num_units - 2), end = unit * in_block;
-    int begin = end - in_block, count = 0;
+    int begin = end - in_block, all = 0;
     while (begin < end && adapters->params[begin].role != role) begin++;
-    while (begin + 2 * count < end && adapters->params[begin + 2 * count].role == role) count++;
+    while (begin + 2 * all < end && adapters->params[begin + 2 * all].role == role) all++;
+    const int count = all / layers;
     for (int i = 0; i < count; i++) {
-        const LoraPair p = {adapters->params[begin + i].weight, begin + i, begin + count + i};
+        const int a = begin + layer * count + i;
+        const LoraPair p = {adapters->params[a].weight, a, a + all};
         pairs[i] = p;
     }
     return count;

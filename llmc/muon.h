@@ -37,7 +37,7 @@ typedef struct {
     int param, part, rows, cols;
     int owner;  // the rank of the job that orthogonalises it
 } MuonMatrix;
-enum { MUON_MOST_MATRICES = 16 };  // of a block
+enum { MUON_MOST_MATRICES = 8 + 3 * MOST_EXPERTS };  // of a block
 
 // Multiplications of a step: two products with the smaller square, one of it with itself.
 static inline double muon_cost(const MuonMatrix *m) {

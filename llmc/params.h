@@ -29,7 +29,8 @@ typedef enum {
     ROLE_QKVW,
     ROLE_PROJW,
     ROLE_FCW,
-    ROLE_FCPROJW,  // blocks: matrices
+    ROLE_FCPROJW,  // blocks: matrices, of a mixture those of all experts
+    ROLE_ROUTERW,  // a mixture's choice of experts
     ROLE_LN1W,
     ROLE_LN1B,
     ROLE_QKVB,
@@ -146,6 +147,7 @@ static inline Split split_of(Role role) {
     case ROLE_FCPROJW: return SPLIT_COLS;
     case ROLE_WPE:
     case ROLE_LNEW:
+    case ROLE_ROUTERW:
     case ROLE_LN1W:
     case ROLE_LN1B:
     case ROLE_PROJB:
@@ -183,7 +185,8 @@ static inline int config_has(const Config *c, Role role) {
     case ROLE_LN2B:
     case ROLE_LNFB: return norm_is_centred(c->norm);
     case ROLE_QKVB: return c->qkv_bias;
-    case ROLE_QKNORMW: return c->qk_norm == QK_NORM_GAINS;
+    case ROLE_QKNORMW: return c->qk_norm == QK_NORM_GAINS || c->qk_norm == QK_NORM_WHOLE;
+    case ROLE_ROUTERW: return c->num_experts > 0;
     case ROLE_PROJB:
     case ROLE_FCB:
     case ROLE_FCPROJB: return c->linear_bias;
@@ -202,7 +205,7 @@ static inline int config_has(const Config *c, Role role) {
     }
 }
 // Sizes of tensors. DIM_QKV: all rows of a packed q, k, v.
-typedef enum { DIM_1, DIM_V, DIM_T, DIM_C, DIM_Q, DIM_KV, DIM_QKV, DIM_F, DIM_HEAD } Dim;
+typedef enum { DIM_1, DIM_V, DIM_T, DIM_C, DIM_Q, DIM_KV, DIM_QKV, DIM_F, DIM_E, DIM_Q_GAINS, DIM_K_GAINS } Dim;
 static inline int dim_size(const Config *c, Dim dim) {
     switch (dim) {
     case DIM_1: return 1;
@@ -213,7 +216,9 @@ static inline int dim_size(const Config *c, Dim dim) {
     case DIM_KV: return c->num_kv_heads * c->head_dim;
     case DIM_QKV: return qkv_width(c);
     case DIM_F: return c->ffn_dim;
-    case DIM_HEAD: return c->head_dim;
+    case DIM_E: return c->num_experts;
+    case DIM_Q_GAINS: return c->qk_norm == QK_NORM_WHOLE ? dim_size(c, DIM_Q) : c->head_dim;
+    case DIM_K_GAINS: return c->qk_norm == QK_NORM_WHOLE ? dim_size(c, DIM_KV) : c->head_dim;
     default: unhandled(dim);
     }
 }
@@ -236,6 +241,7 @@ static const ParamKind block_kinds[] = {{ROLE_QKVW, "attn.c_attn.weight", NULL, 
                                         {ROLE_FCW, NULL, "mlp.gate_proj.weight", DIM_F, DIM_C},  // if the MLP is gated
                                         {ROLE_FCW, "mlp.c_fc.weight", "mlp.up_proj.weight", DIM_F, DIM_C},
                                         {ROLE_FCPROJW, "mlp.c_proj.weight", "mlp.down_proj.weight", DIM_C, DIM_F},
+                                        {ROLE_ROUTERW, NULL, NULL, DIM_E, DIM_C},
                                         {ROLE_LN1W, "ln_1.weight", "input_layernorm.weight", DIM_1, DIM_C},
                                         {ROLE_LN1B, "ln_1.bias", NULL, DIM_1, DIM_C},
                                         {ROLE_QKVB, "attn.c_attn.bias", NULL, DIM_1, DIM_QKV},
@@ -247,8 +253,8 @@ static const ParamKind block_kinds[] = {{ROLE_QKVW, "attn.c_attn.weight", NULL, 
                                         {ROLE_LN2B, "ln_2.bias", NULL, DIM_1, DIM_C},
                                         {ROLE_FCB, "mlp.c_fc.bias", "mlp.up_proj.bias", DIM_1, DIM_F},
                                         {ROLE_FCPROJB, "mlp.c_proj.bias", "mlp.down_proj.bias", DIM_1, DIM_C},
-                                        {ROLE_QKNORMW, NULL, "self_attn.q_norm.weight", DIM_1, DIM_HEAD},
-                                        {ROLE_QKNORMW, NULL, "self_attn.k_norm.weight", DIM_1, DIM_HEAD}};
+                                        {ROLE_QKNORMW, NULL, "self_attn.q_norm.weight", DIM_1, DIM_Q_GAINS},
+                                        {ROLE_QKNORMW, NULL, "self_attn.k_norm.weight", DIM_1, DIM_K_GAINS}};
 static const ParamKind head_kinds[] = {{ROLE_HEADW, "lm_head.weight", "lm_head.weight", DIM_V, DIM_C},
                                        {ROLE_LNFW, "transformer.ln_f.weight", "model.norm.weight", DIM_1, DIM_C},
                                        {ROLE_LNFB, "transformer.ln_f.bias", NULL, DIM_1, DIM_C},
@@ -319,44 +325,66 @@ static inline void params_end_unit(ParamTable *t) {
     t->whole = round_up(t->whole, UNIT_ALIGN);
     t->unit_begin[++t->num_units] = t->total = round_up(t->total, UNIT_ALIGN);
 }
+// Names of a mixture, in a block of Mixtral's files and of the others', with the number of the expert.
+static const char *const mixture_names[][2] = {
+    {"block_sparse_moe.experts.%d.w1.weight", "mlp.experts.%d.gate_proj.weight"},
+    {"block_sparse_moe.experts.%d.w3.weight", "mlp.experts.%d.up_proj.weight"},
+    {"block_sparse_moe.experts.%d.w2.weight", "mlp.experts.%d.down_proj.weight"},
+    {"block_sparse_moe.gate.weight", "mlp.gate.weight"}};
 // Whether a model has this tensor; its name in files.
 static inline const char *kind_name(const Config *c, const ParamKind *k) {
     const int gpt2 = strcmp(c->model_type, "gpt2") == 0, is_gate = k->role == ROLE_FCW && !k->gpt2;
-    return config_has(c, k->role) && (!is_gate || mlp_is_gated(c->mlp)) ? (gpt2 ? k->gpt2 : k->other) : NULL;
+    const int i = k->role == ROLE_FCW ? !is_gate : k->role == ROLE_FCPROJW ? 2 : k->role == ROLE_ROUTERW ? 3 : -1;
+    if (!config_has(c, k->role) || (is_gate && !mlp_is_gated(c->mlp))) return NULL;
+    if (i >= 0 && c->num_experts) return mixture_names[i][strcmp(c->model_type, "mixtral") != 0];
+    return gpt2 ? k->gpt2 : k->other;
 }
-static inline void params_name(Param *p, const Config *c, int layer, const char *name) {
+// How many tensors of this kind a block has: one, or one for each expert.
+static inline int kind_count(const Config *c, const ParamKind *k) {
+    return k->role == ROLE_FCW || k->role == ROLE_FCPROJW ? block_mlps(c) : 1;
+}
+static inline void params_name(Param *p, const Config *c, int layer, const char *name, int expert) {
     const int gpt2 = strcmp(c->model_type, "gpt2") == 0;
-    snprintf(p->name, sizeof p->name, gpt2 ? "transformer.h.%d.%s" : "model.layers.%d.%s", layer, name);
+    const int n = snprintf(p->name, sizeof p->name, gpt2 ? "transformer.h.%d." : "model.layers.%d.", layer);
+    snprintf(p->name + n, sizeof p->name - n, name, expert);
 }
+static inline void params_add_kind(ParamTable *t, const Config *c, int tp, int index, const ParamKind *k, int in_block,
+                                   int expert) {
+    const int gpt2 = strcmp(c->model_type, "gpt2") == 0;
+    const char *name = kind_name(c, k);
+    Param p;
+    if (!name) return;
+    memset(&p, 0, sizeof p);
+    if (in_block)
+        params_name(&p, c, t->num_units - 1, name, expert);
+    else
+        snprintf(p.name, sizeof p.name, "%s", name);
+    p.role = k->role;
+    p.rows = dim_size(c, k->rows);
+    p.file_rows = k->rows == DIM_V ? c->vocab_size : p.rows;
+    p.cols = dim_size(c, k->cols);
+    p.file_cols = k->cols == DIM_V ? c->vocab_size : p.cols;
+    p.split = split_of(k->role);
+    p.is_vector = k->rows == DIM_1;
+    p.transposed = in_block && gpt2 && !p.is_vector;
+    p.init_std = role_init_std(k->role, p.is_vector, c);
+    params_add(t, c, tp, index, &p);
+}
+// Kinds of one role are neighbours, which are packed: of each expert apart.
 static inline void params_add_unit(ParamTable *t, const Config *c, int tp, int index, const ParamKind *kinds,
                                    size_t count) {
-    const int gpt2 = strcmp(c->model_type, "gpt2") == 0, in_block = kinds == block_kinds;
-    for (const ParamKind *k = kinds; k < kinds + count; k++) {
-        const char *name = kind_name(c, k);
-        Param p;
-        if (!name) continue;
-        memset(&p, 0, sizeof p);
-        if (in_block)
-            params_name(&p, c, t->num_units - 1, name);
-        else
-            snprintf(p.name, sizeof p.name, "%s", name);
-        p.role = k->role;
-        p.rows = dim_size(c, k->rows);
-        p.file_rows = k->rows == DIM_V ? c->vocab_size : p.rows;
-        p.cols = dim_size(c, k->cols);
-        p.file_cols = k->cols == DIM_V ? c->vocab_size : p.cols;
-        p.split = split_of(k->role);
-        p.is_vector = k->rows == DIM_1;
-        p.transposed = in_block && gpt2 && !p.is_vector;
-        p.init_std = role_init_std(k->role, p.is_vector, c);
-        params_add(t, c, tp, index, &p);
+    const int in_block = kinds == block_kinds;
+    for (const ParamKind *k = kinds, *next; k < kinds + count; k = next) {
+        for (next = k + 1; next < kinds + count && next->role == k->role;) next++;
+        for (int expert = 0; expert < kind_count(c, k); expert++)
+            for (const ParamKind *one = k; one < next; one++) params_add_kind(t, c, tp, index, one, in_block, expert);
     }
     params_end_unit(t);
 }
 // The table of rank `index` of a tensor-parallel group of tp.
 static inline ParamTable params_of_rank(const Config *c, int tp, int index) {
     #define KINDS(kinds) kinds, COUNT_OF(kinds)
-    ParamTable t = params_begin(c, COUNT_OF(block_kinds));
+    ParamTable t = params_begin(c, COUNT_OF(block_kinds) + 3 * (size_t)(block_mlps(c) - 1));
     params_add_unit(&t, c, tp, index, KINDS(embedding_kinds));
     for (int l = 0; l < c->num_layers; l++) params_add_unit(&t, c, tp, index, KINDS(block_kinds));
     params_add_unit(&t, c, tp, index, KINDS(head_kinds));
@@ -413,13 +441,15 @@ static inline void param_init(const ParamTable *t, int index, uint64_t seed, siz
     }
 }
 
-// Weights that multiply: the head's, tied or not, but no embeddings.
+// Weights that a token is multiplied with: the head's, tied or not, but no embeddings; of experts the active ones'.
 static inline double multiplying_weights(const Config *c, const ParamTable *t) {
     double weights = 0;
     for (int i = 0; i < t->count; i++) {
         const Param *p = &t->params[i];
+        const int is_expert = p->role == ROLE_FCW || p->role == ROLE_FCPROJW;
         int is_embedding = p->role == ROLE_WPE || (p->role == ROLE_WTE && !c->tied);
-        if (!p->is_vector && !is_embedding) weights += p->whole_size;
+        if (!p->is_vector && !is_embedding)
+            weights += (double)p->whole_size * (is_expert ? (double)token_mlps(c) / block_mlps(c) : 1);
     }
     return weights;
 }

@@ -834,9 +834,12 @@ static inline void adapters_of_model(Model *whole, const Model *adapted, int com
                                      Difference *worst) {
     LoraPair pairs[LORA_MOST_PAIRS];
     for (int unit = 1; unit + 1 < adapted->table.num_units; unit++)
-        for (int role = ROLE_QKVW; role <= ROLE_FCPROJW; role++)
-            for (int i = lora_pairs(&adapted->table, unit, (Role)role, pairs); i-- > 0;)
-                adapters_of_matrix(whole, adapted, &pairs[i], compares, bound, worst);
+        for (int role = ROLE_QKVW; role <= ROLE_FCPROJW; role++) {
+            const int layers = role < ROLE_FCW ? 1 : block_mlps(&adapted->config);
+            for (int layer = 0; layer < layers; layer++)
+                for (int i = lora_pairs(&adapted->table, unit, (Role)role, layer, layers, pairs); i-- > 0;)
+                    adapters_of_matrix(whole, adapted, &pairs[i], compares, bound, worst);
+        }
 }
 // Adapters that are not zero, in two micro-steps, against weights into which they are merged, which are trained whole.
 static inline void test_adapters(const char *folder, const Options *base, int rank) {

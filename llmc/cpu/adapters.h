@@ -25,17 +25,17 @@ typedef struct {
     float *da, *db;
     int row, rows, cols;
 } Adapter;
-// Those of a matrix of a unit, whose adapters' values and gradients (NULL: none) are given. base: the table of the
-// frozen weights. Returns how many.
-static inline int adapters_of(const ParamTable *base, const ParamTable *t, int unit, Role role, const float *values,
-                              float *grads, Adapter adapters[LORA_MOST_PAIRS]) {
+// Those of a matrix of a unit, one of `layers` alike (experts), of which each has `layer_rows` rows. values, grads
+// (NULL: none): of the unit's adapters. base: the table of the frozen weights. Returns how many.
+static inline int adapters_of(const ParamTable *base, const ParamTable *t, int unit, Role role, int layer, int layers,
+                              int layer_rows, const float *values, float *grads, Adapter adapters[LORA_MOST_PAIRS]) {
     LoraPair pairs[LORA_MOST_PAIRS];
-    const int count = values && unit_is_block(t, unit) ? lora_pairs(t, unit, role, pairs) : 0;
+    const int count = values && unit_is_block(t, unit) ? lora_pairs(t, unit, role, layer, layers, pairs) : 0;
     for (int i = 0; i < count; i++) {
         const Param *weight = &base->params[pairs[i].weight];
         const size_t begin = t->unit_begin[unit];
         const size_t a = t->params[pairs[i].a].offset - begin, b = t->params[pairs[i].b].offset - begin;
-        const int row = (int)((weight->offset - param_at(base, unit, role)) / weight->cols);
+        const int row = (int)((weight->offset - param_at(base, unit, role)) / weight->cols) - layer * layer_rows;
         adapters[i] = (Adapter){values + a,   values + b,  grads ? grads + a : NULL, grads ? grads + b : NULL, row,
                                 weight->rows, weight->cols};
     }

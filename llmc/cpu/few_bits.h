@@ -50,7 +50,8 @@ static inline QuantMatrix *quant_matrix(QuantMatrix *matrices, const Config *c, 
 // Elements of a unit that are not in fp32: the matrices, which come first.
 static inline size_t quant_elements(const QuantMatrix *matrices, const ParamTable *t, int unit) {
     if (!matrices || unit == 0) return 0;
-    return param_at(t, unit, unit_is_block(t, unit) ? ROLE_LN1W : ROLE_LNFW) - t->unit_begin[unit];
+    const Role router = param_at(t, unit, ROLE_ROUTERW) == NO_PARAM ? ROLE_LN1W : ROLE_ROUTERW;
+    return param_at(t, unit, unit_is_block(t, unit) ? router : ROLE_LNFW) - t->unit_begin[unit];
 }
 
 #endif

@@ -1,7 +1,7 @@
-// Config <-> Hugging Face's config.json for GPT-2, Llama, Mistral, Qwen2 and Qwen3. transformers opens what we write,
-// and we open what others wrote. (Of "modern" transformers has no model: only the trainers open it.) A file that Config
-// cannot express is refused: another family, activation, bias or rope scaling, a sliding window, quantisation. Absent
-// keys have the defaults of transformers' configuration classes.
+// Config <-> Hugging Face's config.json for GPT-2, Llama, Mistral, Qwen2, Qwen3 and the mixtures of experts Qwen3-MoE,
+// Mixtral and OLMoE. transformers opens what we write, and we open what others wrote. (Of "modern" transformers has no
+// model: only the trainers open it.) A file that Config cannot express is refused: another family, activation, bias or
+// rope scaling, a sliding window, quantisation. Absent keys have the defaults of transformers' configuration classes.
 // Dropout is ignored: training uses none.
 #ifndef LLMC_HF_CONFIG_H
 #define LLMC_HF_CONFIG_H
@@ -34,18 +34,30 @@ static const ConfigKey config_modern_numbers[] = {KEY(NULL, "head_dim", head_dim
                                                   KEY(NULL, "rotary_fraction", rotary_fraction, 1),
                                                   KEY(NULL, "softmax_scale", softmax_scale, 1),
                                                   KEY(NULL, "logit_softcap", logit_softcap, 1)};
+static const ConfigKey config_experts[] = {KEY(NULL, "num_local_experts", num_experts, 0),
+                                           KEY(NULL, "num_experts", num_experts, 0),
+                                           KEY(NULL, "num_experts_per_tok", active_experts, 0),
+                                           KEY(NULL, "router_aux_loss_coef", balance, 1),
+                                           KEY(NULL, "moe_intermediate_size", ffn_dim, 0)};
 #undef KEY
 #define CONFIG_EACH(k, keys) for (const ConfigKey *k = keys; k < keys + COUNT_OF(keys); k++)
 static int config_same(const Config *a, const Config *b) { return memcmp(a, b, sizeof *a) == 0; }
 static int config_is(const Config *c, const char *type) { return strcmp(c->model_type, type) == 0; }
+// NULL: its files have no such key. Of Qwen3-MoE intermediate_size is the width of an MLP that no block has.
 static const char *config_key_of(const Config *c, const ConfigKey *k) {
-    return config_is(c, "gpt2") ? k->gpt2 : k->llama;
+    const char *key = config_is(c, "gpt2") ? k->gpt2 : k->llama;
+    const int is_of_experts = key && !strcmp(key, "moe_intermediate_size");
+    if (k->offset == offsetof(Config, ffn_dim) && is_of_experts != config_is(c, "qwen3_moe")) return NULL;
+    return key;
 }
 
 static const struct {
     const char *type, *architecture;
-} hf_families[] = {{"gpt2", "GPT2LMHeadModel"},     {"llama", "LlamaForCausalLM"}, {"mistral", "MistralForCausalLM"},
-                   {"modern", "ModernForCausalLM"}, {"qwen2", "Qwen2ForCausalLM"}, {"qwen3", "Qwen3ForCausalLM"}};
+} hf_families[] = {{"gpt2", "GPT2LMHeadModel"},          {"llama", "LlamaForCausalLM"},
+                   {"mistral", "MistralForCausalLM"},    {"modern", "ModernForCausalLM"},
+                   {"qwen2", "Qwen2ForCausalLM"},        {"qwen3", "Qwen3ForCausalLM"},
+                   {"qwen3_moe", "Qwen3MoeForCausalLM"}, {"mixtral", "MixtralForCausalLM"},
+                   {"olmoe", "OlmoeForCausalLM"}};
 enum { HF_FAMILIES = COUNT_OF(hf_families) };
 static const char *hf_architecture(const Config *c) {
     int i = 0;
@@ -89,15 +101,27 @@ static void config_write_key(const Config *c, FILE *f, const char *separator, co
     else
         fprintf(f, "%d", *(const int *)field);
 }
+// Mixtral's experts are local ones, the others' are not.
+static void config_write_experts(const Config *c, FILE *f, const char *s) {
+    const int is_mixtral = config_is(c, "mixtral");
+    if (!c->num_experts) return;
+    config_write_key(c, f, s, &config_experts[!is_mixtral]);
+    CONFIG_EACH(k, config_experts) if (k > &config_experts[1]) config_write_key(c, f, s, k);
+    if (!is_mixtral) fprintf(f, ",%s\"norm_topk_prob\": %s", s, c->renormalise ? "true" : "false");
+    if (config_is(c, "qwen3_moe"))
+        fprintf(f, ",%s\"intermediate_size\": %d,%s\"decoder_sparse_step\": 1,%s\"mlp_only_layers\": []", s,
+                c->active_experts * c->ffn_dim, s, s);
+}
 // dtype: "fp32" or "bf16", of the weights beside the file.
 static void config_write(const Config *c, const char *dtype, FILE *f, const char *separator) {
     const char *s = separator;
     int bos, eos;
     fprintf(f, "{%s\"architectures\": [\"%s\"],%s\"model_type\": \"%s\"", s, hf_architecture(c), s, c->model_type);
     CONFIG_EACH(k, config_sizes) config_write_key(c, f, s, k);
+    config_write_experts(c, f, s);
     if (config_is(c, "modern"))
         CONFIG_EACH(k, config_modern_numbers) config_write_key(c, f, s, k);
-    else if (c->num_heads * c->head_dim != c->channels || config_is(c, "qwen3"))  // absent: channels / heads; 128
+    else if (c->num_heads * c->head_dim != c->channels || c->qk_norm == QK_NORM_GAINS)  // absent: channels / heads; 128
         fprintf(f, ",%s\"head_dim\": %d", s, c->head_dim);
     if (config_is(c, "gpt2"))
         fprintf(f,
@@ -110,12 +134,13 @@ static void config_write(const Config *c, const char *dtype, FILE *f, const char
         CONFIG_EACH(k, config_rope_scaling) config_write_key(c, f, " ", k);
         fputc('}', f);
     }
-    if (config_is(c, "mistral") && c->window)
+    const int may_slide = config_is(c, "mistral") || config_is(c, "mixtral");
+    if (may_slide && c->window)
         fprintf(f, ",%s\"sliding_window\": %d", s, c->window);
-    else if (config_is(c, "mistral"))
+    else if (may_slide)
         fprintf(f, ",%s\"sliding_window\": null", s);
-    if (config_is(c, "qwen2") || config_is(c, "qwen3")) fprintf(f, ",%s\"use_sliding_window\": false", s);
-    if (config_is(c, "qwen3")) fprintf(f, ",%s\"attention_bias\": false", s);
+    if (config_is(c, "qwen2") || c->qk_norm == QK_NORM_GAINS) fprintf(f, ",%s\"use_sliding_window\": false", s);
+    if (c->qk_norm == QK_NORM_GAINS) fprintf(f, ",%s\"attention_bias\": false", s);
     config_special_tokens(c->vocab_size, &bos, &eos);
     if (eos >= 0)
         fprintf(f, ",%s\"bos_token_id\": %d,%s\"eos_token_id\": %d", s, bos, s, eos);
@@ -204,15 +229,35 @@ static void config_read_rope(const ConfigFile *f, Config *c) {
                 c->rope_original_len > 0,
             "'%s': the llama3 rope scaling makes no sense\ncorrect its four numbers", f->path);
 }
-// Mistral's is in use unless it is null; absent, it has 4,096 tokens. It hides nothing if it is as long as the context.
+// Mistral's is in use unless it is null; absent, it has 4,096 tokens, but Mixtral has none. It hides nothing if it is
+// as long as the context.
 static void config_read_window(const ConfigFile *f, Config *c) {
     int window = 4096, value = json_get(&f->json, 0, "sliding_window");
-    if (!config_is(c, "mistral") || (value != JSON_NONE && json_is(&f->json, value, JSON_NULL))) return;
+    const int is_given = value != JSON_NONE, is_mixtral = config_is(c, "mixtral");
+    if ((!config_is(c, "mistral") && !is_mixtral) || (is_mixtral && !is_given)) return;
+    if (is_given && json_is(&f->json, value, JSON_NULL)) return;
     config_read_int(f, 0, "sliding_window", &window);
     config_require(window > 0, f->path, "", "sliding_window is 0");
     if (window < c->max_seq_len) c->window = window;
 }
+// Every block has a mixture of the same shape, no token is sent elsewhere at random, and q, k, v are not clipped.
+static void config_read_experts(const ConfigFile *f, Config *c) {
+    int every = 1;
+    float jitter = 0;
+    if (!c->num_experts) return;
+    CONFIG_EACH(k, config_experts) config_read_key(f, 0, c, k);
+    if (!config_is(c, "mixtral")) c->renormalise = config_bool(f, "norm_topk_prob", c->renormalise);
+    config_read_int(f, 0, "decoder_sparse_step", &every);
+    config_require(every == 1, f->path, "", "decoder_sparse_step is %d, not 1", every);
+    config_require(!json_items(&f->json, json_get(&f->json, 0, "mlp_only_layers")), f->path, "",
+                   "mlp_only_layers names blocks without experts");
+    config_read_float(f, 0, "router_jitter_noise", &jitter);
+    config_require(jitter == 0, f->path, "", "router_jitter_noise is %g, not 0", (double)jitter);
+    config_require(config_key(f, 0, "clip_qkv", 0) == JSON_NONE, f->path, "", "clip_qkv is not null");
+    config_require(c->num_experts > 0, f->path, "", "it has no experts");
+}
 static void config_read_llama(const ConfigFile *f, Config *c) {
+    config_read_experts(f, c);
     config_read_rope(f, c);
     config_require_text(f, 0, "hidden_act", hidden_act(c), "");
     config_require_bool(f, "mlp_bias", 0);
@@ -240,11 +285,15 @@ static Config config_from_json(const char *path) {
                                config_mistral(NEEDED, NEEDED, NEEDED, NEEDED, NEEDED, 131072),
                                config_modern(1),
                                config_qwen2(NEEDED, NEEDED, NEEDED, DERIVED, NEEDED, NEEDED, 0),
-                               config_qwen3(NEEDED, NEEDED, NEEDED, NEEDED, 0)};
+                               config_qwen3(NEEDED, NEEDED, NEEDED, NEEDED, 0),
+                               config_qwen3_moe(NEEDED, NEEDED, NEEDED, 768),
+                               config_mixtral(NEEDED, NEEDED, NEEDED, NEEDED, NEEDED, 131072, 0.001f),
+                               config_olmoe(NEEDED, NEEDED, NEEDED, NEEDED, NEEDED, 4096)};
     int family = 0;
     while (family < HF_FAMILIES && !(type && strcmp(hf_families[family].type, type) == 0)) family++;
     config_require(family < HF_FAMILIES, f.path, "",
-                   "model_type is '%.40s', not gpt2, llama, mistral, modern, qwen2 or qwen3", type ? type : "missing");
+                   "model_type is '%.40s', not gpt2, llama, mistral, mixtral, modern, olmoe, qwen2, qwen3 or qwen3_moe",
+                   type ? type : "missing");
     require(config_key(&f, 0, "quantization_config", 0) == JSON_NONE,
             "'%s': the weights are quantised\nuse the model's F32, BF16 or F16 weights", f.path);
     Config c = defaults[family];
@@ -252,12 +301,12 @@ static Config config_from_json(const char *path) {
         c.vocab_size = NEEDED;
         c.num_kv_heads = c.ffn_dim = DERIVED;
     } else {
-        c.norm_eps = 1e-6f;
-        c.rope_theta = 1e4f;
-        if (config_is(&c, "qwen3")) {
-            c.num_kv_heads = 32;
-            c.max_seq_len = 32768;
-        }
+        c.norm_eps = config_is(&c, "mixtral") || config_is(&c, "olmoe") ? 1e-5f : 1e-6f;
+        c.rope_theta = config_is(&c, "mixtral") ? 1e6f : 1e4f;
+        if (config_is(&c, "qwen3")) c.num_kv_heads = 32;
+        if (config_is(&c, "qwen3") || config_is(&c, "qwen3_moe")) c.max_seq_len = 32768;
+        if (config_is(&c, "qwen3_moe")) c.renormalise = c.head_dim = 0;
+        if (config_is(&c, "olmoe")) c.num_kv_heads = DERIVED;
         if (config_is(&c, "modern"))
             c.num_layers = c.channels = c.num_heads = c.num_kv_heads = c.ffn_dim = c.vocab_size = NEEDED;
     }

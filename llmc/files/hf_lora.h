@@ -98,7 +98,7 @@ static void adapter_config_write(const Config *c, const Lora *l, const char *bas
             strcmp(c->model_type, "gpt2") ? "false" : "true");
     for (int kind = 0; kind < NUM_BLOCK_KINDS; kind++) {
         LoraName name;
-        if (!(l->targets >> kind & 1) || !lora_name(c, kind, &name)) continue;
+        if (!(l->targets >> kind & 1) || !lora_name(c, kind, -1, &name)) continue;
         fputs(separator, f);
         json_write_string(f, name.text);
         separator = ", ";

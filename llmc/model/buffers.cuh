@@ -169,7 +169,7 @@ static size_t adapters_scratch_bytes(const Plan *p) {
     LayerAdapters adapters = {0, p->lora.rank};
     size_t most = 0;
     for (int i = 0; i < 4 && p->lora.rank; i++) {
-        adapters.count = lora_pairs(p->table, 1, (Role)(ROLE_QKVW + i), pairs);
+        adapters.count = lora_pairs(p->table, 1, (Role)(ROLE_QKVW + i), 0, 1, pairs);
         const size_t size = linear_adapters_scratch(p->N, layers[i]->in, layers[i]->out, lora_columns(&adapters));
         most = std::max(most, size * sizeof(floatX));
     }

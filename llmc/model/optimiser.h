@@ -51,11 +51,11 @@ static float base_factor(double own, double common, double base) {
     return base > 0 ? (float)(value / base) : 1;
 }
 static void param_set_optimiser(Param *p, int in_block, const Options *o) {
-    const int matrix = in_block && !p->is_vector;
-    const double lr = p->is_vector            ? -1
-                      : matrix                ? lr_of_matrices(o)
-                      : p->role == ROLE_HEADW ? o->lr_head
-                                              : o->lr_embedding;
+    const int is_router = p->role == ROLE_ROUTERW, matrix = in_block && !p->is_vector && !is_router;
+    const double lr = p->is_vector || is_router ? -1
+                      : matrix                  ? lr_of_matrices(o)
+                      : p->role == ROLE_HEADW   ? o->lr_head
+                                                : o->lr_embedding;
     p->optimiser = matrix && !strcmp(o->optimizer, "muon") ? OPTIMISER_MUON : OPTIMISER_ADAMW;
     p->rate = base_factor(lr, o->learning_rate, base_lr(o));
     if (p->is_vector)

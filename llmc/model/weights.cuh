@@ -47,7 +47,7 @@ static LayerAdapters layer_adapters(const Plan *p, const Unit *u, Role weight, i
     LayerAdapters l = {0, p->lora.rank, lora_scale(&p->lora)};
     LoraPair pairs[LORA_MOST_PAIRS];
     if (!p->lora.rank || !unit_is_block(p->table, u->number)) return {};
-    l.count = lora_pairs(p->table, u->number, weight, pairs);
+    l.count = lora_pairs(p->table, u->number, weight, 0, 1, pairs);
     for (int i = 0; i < l.count; i++) {
         const size_t begin = p->table->unit_begin[u->number], a = p->table->params[pairs[i].a].offset - begin,
                      b = p->table->params[pairs[i].b].offset - begin;
