@@ -48,8 +48,25 @@ class Param:
     transposed: bool = False  # GPT-2's files hold block matrices as (in, out)
 
 
+def mlp_table(c, std, residual_std):
+    """(name, role, shape, std) of a block's matrices behind attention's."""
+    C, ffn = c.channels, c.ffn_dim
+    fc, fcproj = ["gate_proj", "up_proj"] if c.mlp == "swiglu" else ["up_proj"], "down_proj"
+    router, experts = [], ["mlp."]
+    if c.model_type == "gpt2":
+        fc, fcproj = ["c_fc"], "c_proj"
+    if c.num_experts:
+        layer = "block_sparse_moe" if c.model_type == "mixtral" else "mlp"
+        router = [(f"{layer}.gate.weight", "routerw", (c.num_experts, C), 0.02)]
+        experts = [f"{layer}.experts.{e}." for e in range(c.num_experts)]
+    if c.model_type == "mixtral":
+        fc, fcproj = ["w1", "w3"], "w2"
+    up = [(f"{mlp}{n}.weight", "fcw", (ffn, C), std) for mlp in experts for n in fc]
+    return router + up + [(f"{mlp}{fcproj}.weight", "fcprojw", (C, ffn), residual_std) for mlp in experts]
+
+
 def param_table(c):
-    L, C, ffn, Q, KV = c.num_layers, c.channels, c.ffn_dim, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    L, C, Q, KV = c.num_layers, c.channels, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     is_gpt2, layer_norm = c.model_type == "gpt2", c.norm == "layer"
     # GPT-2: residual branches scaled by 1/sqrt(2L)
     std, residual_std = 0.02, float(np.float32(0.02) / np.sqrt(np.float32(2 * L)))
@@ -61,28 +78,26 @@ def param_table(c):
     t += [Param("transformer.wpe.weight", "wpe", 0, (c.max_seq_len, C), std)] * (c.position == "learned")
     t += [Param("model.embed_norm.weight", "lnew", 0, (C,), -1)] * c.embedding_norm
     if is_gpt2:
-        qkv, proj, fc, fcproj = [("attn.c_attn", Q + 2 * KV)], "attn.c_proj", ["mlp.c_fc"], "mlp.c_proj"
+        qkv, proj = [("attn.c_attn", Q + 2 * KV)], "attn.c_proj"
     else:
         qkv, proj = [("self_attn.q_proj", Q), ("self_attn.k_proj", KV), ("self_attn.v_proj", KV)], "self_attn.o_proj"
-        fc, fcproj = ["mlp.gate_proj", "mlp.up_proj"] if c.mlp == "swiglu" else ["mlp.up_proj"], "mlp.down_proj"
+    mlp = mlp_table(c, std, residual_std)
     ln1, ln2 = ("ln_1", "ln_2") if is_gpt2 else ("input_layernorm", "post_attention_layernorm")
     for l in range(L):
         block = [(f"{n}.weight", "qkvw", (rows, C), std) for n, rows in qkv] + [
             (f"{proj}.weight", "projw", (C, Q), residual_std)
         ]
-        block += [(f"{n}.weight", "fcw", (ffn, C), std) for n in fc] + [
-            (f"{fcproj}.weight", "fcprojw", (C, ffn), residual_std)
-        ]
+        block += mlp
         block += [(f"{ln1}.weight", "ln1w", (C,), -1)] + [(f"{ln1}.bias", "ln1b", (C,), 0)] * layer_norm
         block += [(f"{n}.bias", "qkvb", (rows,), 0) for n, rows in qkv] * c.qkv_bias + [
             (f"{proj}.bias", "projb", (C,), 0)
         ] * c.linear_bias
         block += [(f"{ln2}.weight", "ln2w", (C,), -1)] + [(f"{ln2}.bias", "ln2b", (C,), 0)] * layer_norm
-        block += [(f"{n}.bias", "fcb", (ffn,), 0) for n in fc] * c.linear_bias + [
-            (f"{fcproj}.bias", "fcprojb", (C,), 0)
+        block += [
+            (n.removesuffix("weight") + "bias", role[:-1] + "b", shape[:1], 0) for n, role, shape, _ in mlp
         ] * c.linear_bias
-        gains = ["self_attn.q_norm", "self_attn.k_norm"] if c.qk_norm == "gains" else []
-        block += [(f"{n}.weight", "qknormw", (c.head_dim,), -1) for n in gains]
+        gains = {"gains": (c.head_dim, c.head_dim), "whole": (Q, KV)}.get(c.qk_norm, ())
+        block += [(f"self_attn.{n}_norm.weight", "qknormw", (size,), -1) for n, size in zip("qk", gains)]
         prefix = f"transformer.h.{l}." if is_gpt2 else f"model.layers.{l}."
         t += [
             Param(prefix + name, role, l + 1, shape, s, is_gpt2 and len(shape) == 2) for name, role, shape, s in block
@@ -142,15 +157,16 @@ class Model(nn.Module):
             return F.layer_norm(x, (c.channels,), weight, unit[name + "b"][0], c.norm_eps)
         return F.rms_norm(x, (c.channels,), weight, c.norm_eps)
 
-    def head_norm(self, x, gain):
-        """RMSNorm of each head's row, in fp32."""
-        return F.rms_norm(x.float(), (self.config.head_dim,), gain, self.config.norm_eps).to(x.dtype)
+    def qk_norms(self, qk, unit):
+        """RMSNorm of the rows of q and k, in fp32: of each head, or of all."""
+        gains = unit.get("qknormw", (None, None))
+        return [F.rms_norm(x.float(), x.shape[-1:], g, self.config.norm_eps).to(x.dtype) for x, g in zip(qk, gains)]
 
-    def linear(self, x, unit, name):
-        """x (B,T,in) -> one output (B,T,out) for each weight of this role."""
+    def linear(self, x, unit, name, part=slice(None)):
+        """x (...,in) -> one output (...,out) for each weight of this role, or of `part` of them."""
         weights = unit[name + "w"]
         biases = unit.get(name + "b", [None] * len(weights))
-        return [F.linear(x, w, b) for w, b in zip(weights, biases)]
+        return [F.linear(x, w, b) for w, b in zip(weights[part], biases[part])]
 
     def head_product(self, x, weight, bias):
         return F.linear(x, weight, bias)
@@ -163,14 +179,16 @@ class Model(nn.Module):
         return cap * logits.float() * torch.rsqrt(logits.float() ** 2 + cap**2) if cap else logits
 
     def block(self, x, unit, rope, mask):
-        """x (B,T,C) -> (B,T,C)."""
+        """x (B,T,C) -> (B,T,C), and the load-balancing loss of its experts."""
         c, (B, T, _) = self.config, x.shape
         qkv = self.linear(self.norm(x, unit, "ln1"), unit, "qkv")
         if len(qkv) == 1:
             qkv = qkv[0].split([n * c.head_dim for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads)], -1)
+        if c.qk_norm == "whole":
+            qkv[:2] = self.qk_norms(qkv[:2], unit)
         q, k, v = (y.reshape(B, T, -1, c.head_dim).transpose(1, 2) for y in qkv)
-        if c.qk_norm:
-            q, k = (self.head_norm(y, gain) for y, gain in zip((q, k), unit.get("qknormw", (None, None))))
+        if c.qk_norm in ("plain", "gains"):
+            q, k = self.qk_norms((q, k), unit)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         scale = c.softmax_scale or None
@@ -179,8 +197,44 @@ class Model(nn.Module):
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
         )
         x = x + self.linear(y.transpose(1, 2).flatten(2), unit, "proj")[0]
-        h = self.linear(self.norm(x, unit, "ln2"), unit, "fc")
-        return x + self.linear(self.activate(*h), unit, "fcproj")[0]
+        h = self.norm(x, unit, "ln2")
+        if not c.num_experts:
+            return x + self.mlp(h, unit), 0.0
+        y, unevenness = self.mixture(h.flatten(0, 1), unit)
+        return x + y.view_as(x), unevenness
+
+    def mlp(self, x, unit, expert=0):
+        n = 2 if self.config.mlp == "swiglu" else 1
+        h = self.linear(x, unit, "fc", slice(expert * n, expert * n + n))
+        return self.linear(self.activate(*h), unit, "fcproj", slice(expert, expert + 1))[0]
+
+    def route(self, x, unit):
+        """x (N,C) -> which experts a token uses and their shares, (N,K) from the largest share on; and the
+        load-balancing loss (arXiv:2101.03961): K where tokens use all experts alike, E where all use one."""
+        c = self.config
+        with torch.autocast(x.device.type, enabled=False):
+            chances = F.linear(x.float(), unit["routerw"][0].float()).softmax(-1)
+        shares, experts = chances.sort(dim=-1, descending=True, stable=True)  # of equals the lower expert comes first
+        shares, experts = shares[:, : c.active_experts], experts[:, : c.active_experts]
+        if c.renormalise:
+            shares = shares / shares.sum(-1, keepdim=True)
+        used = experts.flatten().bincount(minlength=c.num_experts) / len(x)
+        return experts, shares, c.num_experts * (used * chances.mean(0)).sum()
+
+    def mixture(self, x, unit):
+        """x (N,C) -> the sum of its experts' outputs times their shares, from the largest share on; and route's
+        loss."""
+        experts, shares, unevenness = self.route(x, unit)
+        K, chosen = self.config.active_experts, experts.flatten()
+        order = chosen.argsort(stable=True)  # by expert, then by token
+        counts = chosen.bincount(minlength=self.config.num_experts).tolist()
+        # one without tokens computes, too: its gradient is 0, not none
+        rows = [self.mlp(part, unit, e) for e, part in enumerate(x[order // K].split(counts))]
+        rows = torch.cat(rows)[order.argsort()].view(-1, K, x.shape[-1])
+        out = shares[:, 0, None] * rows[:, 0]
+        for k in range(1, K):
+            out = out + shares[:, k, None] * rows[:, k]
+        return out.to(x.dtype), unevenness
 
     def activate(self, x, up=None):
         if self.config.mlp == "swiglu":
@@ -209,9 +263,9 @@ class Model(nn.Module):
         mask = (places <= places[:, None]) & (places >= first[:, :, None])
         return torch.where(inputs < 0, ~inputs, inputs), places - begins, mask[:, None]
 
-    def forward(self, inputs, rope=None, targets=None):
-        """inputs, targets (B,T) -> logits (B,T,V), or the learned tokens' mean loss. `rope`: rope_table(T), made
-        outside of what is compiled."""
+    def forward(self, inputs, rope=None, targets=None, with_balance=False):
+        """inputs, targets (B,T) -> logits (B,T,V), or the learned tokens' mean loss; with_balance: and what training
+        adds to it so that experts are used alike. `rope`: rope_table(T), made outside of what is compiled."""
         first, *blocks, last = self.units
         tokens, positions, mask = self.ranges(inputs)
         x = F.embedding(tokens, first["wte"][0])
@@ -219,13 +273,16 @@ class Model(nn.Module):
             x = x + F.embedding(positions, first["wpe"][0])
         if self.config.embedding_norm:
             x = self.norm(x, first, "lne")
+        unevenness = 0.0
         for unit in blocks:
-            x = self.block(x, unit, rope, mask)
+            x, of_block = self.block(x, unit, rope, mask)
+            unevenness = unevenness + of_block
         logits = self.head(self.norm(x, last, "lnf"))
         if targets is None:
             return logits
         total = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
-        return total / (targets >= 0).sum().clamp(min=1)
+        loss = total / (targets >= 0).sum().clamp(min=1)
+        return (loss, self.config.balance / len(blocks) * unevenness) if with_balance else loss
 
     @torch.no_grad()
     def init(self, seed, table=None):
@@ -500,17 +557,18 @@ class Trainer:
         self.trained = [w for w in model.parameters() if w.requires_grad]
         self.optimizers = make_optimizers(model, o, torch.bfloat16 if self.dtype == "bf16" else torch.float32)
 
-    def loss(self, inputs, targets):
+    def loss(self, inputs, targets, with_balance=False):
         with self.autocast:
-            return self.net(inputs, self.model.rope_table(inputs.shape[1], inputs.device), targets)
+            return self.net(inputs, self.model.rope_table(inputs.shape[1], inputs.device), targets, with_balance)
 
     def step(self, batches, lr):
         """One optimiser step over a list of micro-batches. lr: of a rate of 1. Returns the learned tokens' mean loss
         and its gradient's norm."""
         total, learned = 0.0, [int((targets >= 0).sum()) for _, targets in batches]
         for (inputs, targets), count in zip(batches, learned):
-            loss = self.loss(inputs, targets) * (count / max(sum(learned), 1))
-            loss.backward()
+            loss, balance = self.loss(inputs, targets, with_balance=True)
+            loss = loss * (count / max(sum(learned), 1))
+            (loss + balance / len(batches)).backward()
             total += loss.detach()
         grads = [w.grad for w in self.trained]
         norm = torch.nn.utils.get_total_norm(grads)

@@ -200,6 +200,8 @@ def check_targets(adapter, matrices):
     if config.get("layers_to_transform") is not None or config.get("exclude_modules"):
         return
     if targets == "all-linear":
+        # routers and experts are linear layers to transformers 4, and to 5 they are not
+        matrices = [m for m in matrices if not re.search(r"\.experts\.|\.gate$", m) or m in adapter.pairs]
         wanted = [re.search(r"\.(h|layers)\.[0-9]+\.", module) for module in matrices]
     elif isinstance(targets, str):
         wanted = [i is not None for i in matches(config, "target_modules", [targets], list(matrices), False)]

@@ -42,6 +42,11 @@ def package():
 def require_known(folder, config):
     """Stops where llama.cpp would compute another model."""
     kind = config["model_type"]
+    if "num_experts_per_tok" in config:
+        die(
+            f"'{folder}' is a mixture of experts, which this tool does not write as GGUF",
+            "llama.cpp's own convert_hf_to_gguf.py takes this folder",
+        )
     if kind not in ARCHITECTURES:
         die(
             f"'{folder}' has the model_type {kind}, which llama.cpp does not know",

@@ -5,7 +5,7 @@
                                      .bin. FOLDER then opens by -e FOLDER and in transformers, and llama.cpp converts it
     hf.py tokenizer FOLDER           tokenizer files and generation_config.json for a folder that has none
     hf.py export FOLDER FILE.bin     llm.c's .bin (GPT-2; Llama 3.1 as the llama3 branch of llm.c reads it)
-    hf.py export FOLDER FILE.gguf    for llama.cpp and Ollama (all but modern); --type F16, BF16 or Q8_0
+    hf.py export FOLDER FILE.gguf    for llama.cpp and Ollama (not modern, no mixtures); --type F16, BF16 or Q8_0
     hf.py check FOLDER
       whether the trainers open it, and if not, why; of a checkpoint, whether any file has changed
     hf.py merge ADAPTER FOLDER       LoRA adapters and their base become a model

@@ -2,6 +2,7 @@
 llmc/files/hf_config.h have them. dev/test/test_train_gpt2.py compares each preset with what the C headers make of
 it."""
 
+import json
 import os
 import re
 from dataclasses import dataclass, replace
@@ -11,13 +12,12 @@ from dev.data.rows import require
 
 @dataclass
 class Config:
-    # Hugging Face's name: gpt2, llama, mistral, modern, qwen2, qwen3. Decides names and layouts in files, nothing else
-    model_type: str
+    model_type: str  # Hugging Face's name, a key of HF_FAMILIES. Decides names and layouts in files, nothing else
     num_layers: int
     channels: int
     num_heads: int
     num_kv_heads: int
-    ffn_dim: int
+    ffn_dim: int  # of one expert, where there are experts
     vocab_size: int
     max_seq_len: int
     window: int = 0  # a token sees its last `window` tokens, itself among them; 0: all
@@ -31,9 +31,14 @@ class Config:
     rope_original_len: int = 8192
     head_dim: int = 0  # config_check makes channels / heads of 0
     rotary_fraction: float = 1.0  # share of a head that is rotated: its fastest frequencies
-    qk_norm: str = ""  # or "plain" or "gains": RMSNorm of each q and k head, before RoPE
+    # or "plain" or "gains": RMSNorm of each q and k head, before RoPE; "whole": of all heads together, with gains
+    qk_norm: str = ""
     softmax_scale: float = 0.0  # of q k^T; 0: 1 / sqrt(head_dim)
     mlp: str = "swiglu"  # or "gelu" or "relu2"
+    num_experts: int = 0  # MLPs in a block, of which each token uses active_experts; 0: one MLP for all
+    active_experts: int = 0
+    renormalise: bool = False  # a token's shares of its experts are divided by their sum
+    balance: float = 0.0  # the load-balancing loss is multiplied with it and added to that which is trained with
     qkv_bias: bool = False
     linear_bias: bool = False
     tied: bool = False
@@ -121,6 +126,48 @@ def qwen3(layers, channels, heads, ffn, tied):
     )
 
 
+def qwen3_moe(layers, channels, heads, ffn):
+    return replace(
+        qwen3(layers, channels, heads, ffn, False),
+        model_type="qwen3_moe",
+        num_kv_heads=4,
+        num_experts=128,
+        active_experts=8,
+        renormalise=True,
+        balance=0.001,
+    )
+
+
+def mixtral(layers, channels, heads, ffn, vocab, max_seq_len, balance):
+    return replace(
+        mistral(layers, channels, heads, ffn, vocab, max_seq_len),
+        model_type="mixtral",
+        num_experts=8,
+        active_experts=2,
+        renormalise=True,
+        balance=balance,
+    )
+
+
+def olmoe(layers, vocab=50257, max_seq_len=1024):
+    """64 channels, a head and 32 of an expert's width for each layer; olmoe:1B-7B is wider than that."""
+    return Config(
+        "olmoe",
+        layers,
+        64 * layers,
+        layers,
+        layers,
+        32 * layers,
+        vocab,
+        max_seq_len,
+        rope_theta=1e4,
+        qk_norm="whole",
+        num_experts=64,
+        active_experts=8,
+        balance=0.01,
+    )
+
+
 def modern(layers):
     """64 channels and half a head of 128 for each layer."""
     heads = (layers + 1) // 2
@@ -191,6 +238,11 @@ PRESETS = {
     "qwen3:8B": qwen3(36, 4096, 32, 12288, False),
     "qwen3:14B": qwen3(40, 5120, 40, 17408, False),
     "qwen3:32B": qwen3(64, 5120, 64, 25600, False),
+    "qwen3:30B-A3B": qwen3_moe(48, 2048, 32, 768),
+    "qwen3:235B-A22B": qwen3_moe(94, 4096, 64, 1536),
+    "mixtral:8x7B": mixtral(32, 4096, 32, 14336, 32000, 32768, 0.02),
+    "mixtral:8x22B": mixtral(56, 6144, 48, 16384, 32768, 65536, 0.001),
+    "olmoe:1B-7B": replace(olmoe(16, 50304, 4096), channels=2048, ffn_dim=1024),
     "modern:124M": modern(12),
 }
 OVERRIDES = {
@@ -200,6 +252,8 @@ OVERRIDES = {
     "kv_heads": "num_kv_heads",
     "head_dim": "head_dim",
     "ffn": "ffn_dim",
+    "experts": "num_experts",
+    "active": "active_experts",
     "vocab": "vocab_size",
     "seq": "max_seq_len",
     "tied": "tied",
@@ -211,8 +265,9 @@ def config_preset(name):
     if name.removeprefix("gpt2:").startswith("d") and depth.isdigit() and 0 < int(depth) <= 1024:
         n = int(depth)
         return gpt2(n, *GPT2_DEPTHS.get(n, (64 * n, n)))
-    if re.fullmatch(r"modern:d\d+", name) and 0 < int(name[8:]) <= 1024:
-        return modern(int(name[8:]))
+    deep = re.fullmatch(r"(modern|olmoe):d(\d+)", name)
+    if deep and 0 < int(deep[2]) <= 1024:
+        return (modern if deep[1] == "modern" else olmoe)(int(deep[2]))
     return PRESETS.get("gpt3:c5120" if name == "gpt3:c5140" else name)  # the paper and llm.c print 5140
 
 
@@ -231,6 +286,11 @@ def config_parse(descriptor):
         )
         ok = value.isdigit() and (int(value) <= 1 if key == "tied" else 0 < int(value) <= 1 << 24)
         require(ok, f"{item} in model '{descriptor}' is out of range", "give a positive whole number (tied: 0 or 1)")
+        require(
+            base.num_experts or key not in ("experts", "active"),
+            f"{key}= in model '{descriptor}', which has no experts",
+            "use qwen3:30B-A3B, mixtral:8x7B, olmoe:1B-7B or olmoe:dN",
+        )
         given[OVERRIDES[key]] = bool(int(value)) if key == "tied" else int(value)
     c, group = replace(base, **given), base.num_heads // base.num_kv_heads
     if "num_heads" not in given and c.channels * base.num_heads % base.channels == 0:
@@ -268,6 +328,11 @@ def config_check(c, where=""):
         f"softmax scale {c.softmax_scale:g} is negative, or not that of normalised q and k",
     )
     check(c.logit_softcap >= 0, "", f"softcap {c.logit_softcap:g} of the logits is negative")
+    E, K = c.num_experts, c.active_experts
+    check((E > 0) == (c.model_type in HF_EXPERTS), "experts=", f"{E} experts in a model of type {c.model_type}")
+    check(0 <= E <= 1024, "experts=", f"{E} experts are more than 1024")
+    check(not E or 0 < K <= 32, "active=", f"{K} active experts are not 1 to 32")
+    check(K <= E, "active= or experts=", f"{K} active experts are more than {E} experts")
     check(not (c.head_bias and c.tied), "tied=", "a head with bias that shares the embedding is not built")
     return c
 
@@ -296,6 +361,19 @@ HF_LLAMA = {
     "tied": "tie_word_embeddings",
     "head_dim": "head_dim",
 }
+HF_EXPERTS = {
+    kind: HF_LLAMA | {"active_experts": "num_experts_per_tok", "balance": "router_aux_loss_coef"} | keys
+    for kind, keys in {
+        "mixtral": {"num_experts": "num_local_experts"},
+        "olmoe": {"num_experts": "num_experts", "renormalise": "norm_topk_prob"},
+        "qwen3_moe": {
+            "num_experts": "num_experts",
+            "renormalise": "norm_topk_prob",
+            "ffn_dim": "moe_intermediate_size",
+        },
+    }.items()
+}
+HF_KEYS = {"gpt2": HF_GPT2} | HF_EXPERTS  # of the others: HF_LLAMA
 HF_MODERN = ("rotary_fraction", "softmax_scale", "logit_softcap")  # the same names
 HF_ROPE = {
     "rope_factor": "factor",
@@ -308,8 +386,11 @@ HF_FAMILIES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "modern": "ModernForCausalLM",  # only the trainers open it
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
 
@@ -319,8 +400,10 @@ def config_to_hf(c):
     activation = {"gelu": "gelu_new", "swiglu": "silu", "relu2": "relu2"}[c.mlp]
     hf["activation_function" if c.model_type == "gpt2" else "hidden_act"] = activation
     hf |= {name: getattr(c, name) for name in HF_MODERN if c.model_type == "modern"}
-    hf |= {theirs: getattr(c, ours) for ours, theirs in (HF_GPT2 if c.model_type == "gpt2" else HF_LLAMA).items()}
-    if c.model_type == "mistral":
+    hf |= {theirs: getattr(c, ours) for ours, theirs in HF_KEYS.get(c.model_type, HF_LLAMA).items()}
+    if c.model_type == "qwen3_moe":  # of MLPs in other blocks, which there are none of
+        hf |= {"intermediate_size": c.ffn_dim * c.active_experts, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    if c.model_type in ("mistral", "mixtral"):
         hf["sliding_window"] = c.window or None
     if c.rope_factor > 0:
         hf["rope_scaling"] = {"rope_type": "llama3"} | {theirs: getattr(c, ours) for ours, theirs in HF_ROPE.items()}
@@ -330,7 +413,42 @@ def config_to_hf(c):
 # what differs from Llama, and what an absent key means to transformers
 HF_DEFAULTS = {
     "mistral": {"num_kv_heads": 8, "max_seq_len": 131072},
+    "mixtral": {
+        "num_kv_heads": 8,
+        "ffn_dim": 14336,
+        "max_seq_len": 131072,
+        "norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_experts": 8,
+        "active_experts": 2,
+        "renormalise": True,
+        "balance": 0.001,
+    },
+    "olmoe": {
+        "ffn_dim": 2048,
+        "max_seq_len": 4096,
+        "norm_eps": 1e-5,
+        "qk_norm": "whole",
+        "num_experts": 64,
+        "active_experts": 8,
+        "balance": 0.01,
+    },
     "qwen3": {"num_kv_heads": 32, "max_seq_len": 32768, "head_dim": 128, "qk_norm": "gains"},
+    "qwen3_moe": {
+        "num_kv_heads": 4,
+        "ffn_dim": 768,
+        "max_seq_len": 32768,
+        "qk_norm": "gains",
+        "num_experts": 128,
+        "active_experts": 8,
+        "balance": 0.001,
+    },
+}
+# what these keys must say where they say something
+HF_REQUIRED = {
+    "mixtral": {"router_jitter_noise": 0},
+    "olmoe": {"clip_qkv": None},
+    "qwen3_moe": {"decoder_sparse_step": 1, "mlp_only_layers": []},
 }
 
 
@@ -365,18 +483,28 @@ def config_from_hf(hf, where):
         f"{where}: windows in some layers alone are not built",
         "use a model without them",
     )
+    for key, value in HF_REQUIRED.get(kind, {}).items():
+        require(
+            hf.get(key) in (None, value),
+            f"{where}: {key} is {hf.get(key)}",
+            f"only models without {key}, or with {json.dumps(value)} there, are built",
+        )
     base = Config(kind, 1, 64, 1, 0, 0, 2, 2048, norm_eps=1e-6, rope_theta=1e4, qkv_bias=kind == "qwen2")
     base = replace(base, **HF_DEFAULTS.get(kind, {})) if kind != "gpt2" else gpt2(1, 64, 1)
     base = modern(1) if kind == "modern" else base
     base = replace(base, **{name: hf[name] for name in HF_MODERN if kind == "modern" and name in hf})
-    keys, values = HF_GPT2 if kind == "gpt2" else HF_LLAMA, {**hf, **rope}
+    # transformers takes both names of the number of experts, and writes one or the other
+    names = "num_experts", "num_local_experts"
+    experts = {a: hf[b] for a, b in (names, names[::-1]) if b in hf}
+    keys, values = HF_KEYS.get(kind, HF_LLAMA), {**experts, **hf, **rope}
     c = replace(base, **{ours: values[theirs] for ours, theirs in keys.items() if values.get(theirs) is not None})
     c.num_kv_heads = c.num_kv_heads or c.num_heads
     c.num_kv_heads = c.num_heads if kind == "gpt2" else c.num_kv_heads
     c.ffn_dim = c.ffn_dim if kind != "gpt2" or values.get("n_inner") else 4 * c.channels
     c = replace(c, **{ours: rope[theirs] for ours, theirs in HF_ROPE.items()}) if rope_type == "llama3" else c
     # Mistral's is in use unless it is null. One that is as long as the context hides nothing.
-    window = hf.get("sliding_window", 4096) if kind == "mistral" else None
+    windows = {"mistral": 4096, "mixtral": None}  # where the key is absent
+    window = hf.get("sliding_window", windows[kind]) if kind in windows else None
     require(window != 0, f"{where}: sliding_window is 0", "use null for none")
     c = replace(c, window=window) if window and window < c.max_seq_len else c
     return config_check(c, where)

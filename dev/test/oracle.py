@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ def parse_options(argv=None):
 def rounded(x, dtype, scale_rows=False):
     """x, or x in bf16, or in fp8 (e4m3) and divided by its scale again, as llmc/fp8.h does it. scale_rows: one for
     each row."""
-    if dtype == "native":
+    if dtype == "native" or not x.numel():  # an expert may have no rows
         return x
     if dtype == "bf16":
         return x.to(torch.bfloat16).to(x.dtype)
@@ -136,9 +137,8 @@ class RoundedLinear(torch.autograd.Function):
         # The output's gradient is bf16 with --dtype bf16.
         dx = rounded(dout, ctx.dx_dtype, scale_rows=ctx.gradients_by_row)
         dx = dx @ rounded(weight, ctx.dx_dtype).to(dout.dtype)
-        dweight = rounded(dout, ctx.dweight_dtype).flatten(0, 1).T @ rounded(x, ctx.dweight_dtype).flatten(0, 1).to(
-            dout.dtype
-        )
+        dweight = rounded(dout, ctx.dweight_dtype).flatten(0, -2).T
+        dweight = dweight @ rounded(x, ctx.dweight_dtype).flatten(0, -2).to(dout.dtype)
         return dx.to(x.dtype), dweight.to(weight.dtype), None, None, None, None
 
 
@@ -172,12 +172,14 @@ def lora_table(model, lora):
 
 
 def block_matrices(table):
-    return [p for p in table if len(p.shape) == 2 and 0 < p.unit < table[-1].unit]
+    """Those that adapters can be for: routers have none."""
+    return [p for p in table if len(p.shape) == 2 and 0 < p.unit < table[-1].unit and p.role != "routerw"]
 
 
 def module_names(table):
-    """Of a block's matrices, as short as they are unambiguous: q_proj, attn.c_proj."""
-    paths = [p.name.split(".")[3:-1] for p in block_matrices(table) if p.unit == 1]
+    """Of a block's matrices, as short as they are unambiguous: q_proj, attn.c_proj; of all experts together."""
+    names = [".".join(p.name.split(".")[3:-1]) for p in block_matrices(table) if p.unit == 1]
+    paths = [name.split(".") for name in dict.fromkeys(re.sub(r".*\.experts\.\d+\.", "", name) for name in names)]
     last = [path[-1] for path in paths]
     return [name if last.count(name) == 1 else ".".join(path) for name, path in zip(last, paths)]
 
@@ -204,7 +206,7 @@ class AdapterGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, a, b = (tensor.to(dy.dtype) for tensor in ctx.saved_tensors)
-        rows, x = dy.flatten(0, 1), x.flatten(0, 1)
+        rows, x = dy.flatten(0, -2), x.flatten(0, -2)
         da, db = (rows @ b).T @ x, rows.T @ (x @ a.T)
         return dy, None, ctx.scale * da.float(), ctx.scale * db.float(), None
 
@@ -240,12 +242,12 @@ class Model(core.Model):
         for weights, place, base, a, b in self.adapted if self.lora else []:
             weights[place] = merged(base, a, b, self.lora.scale)
 
-    def linear(self, x, unit, name):
-        """One output for each weight of this role."""
+    def linear(self, x, unit, name, part=slice(None)):
+        """One output for each weight of this role, or of `part` of them."""
         weights = unit[name + "w"]
-        biases = unit.get(name + "b", [None] * len(weights))
-        adapters = unit.get(name + "lora", [None] * len(weights))
-        outputs = self.product(x, weights, biases)
+        biases = unit.get(name + "b", [None] * len(weights))[part]
+        adapters = unit.get(name + "lora", [None] * len(weights))[part]
+        outputs = self.product(x, weights[part], biases)
         return [
             y if ab is None else AdapterGradients.apply(y, x, *ab, self.lora.scale) for y, ab in zip(outputs, adapters)
         ]
@@ -431,25 +433,26 @@ def train(o):
 @torch.no_grad()
 def disturb(model, seed):
     """What begins as 0 or 1 would hide that it is multiplied with: gains of q and k, all of a modern model, and
-    adapters."""
+    adapters. And routers begin with chances so alike that rounding decides which experts a token uses."""
     generator = torch.Generator().manual_seed(seed)
     for p in model.trained:
         noise = torch.randn(p.shape, generator=generator)
         size = 0.3 if len(p.shape) == 1 else 0.1 if model.lora else 1 / math.sqrt(p.shape[1])
-        if p.role == "qknormw" or model.config.init == "modern" or model.lora:
+        if p.role in ("qknormw", "routerw") or model.config.init == "modern" or model.lora:
             model.get_parameter(p.name).add_(noise * size)
     model.merge()
 
 
 def write_debug(o):
-    """Weights, one random batch, its logits, loss and gradients, and the losses of ten steps on it. With
+    """Weights, one random batch, its logits, loss and gradients (of experts with what balances them), and the losses of
+    ten steps on it. With
     --documents 1 some tokens begin a document, and a third is not learned. With --lora DIR/adapter has the adapters
     before the first step, and gradients are theirs."""
     model, folder, (B, T) = make_model(o.model, o.seed), o.write_debug, (o.batch_size, o.seq_len)
     o.documents = max(o.documents, 0)  # -1: there is no data that decides
     o.window = window_of(model.config, o)
     model.matmul_dtype, model.head_dtype = o.matmul_dtype, o.head_dtype
-    if model.config.qk_norm:
+    if model.config.qk_norm or model.config.num_experts:
         disturb(model, o.seed)
     write_weights(model, folder)
     if add_lora(model, o, folder).lora:
@@ -463,10 +466,12 @@ def write_debug(o):
         random = rand_u64(o.seed, rand_stream(RAND_SAMPLE, 1), np.arange(2 * B * T)).view(np.int64).reshape(2, B, T)
         begins, masked = torch.from_numpy(random[0] % 12 == 0), torch.from_numpy(random[1] % 3 == 0)
         inputs, targets = torch.where(begins, ~inputs, inputs), torch.where(masked, -1, targets)
-    logits = model(inputs, model.rope_table(T, "cpu"))
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-    loss.backward()
-    debug = {"tokens": inputs.int(), "targets": targets.int(), "logits": logits.detach(), "loss": loss.detach().view(1)}
+    rope = model.rope_table(T, "cpu")
+    with torch.no_grad():
+        logits = model(inputs, rope)
+    loss, balance = model(inputs, rope, targets, with_balance=True)
+    (loss + balance).backward()
+    debug = {"tokens": inputs.int(), "targets": targets.int(), "logits": logits, "loss": loss.detach().view(1)}
     debug |= {
         "grad." + name: grad
         for name, grad in as_file(model.trained, {n: w.grad for n, w in model.named_parameters()}).items()
