@@ -62,7 +62,7 @@ def mlp_table(c, std, residual_std):
     if c.model_type == "mixtral":
         fc, fcproj = ["w1", "w3"], "w2"
     up = [(f"{mlp}{n}.weight", "fcw", (ffn, C), std) for mlp in experts for n in fc]
-    return router + up + [(f"{mlp}{fcproj}.weight", "fcprojw", (C, ffn), residual_std) for mlp in experts]
+    return up + [(f"{mlp}{fcproj}.weight", "fcprojw", (C, ffn), residual_std) for mlp in experts] + router
 
 
 def param_table(c):

@@ -350,7 +350,7 @@ static inline int config_parse(const char *descriptor, Config *c) {
     char *rest = strcpy(text, descriptor), *preset = strsep(&rest, ",");
     require(config_preset(preset, c), "unknown model '%s'\nuse a checkpoint folder or one of " CONFIG_PRESETS, preset);
     const Config base = *c;
-    c->num_heads = c->num_kv_heads = c->ffn_dim = c->vocab_size = 0;  // not given
+    c->num_heads = c->num_kv_heads = c->ffn_dim = c->vocab_size = c->active_experts = 0;  // not given
     const struct {
         const char *key;
         int *value;
@@ -389,6 +389,8 @@ static inline int config_parse(const char *descriptor, Config *c) {
     if (!c->num_heads) c->num_heads = heads % base.channels ? base.num_heads : heads / base.channels;
     if (!c->num_kv_heads) c->num_kv_heads = c->num_heads % group ? c->num_heads : c->num_heads / group;
     if (!c->ffn_dim) c->ffn_dim = round_up((size_t)c->channels * base.ffn_dim / base.channels, 8);
+    if (!c->active_experts)
+        c->active_experts = base.active_experts < c->num_experts ? base.active_experts : c->num_experts;
     config_finish(c, NULL);
     return vocab_given != 0;
 }

@@ -299,6 +299,8 @@ def config_parse(descriptor):
         c.num_kv_heads = c.num_heads // group if c.num_heads % group == 0 else c.num_heads
     if "ffn_dim" not in given and c.channels != base.channels:
         c.ffn_dim = -(-(c.channels * base.ffn_dim // base.channels) // 8) * 8
+    if "active_experts" not in given:
+        c.active_experts = min(c.active_experts, c.num_experts)
     return config_check(c), "vocab_size" in given
 
 

@@ -167,10 +167,13 @@ static inline Options options_for(const char *folder, const DebugFile *d, int B)
     o.autotune = 0;
     return o;
 }
+static inline void open_as(Model *m, const Config *c, const char *folder, const Options *o) {
+    model_open(m, c, o, &one_rank);
+    model_load_weights(m, folder);
+}
 static inline void open_reference(Model *m, const char *folder, const Options *o) {
     const Config c = config_from_json(folder);
-    model_open(m, &c, o, &one_rank);
-    model_load_weights(m, folder);
+    open_as(m, &c, folder, o);
 }
 
 // Loss and norm of a step, and the update of the debug file's ten steps.
@@ -586,11 +589,12 @@ static inline void test_documents(const char *folder, const Options *o) {
 }
 
 // `steps` training steps on the debug batch, in micro-steps of o->batch_size, from its weights; returns all weights.
-static inline float *weights_after(const char *folder, const Options *o, int steps, float *last_loss) {
+static inline float *weights_of_run(const Config *c, const char *folder, const Options *o, int steps,
+                                    float *last_loss) {
     DebugFile d = debug_open(folder);
     Model m;
     float norm;
-    open_reference(&m, folder, o);
+    open_as(&m, c, folder, o);
     const int micro_B = (int)o->batch_size, num_micro = d.B / micro_B;
     for (int step = 1; step <= steps; step++) {
         for (int k = 0; k < num_micro; k++)
@@ -604,6 +608,10 @@ static inline float *weights_after(const char *folder, const Options *o, int ste
     model_close(&m);
     debug_close(&d);
     return weights;
+}
+static inline float *weights_after(const char *folder, const Options *o, int steps, float *last_loss) {
+    const Config c = config_from_json(folder);
+    return weights_of_run(&c, folder, o, steps, last_loss);
 }
 static inline size_t weights_total(const char *folder) {
     const Config c = config_from_json(folder);
@@ -627,9 +635,11 @@ static inline void test_same_bits(const char *folder, const Options *a, const Op
 static inline void test_accumulation(const char *folder, const Options *whole, double bound) {
     float loss_a, loss_b;
     const size_t n = weights_total(folder);
+    Config c = config_from_json(folder);
     Options parts = *whole;
     parts.batch_size = 1;
-    float *x = weights_after(folder, whole, 3, &loss_a), *y = weights_after(folder, &parts, 3, &loss_b);
+    c.balance = 0;  // of experts, which is a micro-step's
+    float *x = weights_of_run(&c, folder, whole, 3, &loss_a), *y = weights_of_run(&c, folder, &parts, 3, &loss_b);
     const double d = difference(x, y, n).norm;
     check(d <= bound && fabs(loss_a - loss_b) <= 10 * bound,
           "%s: %lld micro-steps against one: weights differ by %.1e, loss by %.1e (bound %.0e)", folder,
@@ -752,11 +762,13 @@ static inline void test_memory(const char *folder, const Options *base, int B, d
                  states = 2 * total - (double)(m.table.muon * (size_t)c.num_layers);  // Muon's matrices have no v
     model_close(&m);
     const double N = (double)B * (double)o.seq_len, others = c.num_layers - 1, Q = c.num_heads * c.head_dim,
-                 KV = c.num_kv_heads * c.head_dim, F = c.ffn_dim, C = c.channels;
+                 KV = c.num_kv_heads * c.head_dim, F = token_mlps(&c) * c.ffn_dim, C = c.channels,
+                 routing = c.num_experts ? (c.num_experts + 4 * c.active_experts) * 4.0 : 0;
     double expected = 0;
     // a token's; each level saves these besides
     const double more[] = {F * value, (2 * C + (c.qk_norm ? Q + 2 * KV : 0)) * value,
-                           (2 * Q + 2 * KV + (c.mlp == MLP_SWIGLU ? 2 : 1) * F + C) * value + (c.num_heads + 4) * 4.0};
+                           (2 * Q + 2 * KV + (c.mlp == MLP_SWIGLU ? 2 : 1) * F + C) * value + (c.num_heads + 4) * 4.0 +
+                               routing};
     for (int level = 1; level <= 3; level++) {
         less = o;
         less.recompute = level;

@@ -36,12 +36,13 @@ static void say_table(const char *name) {
     int vocab_given = config_parse(name, &c);
     ParamTable t = params_table(&c);
     printf("= %s %d %s %d %d %d %d %d %d %d %d %.9g %d %.9g %.9g %.9g %.9g %d %d %d %d %d %d %d %.9g %.9g %d "
-           "%d %.9g\n",
+           "%d %.9g %d %d %d %.9g\n",
            name, vocab_given, c.model_type, c.num_layers, c.channels, c.num_heads, c.num_kv_heads, c.ffn_dim,
            c.vocab_size, c.max_seq_len, c.norm == NORM_LAYER, (double)c.norm_eps, c.position == POSITION_LEARNED,
            (double)c.rope_theta, (double)c.rope_factor, (double)c.rope_low_freq_factor, (double)c.rope_high_freq_factor,
            c.rope_original_len, c.mlp, c.qkv_bias, c.linear_bias, c.tied, c.head_dim, c.qk_norm,
-           (double)c.rotary_fraction, (double)c.softmax_scale, c.embedding_norm, c.head_bias, (double)c.logit_softcap);
+           (double)c.rotary_fraction, (double)c.softmax_scale, c.embedding_norm, c.head_bias, (double)c.logit_softcap,
+           c.num_experts, c.active_experts, c.renormalise, (double)c.balance);
     for (int i = 0; i < t.count; i++) {
         const Param *p = &t.params[i];
         printf("%s %d %d %d %d %d %d %.9g\n", p->name, p->unit, p->file_rows, p->file_cols, p->is_vector, p->transposed,
