@@ -331,7 +331,7 @@ def refused(capsys, words, call, *arguments):
 
 def test_bad_descriptors_are_refused(capsys):
     for descriptor, *words in (
-        ("olmoe:d2,experts=4", "8 active experts are more than 4 experts", "active= or experts="),
+        ("olmoe:d2,experts=4,active=8", "8 active experts are more than 4 experts", "active= or experts="),
         ("mixtral:8x7B,active=9", "9 active experts are more than 8 experts"),
         ("olmoe:d2,active=33", "33 active experts are not 1 to 32"),
         ("olmoe:d2,experts=1025", "1025 experts are more than 1024"),
@@ -341,7 +341,7 @@ def test_bad_descriptors_are_refused(capsys):
         ("olmoe:d0,layers=1", "unknown model"),
     ):
         refused(capsys, words, ref.config_parse, descriptor)
-    assert ref.config_parse("olmoe:d1,experts=1,active=1")[0].num_experts == 1
+    assert ref.config_parse("olmoe:d1,experts=1,active=1")[0].active_experts == 1
 
 
 @pytest.mark.parametrize(
