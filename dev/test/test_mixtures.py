@@ -406,6 +406,25 @@ def test_adapters(family, tmp_path, capsys):
     refused(capsys, ["no matrix 'gate'"], ref.add_lora, ref.make_model(o.model, 0), o, o.model)
 
 
+@pytest.mark.parametrize("family", SMALL)
+def test_adapters_in_peft(family, tmp_path):
+    """Of experts, too, which are one parameter in transformers 5: peft joins their adapters."""
+    peft, base = pytest.importorskip("peft"), str(tmp_path / "base")
+    ref.write_weights(ref.make_model(SMALL[family], 1), base)
+    o, (inputs, targets) = options(model=base, lora=4), batch()
+    model = ref.add_lora(ref.make_model(base, 0), o, base)
+    trainer = ref.Trainer(model, o)
+    for _ in range(5):
+        trainer.step([(inputs, targets)], 1e-2)
+    ref.write_weights(model, str(tmp_path / "adapter"))
+    theirs = transformers().AutoModelForCausalLM.from_pretrained(base, local_files_only=True)
+    with torch.no_grad():
+        before, logits = theirs(inputs).logits, model(inputs, model.rope_table(20, "cpu"))
+        after = peft.PeftModel.from_pretrained(theirs, str(tmp_path / "adapter"))(inputs).logits
+    close(logits, after)
+    assert (after - before).abs().max() > 0.1
+
+
 def test_all_linear_with_and_without_experts(capsys):
     table = ref.param_table(ref.config_parse(SMALL["mixtral"])[0])
     matrices = {p.name.removesuffix(".weight"): p.shape for p in table if len(p.shape) == 2}
