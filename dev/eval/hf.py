@@ -280,6 +280,7 @@ def reference_logits(folder, tokens):
             import train_gpt2
 
             model = train_gpt2.make_model(folder, 0)
+            model.window = model.config.window or -1  # a run's --window would say it
             return "train_gpt2.py", model(ids, model.rope_table(len(tokens), "cpu"))[0].numpy()
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()

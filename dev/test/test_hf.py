@@ -170,7 +170,7 @@ def test_old_gpt2_files(program, tmp_path, monkeypatch, kind):  # noqa: F811
 @pytest.mark.parametrize(
     "model, change, words",
     [
-        ("llama3.1", {"model_type": "mixtral"}, ["model_type is 'mixtral'"]),
+        ("llama3.1", {"model_type": "phimoe"}, ["model_type is 'phimoe'"]),
         ("qwen2.5", {"model_type": "qwen2_moe"}, ["model_type is 'qwen2_moe'"]),
         ("qwen2.5", {"use_sliding_window": True}, ["use_sliding_window is true"]),
         (
@@ -1042,7 +1042,7 @@ def test_leftovers_of_another_model_are_not_mixed_in(hub, model_files, tmp_path,
 @pytest.mark.parametrize(
     "change, faults, words",
     [
-        ({"config.json": b'{"model_type": "mixtral"}'}, [], "model_type is 'mixtral'"),
+        ({"config.json": b'{"model_type": "phimoe"}'}, [], "model_type is 'phimoe'"),
         ({"config.json": None}, [], "has no 'config.json' at main"),
         ({"model.safetensors.index.json": None}, [], "has no 'model.safetensors' at main"),
         ({"model-00002-of-00002.safetensors": None}, [], "has no 'model-00002-of-00002.safetensors' at main"),
@@ -1147,6 +1147,43 @@ def test_qwen3_of_transformers(tmp_path, monkeypatch, capfd, size, part):
     preset = train_gpt2.config_parse(f"qwen3:{size}")[0]
     assert (preset.channels, preset.num_heads, preset.ffn_dim, preset.tied) == QWEN3[size]
     assert (preset.num_kv_heads, preset.head_dim, preset.vocab_size, preset.rope_theta) == (8, 128, 151936, 1e6)
+
+
+MIXTURES = {
+    "Qwen3Moe": {"num_experts": 6, "moe_intermediate_size": 48, "head_dim": 32, "norm_topk_prob": True},
+    "Mixtral": {"num_local_experts": 4, "intermediate_size": 96, "sliding_window": 7},
+    "Olmoe": {"num_experts": 6, "intermediate_size": 48},
+}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures_of_transformers(tmp_path, monkeypatch, capfd, family):
+    """Equal logits here, and back bit for bit; no GGUF of them, and no .bin."""
+    torch.manual_seed(7)
+    config = getattr(transformers(), family + "Config")(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts_per_tok=2,
+        num_hidden_layers=3,
+        vocab_size=320,
+        max_position_embeddings=128,
+        initializer_range=0.15,
+        **MIXTURES[family],
+    )
+    model = getattr(transformers(), family + "ForCausalLM")(config)
+    model.save_pretrained(tmp_path / "theirs")
+    main(monkeypatch, "import", tmp_path / "theirs", tmp_path / "ours", "--verify")
+    out = capfd.readouterr().out
+    assert "by transformers" in out and "they agree" in out
+    again = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "ours", local_files_only=True)
+    theirs = model.state_dict()
+    assert type(again) is type(model) and all(t.equal(theirs[name]) for name, t in again.state_dict().items())
+    refuses(monkeypatch, capfd, "a mixture of experts", "export", tmp_path / "ours", tmp_path / "m.gguf")
+    refuses(monkeypatch, capfd, "model_type", "export", tmp_path / "ours", tmp_path / "m.bin")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    hf.verify(str(tmp_path / "ours"))
+    assert "by train_gpt2.py" in capfd.readouterr().out
 
 
 def test_mistral_with_a_window(tmp_path, monkeypatch, capfd):

@@ -331,7 +331,7 @@ def refused(capsys, words, call, *arguments):
 
 def test_bad_descriptors_are_refused(capsys):
     for descriptor, *words in (
-        ("olmoe:d2,experts=4", "8 active experts are more than 4 experts", "active= or experts="),
+        ("olmoe:d2,experts=4,active=8", "8 active experts are more than 4 experts", "active= or experts="),
         ("mixtral:8x7B,active=9", "9 active experts are more than 8 experts"),
         ("olmoe:d2,active=33", "33 active experts are not 1 to 32"),
         ("olmoe:d2,experts=1025", "1025 experts are more than 1024"),
@@ -341,7 +341,7 @@ def test_bad_descriptors_are_refused(capsys):
         ("olmoe:d0,layers=1", "unknown model"),
     ):
         refused(capsys, words, ref.config_parse, descriptor)
-    assert ref.config_parse("olmoe:d1,experts=1,active=1")[0].num_experts == 1
+    assert ref.config_parse("olmoe:d1,experts=1,active=1")[0].active_experts == 1
 
 
 @pytest.mark.parametrize(
@@ -404,6 +404,25 @@ def test_adapters(family, tmp_path, capsys):
     assert len(model.trained) == 2 * 2 * (1 + model.config.num_experts)
     o.lora_targets = "gate"
     refused(capsys, ["no matrix 'gate'"], ref.add_lora, ref.make_model(o.model, 0), o, o.model)
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_adapters_in_peft(family, tmp_path):
+    """Of experts, too, which are one parameter in transformers 5: peft joins their adapters."""
+    peft, base = pytest.importorskip("peft"), str(tmp_path / "base")
+    ref.write_weights(ref.make_model(SMALL[family], 1), base)
+    o, (inputs, targets) = options(model=base, lora=4), batch()
+    model = ref.add_lora(ref.make_model(base, 0), o, base)
+    trainer = ref.Trainer(model, o)
+    for _ in range(5):
+        trainer.step([(inputs, targets)], 1e-2)
+    ref.write_weights(model, str(tmp_path / "adapter"))
+    theirs = transformers().AutoModelForCausalLM.from_pretrained(base, local_files_only=True)
+    with torch.no_grad():
+        before, logits = theirs(inputs).logits, model(inputs, model.rope_table(20, "cpu"))
+        after = peft.PeftModel.from_pretrained(theirs, str(tmp_path / "adapter"))(inputs).logits
+    close(logits, after)
+    assert (after - before).abs().max() > 0.1
 
 
 def test_all_linear_with_and_without_experts(capsys):
