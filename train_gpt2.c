@@ -1245,7 +1245,7 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
 void model_gradient(Model *m, const int *inputs, const int *targets, const float *factors, int first, int last) {
     Pass p = pass_of(m, m->B, m->T);
     m->tokens = 1;
-    m->loss = m->masked = 0;
+    m->loss = m->masked = m->balance = 0;
     inputs = read_marks(m, &p, inputs);
     p.accumulate = !first;
     p.reduce = last && m->mesh->job.world > 1;
@@ -1317,13 +1317,32 @@ static void muon_update_block(Model *m, int unit, const UpdateParams *p, float g
                             muon_scale(x->rows, x->cols), t->decay * p->weight_decay);
     }
 }
+// What a step's report says of experts, of all ranks' tokens.
+static void report_load(const Model *m, StepResult *r) {
+    const Comm *dp = &m->mesh->dp;
+    const int L = m->config.num_layers, E = m->config.num_experts;
+    const int K = m->config.active_experts;
+    const double blocks = m->tokens / (m->B * m->T) * L, even = m->tokens * K / E;
+    float *of_ranks = comm_gathered(dp, m->load, area(L, E) * sizeof(float)), least = INFINITY, most = 0;
+    for (int i = 0; i < L * E; i++) {
+        float rows = 0;
+        for (int k = 0; k < dp->world; k++) rows += of_ranks[area(k, L * E) + i];
+        least = fminf(least, rows);
+        most = fmaxf(most, rows);
+    }
+    free(of_ranks);
+    r->balance = (float)(comm_sum(dp, m->balance) / (blocks * K));
+    r->idlest = (float)(least / even);
+    r->busiest = (float)(most / even);
+}
 StepResult model_update(Model *m, const UpdateParams *p) {
-    StepResult r;
+    StepResult r = {0};
     size_t updated = 0;
     const float share = step_share(m->tokens, comm_sum(&m->mesh->dp, m->masked));
     r.loss = share * comm_sum(&m->mesh->dp, m->loss);
     r.norm = share * sqrt(comm_sum(&m->mesh->job, squares_of_gradient(m)));
     r.verdict = step_verdict(r.loss, r.norm, p->most_loss, p->most_norm);
+    if (m->balance > 0) report_load(m, &r);
     if (r.verdict != STEP_APPLIED) return r;
     watchdog_beat(PHASE_UPDATE, -1);
     float grad_scale = share * step_grad_scale(r.norm, p->clip);

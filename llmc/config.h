@@ -320,6 +320,9 @@ static void config_finish(Config *c, const char *path) {
     const int E = c->num_experts, K = c->active_experts;
     REQUIRE(E >= 0 && E <= MOST_EXPERTS, "experts=", "%d experts are more than %d", E, MOST_EXPERTS);
     REQUIRE(!E || (K > 0 && K <= MOST_ACTIVE), "active=", "%d active experts are not 1 to %d", K, MOST_ACTIVE);
+    REQUIRE(c->qk_norm != QK_NORM_WHOLE || NH * c->head_dim == C,
+            "heads= or head_dim=", "%d heads of %d, whose q are normalised together, are not %d channels", NH,
+            c->head_dim, C);
     REQUIRE(K <= E, "active= or experts=", "%d active experts are more than %d experts", K, E);
     REQUIRE(V > 1 && V <= most, "vocab=", "vocabulary size %d is not between 2 and 2^24", V);
     REQUIRE(T > 0 && T <= most, "seq=", "context length %d is not between 1 and 2^24", T);

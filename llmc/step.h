@@ -19,6 +19,9 @@ typedef enum { STEP_APPLIED, STEP_NOT_FINITE, STEP_LOSS_HIGH, STEP_NORM_HIGH } S
 typedef struct {
     float loss, norm;
     StepVerdict verdict;
+    // of a mixture's experts, else 0: how unevenly they were used (1: alike), and rows of the idlest and of the busiest
+    // one in any block, of an even share
+    float balance, idlest, busiest;
 } StepResult;
 
 HOST_DEVICE static inline StepVerdict step_verdict(float loss, float norm, double most_loss, double most_norm) {

@@ -334,6 +334,11 @@ def config_check(c, where=""):
     check((E > 0) == (c.model_type in HF_EXPERTS), "experts=", f"{E} experts in a model of type {c.model_type}")
     check(0 <= E <= 1024, "experts=", f"{E} experts are more than 1024")
     check(not E or 0 < K <= 32, "active=", f"{K} active experts are not 1 to 32")
+    check(
+        c.qk_norm != "whole" or c.num_heads * c.head_dim == c.channels,
+        "heads= or head_dim=",
+        f"{c.num_heads} heads of {c.head_dim}, whose q are normalised together, are not {c.channels} channels",
+    )
     check(K <= E, "active= or experts=", f"{K} active experts are more than {E} experts")
     check(not (c.head_bias and c.tied), "tied=", "a head with bias that shares the embedding is not built")
     return c

@@ -171,6 +171,7 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     p.rows = p.N / (size_t)ranks;
     p.trains = !forward_only(o);
     p.ranged = o->documents > 0 || o->window > 0;
+    require(!c->num_experts, "mixtures of experts are trained on a CPU so far\nuse ./train_gpt2 (make train_gpt2)");
     matmul_check(&mesh->job, &p.local, o);
     require(strcmp(o->matmul_dtype, "bf16") || sizeof(floatX) == 2,
             "--matmul-dtype bf16 needs a bf16 build\nleave it out");

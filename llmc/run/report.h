@@ -40,11 +40,13 @@ static void print_start(Trainer *t) {
     printf("llm.cu %s | %s | %s | %s\n", GIT_REVISION, model_device(t->model), model_dtype(t->model), o->model);
     options_echo(o, stdout);
     const double trained = (double)facts_of(t->model).table->num_weights;
-    char adapters[64] = "";
+    char adapters[64] = "", experts[64] = "";
+    if (c->num_experts)
+        snprintf(experts, sizeof experts, " of each of %d experts (%d active)", c->num_experts, c->active_experts);
     if (o->lora) snprintf(adapters, sizeof adapters, ", of which %.3gM in adapters are trained", 1e-6 * trained);
-    printf("model     %s: %d layers, %d channels, %d heads (%d for keys and values), MLP %d, vocabulary %d, context "
-           "%d: %.1fM parameters%s\n",
-           c->model_type, c->num_layers, c->channels, c->num_heads, c->num_kv_heads, c->ffn_dim, c->vocab_size,
+    printf("model     %s: %d layers, %d channels, %d heads (%d for keys and values), MLP %d%s, vocabulary %d, "
+           "context %d: %.1fM parameters%s\n",
+           c->model_type, c->num_layers, c->channels, c->num_heads, c->num_kv_heads, c->ffn_dim, experts, c->vocab_size,
            c->max_seq_len, 1e-6 * (trained + facts_of(t->model).frozen->num_weights), adapters);
     if (t->preset_vocab)
         printf("the vocabulary is the data's: the preset has %d, which vocab=%d keeps\n", t->preset_vocab,
@@ -168,8 +170,10 @@ static void report_step(Trainer *t, const StepReport *r) {
         tokens * flops_per_token(&t->config, facts_of(t->model).table, facts_of(t->model).frozen, t->o.seq_len);
     double mfu = peak > 0 ? flops / (r->seconds * peak) : NAN;
     t->step_seconds = t->steps_timed++ < 2 ? r->seconds : 0.95 * t->step_seconds + 0.05 * r->seconds;
-    char eta[32], all[32] = "", left[40] = "", z[64] = "", share[32] = "", name[24], more[48] = "";
+    char eta[32], all[32] = "", left[40] = "", z[64] = "", share[32] = "", name[24], more[48] = "", experts[48] = "";
     double value;
+    const StepResult *x = &r->result;
+    if (x->busiest > 0) snprintf(experts, sizeof experts, " | experts %.2f to %.2f", x->idlest, x->busiest);
     if (r->more && sscanf(r->more, ",\"%23[^\"]\":%lf", name, &value) == 2)
         snprintf(more, sizeof more, " | %s %.4g", name, value);
     if (!isnan(r->loss_z)) snprintf(z, sizeof z, " (z %+.2f, %+.2f)", r->loss_z, r->norm_z);
@@ -178,8 +182,8 @@ static void report_step(Trainer *t, const StepReport *r) {
     if (t->steps) snprintf(all, sizeof all, "/%lld", t->steps);
     if (t->steps) snprintf(left, sizeof left, " | ETA %s", eta);
     snprintf(t->step_line, sizeof t->step_line,
-             "step %6ld%s | loss %.4f%s | norm %.4f%s | lr %.2e | %.1f ms%s | %.0f tok/s%s%s%s", t->state.step, all,
-             loss, more, norm, z, r->lr, 1e3 * r->seconds, share, tokens / t->step_seconds, left,
+             "step %6ld%s | loss %.4f%s | norm %.4f%s%s | lr %.2e | %.1f ms%s | %.0f tok/s%s%s%s", t->state.step, all,
+             loss, more, norm, z, experts, r->lr, 1e3 * r->seconds, share, tokens / t->step_seconds, left,
              skipped ? " | update skipped: " : "", skipped ? skipped : "");
     if (skipped || !console_columns() || t->state.step == t->steps) {
         puts(t->step_line);
@@ -190,6 +194,7 @@ static void report_step(Trainer *t, const StepReport *r) {
     json_write_fields(f, "loss %g norm %g lr %g ms %g tok_s %g mfu %g tokens %ld mem_gib %g skipped %s", loss, norm,
                       r->lr, 1e3 * r->seconds, tokens / r->seconds, mfu, t->state.tokens, model_memory_gib(t->model),
                       skipped);
+    if (x->busiest > 0) json_write_fields(f, "balance %g idlest %g busiest %g", x->balance, x->idlest, x->busiest);
     if (r->more) fputs(r->more, f);
     logger_end(&t->log);
 }
