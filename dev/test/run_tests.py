@@ -57,7 +57,14 @@ ASAN_MODELS = {  # ten times smaller, because ASan makes a model many times slow
     "modern-small": "modern:d1,channels=64,heads=2,head_dim=32,vocab=100,seq=64",
     "qwen3-small": "qwen3:0.6B,layers=1,channels=64,heads=2,kv_heads=1,head_dim=48,vocab=100,seq=64",
     "llama3-small-muon": "llama3:8B,layers=2,channels=64,heads=2,kv_heads=1,ffn=160,vocab=100,seq=64 --optimizer muon",
+    "olmoe-small": "olmoe:d1,channels=64,heads=2,ffn=40,experts=5,active=2,vocab=100",
     "llama3-small-fp8": "llama3:8B,layers=1,channels=64,heads=2,kv_heads=1,ffn=160,vocab=100,seq=64 --matmul-dtype fp8",
+}
+MIXTURES = {  # on a CPU
+    "qwen3_moe": "qwen3:30B-A3B,layers=2,channels=192,heads=4,kv_heads=2,head_dim=64,ffn=96,experts=12,active=3,vocab=300",
+    "mixtral": "mixtral:8x7B,layers=2,channels=192,heads=6,kv_heads=2,ffn=160,experts=6,vocab=300",
+    "olmoe": "olmoe:d3,channels=192,ffn=64,experts=8,active=3,vocab=300",
+    "olmoe-muon": "olmoe:d2,channels=192,ffn=64,experts=8,active=3,vocab=300 --optimizer muon",
 }
 ROUNDED_MODELS = {  # widths in multiples of 16
     "gpt2-fp8": MODELS["gpt2"] + " --matmul-dtype fp8",
@@ -67,6 +74,7 @@ ROUNDED_MODELS = {  # widths in multiples of 16
     "qwen3-fp8": MODELS["qwen3"] + ",ffn=576 --matmul-dtype fp8",
     "gpt2-fp8-head": MODELS["gpt2"] + " --matmul-dtype fp8 --head-dtype fp8",
     "llama3-head-alone": MODELS["llama3"] + " --head-dtype fp8",
+    "olmoe-fp8": MIXTURES["olmoe"] + " --matmul-dtype fp8",
 }
 DEBUG = ROOT / "build/test/debug"
 
@@ -237,7 +245,7 @@ def host_tests(good, wanted, gpus):
     """[(name, command)]: tests in C, plain and under ASan; test_model runs on models that PyTorch writes here."""
     tests = []
     models = MODELS if wanted("test_model") or gpus and wanted("test_gpt2cu") else {}
-    rounded = ROUNDED_MODELS if wanted("test_model") else {}
+    rounded = MIXTURES | ROUNDED_MODELS if wanted("test_model") else {}
     small = ASAN_MODELS if wanted("test_model.asan") else {}
     sizes = f"-b 8 -t {64 if gpus else 32} --threads 1".split()  # a GPU's tiles have many rows
     processes = min(CORES, 8)  # each imports torch, which takes longer than writing a model
