@@ -298,8 +298,7 @@ static void norm_gradient(Model *m, const Pass *p, const Norm *n, const floatX *
 static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
     const Plan *plan = &m->plan;
     Residual x = {b->norm1.x, NULL}, x_mid = {b->norm2.x, NULL};
-    // the last block's values are still there
-    if (plan->recomputes_blocks && l + 1 < m->config.num_layers) block_inside(m, p, b, l, &x);
+    if (l < plan->whole_blocks) return block_inside(m, p, b, l, &x);
     if (plan->recomputes_norms) {
         if (plan_normalises_qk(plan)) linear_output(p, &b->qkv, b->q_k_v);
         residual_norm(p, &b->norm1, b->h1, NULL, &x);

@@ -47,7 +47,7 @@ typedef struct {
 } Part;  // bytes
 static Config config;
 static Mesh mesh;
-static int faults, layouts, hints, choices, offloaded;
+static int faults, layouts, hints, choices, between, offloaded;
 static void fault_unless(int condition, const Options *o, const char *what) {
     if (condition || faults++ > 20) return;
     char options[256];
@@ -95,6 +95,11 @@ static void end(Planned *r) {
     params_free(&r->frozen);
 }
 
+// Blocks that are made again whole: all but the last, or as many as were asked for. The others have places.
+static int whole_of(const Options *o) {
+    const int all = config.num_layers - 1, asked = (int)std::max(o->recompute_blocks, 0ll);
+    return o->recompute == 3 ? all : std::min(asked, all);
+}
 // What is alive together does not overlap, and lies inside; what is saved fills its buffer to the last element.
 static void check_layout(Planned *run) {
     const Plan *p = &run->plan;
@@ -103,7 +108,7 @@ static void check_layout(Planned *run) {
     Buffers *m = &run->b;
     const size_t N = p->N, rows = N / (size_t)mesh.tp.world, F = (size_t)c->ffn_dim, C = (size_t)c->channels;
     const Region r = region_of(p);
-    const int again = o->recompute == 1 || o->recompute == 2, inside = o->recompute == 3 ? 1 : c->num_layers;
+    const int again = o->recompute == 1 || o->recompute == 2, whole = whole_of(o), inside = c->num_layers - whole;
     const int da_apart = c->mlp == MLP_SWIGLU && p->activation_fused < 2;
     buffers_place(p, m);
     const Part region = part("region", m->region, r.bytes / sizeof(floatX)),
@@ -122,7 +127,12 @@ static void check_layout(Planned *run) {
         fault_unless(p.begin == p.end || (p.begin == (size_t)buffer + used && p.begin % 16 == 0), o, p.name);
         used += p.end - p.begin;
     };
-    for (int l = 0; l < inside; l++) {
+    for (int l = 1; l <= whole; l++) {
+        BlockActs first = m->blocks[0];
+        first.x_out = m->blocks[l].x_out;
+        fault_unless(!memcmp(&first, &m->blocks[l], sizeof first), o, "a whole block has a place of its own");
+    }
+    for (int l = 0; l < c->num_layers; l += l ? 1 : whole + 1) {
         const BlockActs *y = &m->blocks[l];
         const Part saved[] = {part("qkv", y->qkv, N * (size_t)qkv_width(c)),
                               part("y", y->y, N * (size_t)(c->num_heads * c->head_dim)),
@@ -180,7 +190,7 @@ static double sum_of_sizes(const Planned *r) {
     const double b = sizeof(floatX), N = (double)p->N, tp = mesh.tp.world, L = c->num_layers, C = c->channels,
                  F = c->ffn_dim;
     const double W = qkv_width(c), before = fc_width(c), heads = c->num_heads, H = heads * c->head_dim,
-                 inside = o->recompute == 3 ? 1 : L, again = o->recompute == 1 || o->recompute == 2 ? F : 0;
+                 inside = L - whole_of(o), again = o->recompute == 1 || o->recompute == 2 ? F : 0;
     const int da_apart =
         c->mlp == MLP_SWIGLU &&
         (o->gelu_fusion >= 0 ? o->gelu_fusion < 2 : N < MATMUL_FUSION_ROWS || b == 4 || c->ffn_dim % 64);
@@ -194,7 +204,7 @@ static double sum_of_sizes(const Planned *r) {
                  sharded = total - L * block * (1 - share) + 2 * block;
     double bytes = b * (stage >= 3 ? sharded : total) + b * (stage >= 2 ? sharded : total) + states_on(p, 0, states);
     const double norms = 2 * C / tp + (c->qk_norm ? W : 0);
-    bytes += b * N * C / tp * (3 + L - leaving(p) + inside) + b * N * norms * (o->recompute < 2 ? L : 1) +
+    bytes += b * N * C / tp * (3 + L - leaving(p) + inside) + b * N * norms * (o->recompute == 2 ? 1 : inside) +
              b * N * fmax(C, H) + (c->embedding_norm ? b * N * C / tp : 0) +
              inside * (b * N * (W + H + before + F - again) + 4 * N * (heads + 4 / tp)) + 8 * N / tp;
     bytes += fmax(b * (double)head_rows(o, p->B, p->T) * c->padded_vocab_size,
@@ -297,26 +307,32 @@ static void check_hints(const Planned *r, const Options *o, double share) {
         offloaded += strcmp(options.offload, o->offload) != 0;
     }
 }
-// Without --recompute and --offload a run takes the cheapest way that fits; what was given stays.
+// Without --recompute and --offload a run takes the cheapest way that fits, of all levels with all numbers of whole
+// blocks; what was given stays.
 static void check_choice(const Planned *r, const Options *o, double share) {
     const Plan *p = &r->plan;
     const MemoryBytes room = {(size_t)(share * (double)r->memory.bytes.device), (size_t)4 << 30};
     const Comm job = mesh.job;
     mesh.job = COMM_ALONE;  // nobody to agree with
-    for (int given = -1; given < 4 && p->trains; given++) {
+    for (int given = -2; given < 4 && p->trains; given++) {
         Options asked = *o, way;
-        asked.recompute = given;
+        asked.recompute = std::max(given, -1);
+        asked.recompute_blocks = given == -2 ? 1 : -1;
         asked.offload = given == 1 ? "states" : "";
         if (*asked.offload && r->table.muon) continue;
         const Options chosen = fit_options(p, &asked, room, 0);
         const int fits = run_fits(p, &chosen, p->B, room);
         fault_unless(chosen.recompute == given || given < 0, &chosen, "another --recompute than was given");
         fault_unless(!*asked.offload || !strcmp(chosen.offload, asked.offload), &chosen, "another --offload");
-        for (int i = 0; i < FIT_WAYS; i++)
-            fault_unless(!fit_way(p, &asked, i, &way) || !run_fits(p, &way, p->B, room) ||
-                             (fits && fit_cost(p, &way, 0) >= fit_cost(p, &chosen, 0)),
+        fault_unless(given == -1 || chosen.recompute_blocks == asked.recompute_blocks, &chosen, "other whole blocks");
+        for (int i = 0; i < FIT_WAYS * std::max(config.num_layers - 1, 1); i++) {
+            const int blocks = i / FIT_WAYS, can = fit_way(p, &asked, i % FIT_WAYS, blocks, &way);
+            if (!can || (blocks && given != -1)) continue;
+            fault_unless(!run_fits(p, &way, p->B, room) || (fits && fit_cost(p, &way, 0) >= fit_cost(p, &chosen, 0)),
                          &way, "fits and was not chosen");
+        }
         choices += fits;
+        between += fits && given == -1 && chosen.recompute_blocks > 0;
     }
     mesh.job = job;
 }
@@ -721,6 +737,7 @@ static void check_model(const char *name, int tp, int dp) {
     for (int way = 0; way < 4 * 4 * 2 * 4 * 2; way++) {
         Options o = options_default();
         o.recompute = way % 4;
+        o.recompute_blocks = way / 4 % 5 * config.num_layers / 4 - 1;
         o.gelu_fusion = way / 4 % 4 - 1;
         o.head_chunks = way / 16 % 2 ? 8 : 0;
         o.batch_size = sizes[way / 32 % 4][0];
@@ -791,7 +808,7 @@ int main() {
         check(faults == before, "%s, %s: %d layouts, %d hints", model, FLOATX_NAME, layouts - had, hints - said);
     }
     check(offloaded > 100, "%d hints say --offload", offloaded);
-    check(choices > 400, "%d runs chose what fits", choices);
+    check(choices > 400 && between > 20, "%d runs chose what fits, %d some whole blocks", choices, between);
     check(quantised > 40, "%d layouts of quantised weights", quantised);
     check(adapters > 60, "%d layouts of adapters", adapters);
     const int before_muon = faults;

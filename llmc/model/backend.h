@@ -94,6 +94,18 @@ static size_t head_rows(const Options *o, int B, int T) {
     size_t rows = ceil_div((size_t)B * T, o->head_chunks ? o->head_chunks : 1);
     return rows > (size_t)B ? rows : (size_t)B;
 }
+// How many of L blocks backward makes again whole, the first ones. They keep their inputs alone; all else has one
+// place, in which backward finds the values of the block behind them. So all are L - 1.
+static int whole_blocks(const Options *o, int L) {
+    const long long count = o->recompute == 3 ? L : o->recompute_blocks;
+    return count < 0 ? 0 : count < L ? (int)count : L - 1;
+}
+// For the plan.
+static void print_recomputed(int level, int whole, int L, FILE *f) {
+    static const char *const levels[] = {"nothing", "the activation", "the activation and the norms", "whole blocks"};
+    fprintf(f, "backward recomputes %s", levels[level]);
+    if (whole && level < 3) fprintf(f, ", but %d of %d blocks whole", whole, L);
+}
 static Lora lora_of(const Config *c, const Options *o) {
     Lora l = {(int)o->lora, 0, (float)(o->lora_alpha < 0 ? 2.0 * o->lora : o->lora_alpha), 0, 0};
     if (l.rank) l.targets = lora_targets(c, o->lora_targets, "--lora-targets");

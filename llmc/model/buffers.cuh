@@ -3,7 +3,7 @@
 //
 // Kept for backward, per block: x', x'', h1, h2, qkv, y, lse, the activation's slopes in place of f, a and the norms'
 // statistics: 8C + 2F (GELU) values a token; with QK-norm also q_k_v, which attention reads. --recompute 1 keeps f and
-// no a, 2 h1, h2 and q_k_v once and not per block, 3 all but x''.
+// no a, 2 h1, h2 and q_k_v once and not per block, 3 all but x''. Of whole_blocks all but x'' is once, too.
 //
 // Where an element of the parameters is. Four coordinates, all in elements:
 //
@@ -152,6 +152,8 @@ static size_t norms_size(const Plan *p) {
     const size_t of_qk = plan_normalises_qk(p) ? p->N * (size_t)qkv_width(&p->local) : 0;
     return 2 * p->rows * (size_t)p->local.channels + of_qk;
 }
+// Places for what a block keeps: whole blocks have the one of the block behind them.
+static size_t plan_block_places(const Plan *p) { return (size_t)(p->config.num_layers - p->whole_blocks); }
 // Elements that a block keeps.
 static size_t saved_block_size(const Plan *p) {
     const Config *c = &p->local;
@@ -457,25 +459,22 @@ static void request_parameters(const Plan *p, Buffers *b, Memory *m) {
 }
 // Whether a block's input is gone when the next but one has run: it waits in host memory, or nobody asks for it again.
 static int inputs_leave(const Plan *p) {
-    return p->recomputes_blocks && (p->offload & OFFLOAD_ACTIVATIONS || !p->trains) && p->config.num_layers > 2;
+    return plan_block_places(p) == 1 && (p->offload & OFFLOAD_ACTIVATIONS || !p->trains) && p->config.num_layers > 2;
 }
 static void request_activations(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
     const int leave = inputs_leave(p);
-    const size_t C = (size_t)c->channels, rows = p->rows, L = (size_t)c->num_layers,
-                 kept = p->recomputes_blocks ? 1 : L, streams = leave ? 2 : L;
-    const char *names[] = {"qkv, y, f, norms, a of all layers", "qkv, y, f, norms of all layers",
-                           "qkv, y, f of all layers", "qkv, y, f, a, recomputed"};
+    const size_t C = (size_t)c->channels, rows = p->rows, L = (size_t)c->num_layers, kept = plan_block_places(p),
+                 streams = leave ? 2 : L;
+    const char *names[] = {"qkv, y, f, norms, a of kept layers", "qkv, y, f, norms of kept layers",
+                           "qkv, y, f of kept layers", "qkv, y, f, a, recomputed"};
     memory_group(m, "activations");
     memory_request(m, &b->x_embedding, "embedding (B,T,C)", rows * C);
     if (c->embedding_norm) {
         memory_request(m, &b->x_tokens, "embedding before its norm (B,T,C)", rows * C);
         memory_request(m, &b->rstd_tokens, "its 1/std (B,T)", rows);
     }
-    memory_request(m, &b->saved_x,
-                   leave                  ? "residuals (3,B,T,C)"
-                   : p->recomputes_blocks ? "residuals (L+1,B,T,C)"
-                                          : "residuals (L,2,B,T,C)",
+    memory_request(m, &b->saved_x, leave ? "residuals (3,B,T,C)" : "residuals (L+kept,B,T,C)",
                    (streams + kept) * rows * C);
     if (leave && p->trains) memory_request_pinned(m, &b->host_x, "residuals (L-2,B,T,C)", (L - 2) * rows * C);
     memory_request(m, &b->saved_block, names[p->options.recompute], kept * saved_block_size(p));
@@ -605,7 +604,7 @@ static void buffers_place(const Plan *p, Buffers *b) {
     b->blocks = new_array(BlockActs, c->num_layers);
     for (int l = 0; l < c->num_layers; l++) {
         BlockActs *a = &b->blocks[l];
-        if (p->recomputes_blocks && l > 0) {  // all but x'' are those of block 0
+        if (l > 0 && l <= p->whole_blocks) {  // all but x'' are those of block 0
             *a = b->blocks[0];
             a->x_out = l >= 2 && inputs_leave(p) ? b->blocks[l - 2].x_out : values(x, rows * C);
             continue;

@@ -33,7 +33,7 @@ typedef struct {
     int zero_stage;             // what a rank keeps a share of; 0 if there is no other data-parallel rank
     int recomputes_activation;  // backward makes the activation again, from what it read
     int recomputes_norms;       // and h1, h2, normalised q and k
-    int recomputes_blocks;      // all of a block but its input
+    int whole_blocks;           // of so many of the first blocks all but their inputs
     int offload;                // what is in host memory while it is not used: bits of backend.h
     int head_rows;              // the head runs on so many rows at a time
     int compacts_rows;          // a micro-step's head runs on the rows that are learned alone
@@ -146,7 +146,7 @@ static int plan_offload(const Plan *p) {
             "leave states and master out; --zero-stage 1 shards them over GPUs");
     require(p->has_master || !(asked & OFFLOAD_MASTER),
             "--offload master has none: weights are fp32 already, or --master-weights is 0\nleave master out");
-    require(p->recomputes_blocks || !(asked & OFFLOAD_ACTIVATIONS),
+    require(p->options.recompute == 3 || !(asked & OFFLOAD_ACTIVATIONS),
             "--offload activations moves the input of each block, all that --recompute 3 keeps\n"
             "add --recompute 3, or leave activations out");
     return asked;
@@ -190,7 +190,7 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     const long long recompute = p.options.recompute;
     p.recomputes_activation = recompute == 1 || recompute == 2;
     p.recomputes_norms = recompute == 2;
-    p.recomputes_blocks = recompute == 3;
+    p.whole_blocks = whole_blocks(&p.options, c->num_layers);
     p.offload = plan_offload(&p);
     p.head_rows = (int)head_rows(o, p.B, p.T);
     p.compacts_rows = p.trains && ranks == 1;
@@ -223,8 +223,6 @@ static int plan_logit_rows(const Plan *p, size_t learned) {
 // A line a subject, for the console and the log.
 static void plan_print(const Plan *p, FILE *f) {
     static const char *const fused[] = {"of its own", "in the forward product", "in the products"};
-    static const char *const recompute[] = {"nothing", "the activation", "the activation and the norms",
-                                            "whole blocks"};
     static const char *const shares[] = {"", " | a rank has a share of m, v and masters", ", and of blocks' gradients",
                                          " and weights"};
     static const char *const paths[] = {"fp32", "mma.sync", "wgmma"};
@@ -245,8 +243,9 @@ static void plan_print(const Plan *p, FILE *f) {
         fprintf(f, "\n");
         return;
     }
-    fprintf(f, "\nplan      backward recomputes %s | head in %zu part%s | %s %s%s, gradients %s%s, m and v %s",
-            recompute[p->options.recompute], ceil_div(p->N, (size_t)p->head_rows),
+    fprintf(f, "\nplan      ");
+    print_recomputed((int)p->options.recompute, p->whole_blocks, p->config.num_layers, f);
+    fprintf(f, " | head in %zu part%s | %s %s%s, gradients %s%s, m and v %s", ceil_div(p->N, (size_t)p->head_rows),
             ceil_div(p->N, (size_t)p->head_rows) == 1 ? "" : "s", p->lora.rank ? "adapters" : "weights", FLOATX_NAME,
             p->has_master ? " and fp32" : "", FLOATX_NAME, p->sums_in_fp32 ? ", added up in fp32" : "",
             p->bf16_states ? "bf16" : "fp32");
