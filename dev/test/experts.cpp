@@ -20,6 +20,8 @@ static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 #define extern
 #include "experts.h"
 #undef extern
+typedef void *cudaStream_t;
+#include "llmc/kernels/matmul_experts.cuh"
 #include "dev/test/check.h"
 
 static const double BOUND = sizeof(floatX) == 4 ? 1e-6 : 6e-3;
@@ -63,7 +65,16 @@ struct Sides {
         begin = std::vector<int>((size_t)E + 1);
         chunk_rows = std::vector<int>(chunks);
         chunk_probs = std::vector<float>(chunks);
-        ours = {N, E, K, R, probs.data(), shares.data(), experts.data(), rows.data(), entries.data(), groups.data(),
+        ours = {N,
+                E,
+                K,
+                R,
+                probs.data(),
+                shares.data(),
+                experts.data(),
+                rows.data(),
+                entries.data(),
+                groups.data(),
                 counts.data()};
         cpu = {cpu_probs.data(), cpu_shares.data(), cpu_experts.data(), cpu_rows.data(), tokens.data(), begin.data()};
     }
@@ -102,8 +113,7 @@ struct Sides {
     std::vector<floatX> spread(const std::vector<floatX> &x, int width) const {
         std::vector<floatX> out((size_t)(R * width), (floatX)0.0f);
         for (size_t i = 0; i < (size_t)(N * K); i++)
-            for (int c = 0; c < width; c++)
-                out[(size_t)(rows[i] * width + c)] = x[(size_t)(cpu_rows[i] * width + c)];
+            for (int c = 0; c < width; c++) out[(size_t)(rows[i] * width + c)] = x[(size_t)(cpu_rows[i] * width + c)];
         return out;
     }
     // ours -> the CPU's order. Returns how many elements of zeros' rows are not 0.
@@ -186,7 +196,8 @@ static void check_passes(int N, int E, int K, int renormalise, int C, int F) {
     }
     // backward: dout's rows with shares, then the activation's gradient from da = share da1, and that of the shares
     std::vector<float> drows((size_t)(N * K * C)), da = widened(da1, da1.size()), dshares((size_t)(N * K)),
-        mine_dshares((size_t)(N * K), NAN), wide_dx = widened(dx, dx.size()), wide_a = widened(a, a.size());
+                                                   mine_dshares((size_t)(N * K), NAN), wide_dx = widened(dx, dx.size()),
+                                                   wide_a = widened(a, a.size());
     gather_rows_cpu(drows.data(), wide_dx.data(), s.cpu, N * K, C);
     shares_backward_cpu(dshares.data(), drows.data(), da.data(), wide_a.data(), s.cpu, N, K, C, F);
     launch_on_cpu(blocks, EXPERTS_THREADS, 0, false,
@@ -223,6 +234,47 @@ static void check_passes(int N, int E, int K, int renormalise, int C, int F) {
         check(d < BOUND, "%d tokens, %d of %d experts: the router's gradient off by %.1e", N, K, E, d);
     }
 }
+// The plain kernel of products by expert; its sums run over k one after the other, as in these loops.
+template <MatmulForm FORM> static void check_product(int N, int E, int K, int out, int in, int accumulate) {
+    Sides s(N, E, K);
+    s.route_both(logits_of(SKEWED, N, E), 0, NULL, NULL);
+    const int of_k = FORM == MATMUL_BACKWARD_WEIGHT, width = FORM == MATMUL_FORWARD ? in : out;
+    const size_t used = (size_t)s.groups[(size_t)E], o = (size_t)out, i = (size_t)in;
+    const std::vector<floatX> a = s.spread(normal((size_t)(N * K * width), 8), width),
+                              b = normal(of_k ? (size_t)s.R * i : (size_t)E * o * i, 9);
+    const size_t columns = FORM == MATMUL_FORWARD ? o : i;
+    std::vector<floatX> to(of_k ? (size_t)E * o * i : (size_t)s.R * columns, (floatX)2.0f);
+    MatmulProblem q = {};
+    q.form = FORM;
+    q.rows = s.R;
+    q.in = in;
+    q.out = out;
+    q.experts = E;
+    MatmulOperands x = {};
+    x.out = to.data();
+    x.a = a.data();
+    x.b = b.data();
+    x.accumulate = accumulate;
+    x.experts = s.groups.data();
+    const int M = of_k ? out : s.R, across = ((int)columns + EXPERTS_TILE - 1) / EXPERTS_TILE;
+    launch_on_cpu((M + EXPERTS_TILE - 1) / EXPERTS_TILE * across * (of_k ? E : 1), EXPERTS_TILE_THREADS, 0, false,
+                  [&] { matmul_experts_kernel<FORM>(q, x); });
+    size_t wrong = 0;
+    for (size_t at = 0; at < to.size(); at++) {
+        const size_t r = at / columns, c = at % columns;
+        const size_t e = of_k ? r / o : r < used ? (size_t)s.groups[(size_t)(E + 1) + r / EXPERT_ROWS] : 0;
+        const size_t first = of_k ? (size_t)s.groups[e] : 0;
+        const size_t end = of_k ? (size_t)s.groups[e + 1] : r < used ? (size_t)width : 0;
+        float sum = 0;
+        for (size_t k = first; k < end; k++)
+            sum = fmaf((float)a[of_k ? k * o + r % o : r * (size_t)width + k],
+                       (float)b[of_k ? k * i + c : e * o * i + (FORM == MATMUL_FORWARD ? c * i + k : k * i + c)], sum);
+        const floatX expected = of_k || r < used ? (floatX)(accumulate ? 2 + sum : sum) : (floatX)2.0f;
+        wrong += (float)to[at] != (float)expected;
+    }
+    check(!wrong, "form %d, %d tokens, %d of %d experts, %d x %d: %zu of %zu elements differ", (int)FORM, N, K, E, out,
+          in, wrong, to.size());
+}
 
 int main(void) {
     check_rows(NORMAL, 300, 8, 2, 1);
@@ -235,5 +287,9 @@ int main(void) {
     check_rows(NORMAL, 9, 8, 1, 0);
     check_passes(150, 8, 2, 1, 40, 24);
     check_passes(20, 64, 6, 0, 520, 72);
+    check_product<MATMUL_FORWARD>(70, 8, 2, 72, 40, 0);
+    check_product<MATMUL_BACKWARD_INPUT>(70, 8, 2, 72, 40, 0);
+    check_product<MATMUL_BACKWARD_WEIGHT>(70, 8, 2, 72, 40, 0);
+    check_product<MATMUL_BACKWARD_WEIGHT>(200, 16, 1, 24, 104, 1);
     return checks_report("experts");
 }

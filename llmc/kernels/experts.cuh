@@ -1,6 +1,6 @@
 // A mixture of experts' rows: which experts a token has, where its rows are, and the way there and back. train_gpt2.c
-// has the same in loops (Routing). The products between are matmul.cuh's, for which each expert's rows begin at a multiple
-// of EXPERT_ROWS; rows behind its last are zeros.
+// has the same in loops (Routing). The products between are matmul.cuh's, for which each expert's rows begin at a
+// multiple of EXPERT_ROWS; rows behind its last are zeros.
 //
 //   forward    route: logits (N,E) -> experts, shares, rows      gather: rows (R,C) of h      sum: of a token's rows
 //   backward   gather: rows of dout, times their shares          activation: its gradient, and that of the shares
@@ -114,8 +114,8 @@ __device__ inline int experts_rank(int *counts, int expert) {
     __syncwarp();
     return first + before;
 }
-// A warp has a chunk. PLACES: gives each row its place, from where the expert's rows of this chunk begin on; else counts
-// rows and sums probabilities.
+// A warp has a chunk. PLACES: gives each row its place, from where the expert's rows of this chunk begin on; else
+// counts rows and sums probabilities.
 template <bool PLACES>
 __global__ void __launch_bounds__(CHUNK_WARPS *WARP) experts_chunk_kernel(const ExpertRows r, const ExpertChunks c) {
     extern __shared__ int4 experts_shared[];  // (CHUNK_WARPS,E+1) ints
@@ -141,7 +141,8 @@ __global__ void __launch_bounds__(CHUNK_WARPS *WARP) experts_chunk_kernel(const 
     }
 }
 // One block, a thread for each expert: where its rows begin, and those of each chunk.
-__global__ void __launch_bounds__(1024) experts_groups_kernel(const ExpertRows r, const ExpertChunks c, ExpertLoad load) {
+__global__ void __launch_bounds__(1024)
+    experts_groups_kernel(const ExpertRows r, const ExpertChunks c, ExpertLoad load) {
     __shared__ int begins[1024];
     __shared__ float parts[1024];
     const int e = threadIdx.x, chunks = (r.N + CHUNK_TOKENS - 1) / CHUNK_TOKENS;
@@ -300,7 +301,7 @@ static void route(const ExpertRows *r, const floatX *logits, int renormalise, Ex
             "%d of %d experts\nuse at most 1024 experts, a multiple of %d, of which 32 are active", r->K, r->E,
             VecX::size);
     route_kernel<<<blocks_for((size_t)r->N, EXPERTS_WARPS), EXPERTS_THREADS,
-                   (size_t)EXPERTS_WARPS * (size_t)r->E * sizeof(float), stream>>>(*r, logits, renormalise);
+                   (size_t)EXPERTS_WARPS *(size_t)r->E * sizeof(float), stream>>>(*r, logits, renormalise);
     experts_chunk_kernel<false><<<blocks_for(chunks, CHUNK_WARPS), CHUNK_WARPS * WARP, counts, stream>>>(*r, c);
     experts_groups_kernel<<<1, 1024, 0, stream>>>(*r, c, load);
     experts_chunk_kernel<true><<<blocks_for(chunks, CHUNK_WARPS), CHUNK_WARPS * WARP, counts, stream>>>(*r, c);
@@ -341,8 +342,9 @@ static void experts_activation_backward(const ExpertRows *r, floatX *df, float *
 }
 static void route_backward(const ExpertRows *r, floatX *dlogits, const float *dshares, float balance, int renormalise,
                            cudaStream_t stream) {
-    route_backward_kernel<<<blocks_for((size_t)r->N, EXPERTS_WARPS), EXPERTS_THREADS, 0, stream>>>(
-        dlogits, dshares, *r, balance, renormalise);
+    route_backward_kernel<<<blocks_for((size_t)r->N, EXPERTS_WARPS), EXPERTS_THREADS, 0, stream>>>(dlogits, dshares, *r,
+                                                                                                   balance,
+                                                                                                   renormalise);
     launchCheck();
     timing_lap("router", 0, (double)r->N * r->E * (sizeof(floatX) + sizeof(float)), stream);
 }
