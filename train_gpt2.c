@@ -1684,7 +1684,7 @@ static void write_quantised(const Model *m, const Param *t, const QuantMatrix *q
     const size_t cols = q->cols, first = (offset - param_at(base_table(m), t->unit, t->role)) / cols;
     int refused = 0;
     assert((offset - t->offset) % cols == 0 && count % cols == 0 && offset + count <= t->offset + t->size);
-    #pragma omp parallel for schedule(static) reduction(| : refused)
+    #pragma omp parallel for schedule(static) reduction(| : refused) if (count > 1 << 14)
     for (size_t i = 0; i < count / cols; i++)
         refused |=
             !quant_row(q->format, quant_codes(q, first + i), quant_scales(q, first + i), values + i * cols, cols);
