@@ -1231,16 +1231,16 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     p.accumulate = micro > 0;
     p.reduce = micro == num_micro - 1 && m->mesh->job.world > 1;
     p.counts = m->config.num_experts > 0;
-    p.balance = m->config.balance / m->config.num_layers * (float)(p.N / m->tokens);
+    int learned = 0;
+    for (int n = 0; n < p.N; n++) learned += targets[n] >= 0;
+    p.balance = m->config.balance / m->config.num_layers * (float)(learned / m->tokens);  // step_share
     if (micro == 0) clear_load(m);
     model_forward(m, &p, inputs);
     head(m, &p, targets, 1 / m->tokens, NULL, 1);
     model_backward(m, &p, inputs);
     if (micro == 0) m->loss = m->masked = 0;
-    for (int n = 0; n < p.N; n++) {
-        m->loss += m->losses[n] / m->tokens;
-        m->masked += targets[n] < 0;
-    }
+    m->masked += p.N - learned;
+    for (int n = 0; n < p.N; n++) m->loss += m->losses[n] / m->tokens;
 }
 void model_gradient(Model *m, const int *inputs, const int *targets, const float *factors, int first, int last) {
     Pass p = pass_of(m, m->B, m->T);
@@ -1342,7 +1342,7 @@ StepResult model_update(Model *m, const UpdateParams *p) {
     r.loss = share * comm_sum(&m->mesh->dp, m->loss);
     r.norm = share * sqrt(comm_sum(&m->mesh->job, squares_of_gradient(m)));
     r.verdict = step_verdict(r.loss, r.norm, p->most_loss, p->most_norm);
-    if (m->balance > 0) report_load(m, &r);
+    if (m->balance != 0) report_load(m, &r);  // NaN on one rank: all ranks meet there
     if (r.verdict != STEP_APPLIED) return r;
     watchdog_beat(PHASE_UPDATE, -1);
     float grad_scale = share * step_grad_scale(r.norm, p->clip);
