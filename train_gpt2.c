@@ -1233,16 +1233,16 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     p.accumulate = micro > 0;
     p.reduce = micro == num_micro - 1 && m->mesh->job.world > 1;
     p.counts = m->config.num_experts > 0;
-    p.balance = m->config.balance / m->config.num_layers * (float)(p.N / m->tokens);
+    int learned = 0;
+    for (int n = 0; n < p.N; n++) learned += targets[n] >= 0;
+    p.balance = m->config.balance / m->config.num_layers * (float)(learned / m->tokens);  // step_share
     if (micro == 0) clear_load(m);
     model_forward(m, &p, inputs);
     head(m, &p, targets, 1 / m->tokens, NULL, 1);
     model_backward(m, &p, inputs);
     if (micro == 0) m->loss = m->masked = 0;
-    for (int n = 0; n < p.N; n++) {
-        m->loss += m->losses[n] / m->tokens;
-        m->masked += targets[n] < 0;
-    }
+    m->masked += p.N - learned;
+    for (int n = 0; n < p.N; n++) m->loss += m->losses[n] / m->tokens;
 }
 void model_gradient(Model *m, const int *inputs, const int *targets, const float *factors, int first, int last) {
     Pass p = pass_of(m, m->B, m->T);
@@ -1319,24 +1319,6 @@ static void muon_update_block(Model *m, int unit, const UpdateParams *p, float g
                             muon_scale(x->rows, x->cols), t->decay * p->weight_decay);
     }
 }
-// What a step's report says of experts, of all ranks' tokens.
-static void report_load(const Model *m, StepResult *r) {
-    const Comm *dp = &m->mesh->dp;
-    const int L = m->config.num_layers, E = m->config.num_experts;
-    const int K = m->config.active_experts;
-    const double blocks = m->tokens / (m->B * m->T) * L, even = m->tokens * K / E;
-    float *of_ranks = comm_gathered(dp, m->load, area(L, E) * sizeof(float)), least = INFINITY, most = 0;
-    for (int i = 0; i < L * E; i++) {
-        float rows = 0;
-        for (int k = 0; k < dp->world; k++) rows += of_ranks[area(k, L * E) + i];
-        least = fminf(least, rows);
-        most = fmaxf(most, rows);
-    }
-    free(of_ranks);
-    r->balance = (float)(comm_sum(dp, m->balance) / (blocks * K));
-    r->idlest = (float)(least / even);
-    r->busiest = (float)(most / even);
-}
 StepResult model_update(Model *m, const UpdateParams *p) {
     StepResult r = {0};
     size_t updated = 0;
@@ -1344,7 +1326,7 @@ StepResult model_update(Model *m, const UpdateParams *p) {
     r.loss = share * comm_sum(&m->mesh->dp, m->loss);
     r.norm = share * sqrt(comm_sum(&m->mesh->job, squares_of_gradient(m)));
     r.verdict = step_verdict(r.loss, r.norm, p->most_loss, p->most_norm);
-    if (m->balance > 0) report_load(m, &r);
+    load_report(m->mesh, &m->config, m->tokens / (m->B * m->T), m->load, m->balance, &r);
     if (r.verdict != STEP_APPLIED) return r;
     watchdog_beat(PHASE_UPDATE, -1);
     float grad_scale = share * step_grad_scale(r.norm, p->clip);
@@ -1686,7 +1668,7 @@ static void write_quantised(const Model *m, const Param *t, const QuantMatrix *q
     const size_t cols = q->cols, first = (offset - param_at(base_table(m), t->unit, t->role)) / cols;
     int refused = 0;
     assert((offset - t->offset) % cols == 0 && count % cols == 0 && offset + count <= t->offset + t->size);
-    #pragma omp parallel for schedule(static) reduction(| : refused)
+    #pragma omp parallel for schedule(static) reduction(| : refused) if (count > 1 << 14)
     for (size_t i = 0; i < count / cols; i++)
         refused |=
             !quant_row(q->format, quant_codes(q, first + i), quant_scales(q, first + i), values + i * cols, cols);

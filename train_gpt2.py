@@ -567,9 +567,9 @@ class Trainer:
         total, learned = 0.0, [int((targets >= 0).sum()) for _, targets in batches]
         for (inputs, targets), count in zip(batches, learned):
             loss, balance = self.loss(inputs, targets, with_balance=True)
-            loss = loss * (count / max(sum(learned), 1))
-            (loss + balance / len(batches)).backward()
-            total += loss.detach()
+            share = count / max(sum(learned), 1)
+            ((loss + balance) * share).backward()
+            total += loss.detach() * share
         grads = [w.grad for w in self.trained]
         norm = torch.nn.utils.get_total_norm(grads)
         require(torch.isfinite(total + norm), f"loss {total:g}, gradient norm {norm:g}", "lower --learning-rate")

@@ -130,6 +130,16 @@ static inline ParamTable lora_table(const Config *c, const Lora *l, int tp, int 
     params_end_unit(&t);
     return t;
 }
+// The first adapter (A, then B) after `after` (NULL: of all) of a matrix, by its unit and index in the model's table;
+// or NULL.
+static inline const Param *lora_next(const ParamTable *adapters, int unit, int weight, const Param *after) {
+    const int in_block = adapters->count / (adapters->num_units - 2);
+    if (!unit_is_block(adapters, unit)) return NULL;
+    const Param *a = after ? after + 1 : adapters->params + (size_t)(unit - 1) * in_block;
+    const Param *end = adapters->params + (size_t)unit * in_block;
+    while (a < end && a->weight != weight) a++;
+    return a < end ? a : NULL;
+}
 // The adapters of a block's layer, one of `layers` alike (experts): indices in the model's table and in that of the
 // adapters. Returns how many.
 typedef struct { int weight, a, b; } LoraPair;

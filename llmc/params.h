@@ -120,9 +120,15 @@ static inline int param_unit_of(const ParamTable *t, size_t offset) {
 }
 // The tensor that begins at an element or before it.
 static inline const Param *param_of(const ParamTable *t, size_t offset) {
-    int i = t->count - 1;
-    while (i > 0 && t->params[i].offset > offset) i--;
-    return &t->params[i];
+    int begin = 0;
+    for (int end = t->count; end - begin > 1;) {
+        const int middle = (begin + end) / 2;
+        if (t->params[middle].offset > offset)
+            end = middle;
+        else
+            begin = middle;
+    }
+    return &t->params[begin];
 }
 // The shard of a unit that `rank` sums, updates and saves.
 static inline Span param_shard(const ParamTable *t, int unit, int rank, int world) {

@@ -4,13 +4,16 @@ A folder has adapter_config.json, and adapter_model.safetensors with A (rank, in
 matrix W. The model computes with W + scale B A, where scale = alpha / rank, or alpha / sqrt(rank) if rank-stabilised.
 """
 
+import functools
 import json
 import math
 import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 
-from weights import ask, convert, model_weights, opened, read_config, read_tensors  # first: it finds dev/
+from weights import ask, convert, model_weights, opened, program, read_config, read_tensors  # first: it finds dev/
 
 import numpy as np
 
@@ -232,10 +235,22 @@ def base_mark(weights, modules):
 # ---- merged
 
 
+@functools.cache
+def adder():
+    """One process for all sums: a mixture has thousands of matrices. It ends with its input."""
+    return subprocess.Popen([program(), "merge", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
 def add_product(weight, a, b, scale):
     """weight + scale b a by the trainers' own code, so to the bit what they compute with."""
-    data = b"".join(np.ascontiguousarray(x).tobytes() for x in (weight, a, b))
-    sums = ask("merge", *map(str, weight.shape), str(len(a)), repr(float(scale)), data=data)
+    adds = adder()
+    adds.stdin.write(b"%d %d %d %r\n" % (*weight.shape, len(a), float(scale)))
+    for x in (weight, a, b):
+        adds.stdin.write(np.ascontiguousarray(x).data)
+    adds.stdin.flush()
+    sums = adds.stdout.read(weight.nbytes)
+    if len(sums) < weight.nbytes:
+        sys.exit(1)  # it has said why
     return np.frombuffer(sums, "<f4").reshape(weight.shape)
 
 

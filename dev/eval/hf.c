@@ -11,8 +11,9 @@
 //   hf finite FILE|FOLDER    that its tensors are finite numbers; of a folder those of the model alone
 //   hf check FOLDER
 //     that they hold these, and nothing else; of our checkpoints every byte is read, of others the headers
-//   hf merge ROWS COLUMNS RANK SCALE
-//     W (rows, columns), A (rank, columns) and B (rows, rank) as fp32 from stdin -> W + scale B A to stdout
+//   hf merge -
+//     of every line "ROWS COLUMNS RANK SCALE" on stdin, with W (rows, columns), A (rank, columns)
+//                            and B (rows, rank) as fp32 behind it: W + scale B A to stdout
 //   hf logits FOLDER         token ids (int32) from stdin -> logits (T, V) as fp32 to stdout, by the CPU trainer
 #define LLMC_NO_MAIN
 #include "../../train_gpt2.c"
@@ -81,16 +82,28 @@ static float *read_matrix(size_t rows, size_t columns) {
             "too few numbers on standard input\ncall this through dev/eval/hf.py");
     return values;
 }
-static void merge(size_t rows, size_t columns, int rank, float scale) {
+static void merge_next(size_t rows, size_t columns, int rank, float scale) {
     float *w = read_matrix(rows, columns), *a = read_matrix((size_t)rank, columns),
           *b = read_matrix(rows, (size_t)rank);
     PARALLEL_FOR
     for (int64_t i = 0; i < (int64_t)rows; i++)
         lora_merge_row(w + (size_t)i * columns, columns, a, columns, b + i * rank, rank, scale);
     fwrite(w, sizeof(float), rows * columns, stdout);
+    fflush(stdout);
     free(w);
     free(a);
     free(b);
+}
+static void merge(void) {
+    char line[128];
+    while (fgets(line, sizeof line, stdin)) {
+        size_t rows, columns;
+        int rank;
+        float scale;
+        require(sscanf(line, "%zu %zu %d %f", &rows, &columns, &rank, &scale) == 4,
+                "no sizes on standard input\ncall this through dev/eval/hf.py");
+        merge_next(rows, columns, rank, scale);
+    }
 }
 static void print_logits(const Config *c, const char *folder) {
     int *tokens = (int *)malloc_or_die((size_t)c->max_seq_len * sizeof(int));
@@ -119,8 +132,8 @@ static void print_logits(const Config *c, const char *folder) {
 int main(int argc, char **argv) {
     require(argc >= 3, "usage: hf QUESTION FOLDER\ncall this through dev/eval/hf.py");
     const char *what = argv[1], *folder = argv[2];
-    if (!strcmp(what, "merge") && argc == 6) {
-        merge((size_t)atoll(argv[2]), (size_t)atoll(argv[3]), atoi(argv[4]), strtof(argv[5], NULL));
+    if (!strcmp(what, "merge")) {
+        merge();
         return ferror(stdout) || fflush(stdout) ? EXIT_FAILURE : 0;
     }
     Model m;

@@ -22,6 +22,13 @@ built = False
 
 def ask(*question, data=None):
     """Output of build/hf. Where it refuses, its message ends this program too."""
+    run = subprocess.run([program(), *question], input=data, stdout=subprocess.PIPE)
+    if run.returncode:
+        sys.exit(1)
+    return run.stdout
+
+
+def program():
     global built
     if not built:
         environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
@@ -31,10 +38,7 @@ def ask(*question, data=None):
         if made.returncode:
             die(f"build/hf could not be made\n{made.stderr[-2000:]}", "make doctor shows what is missing")
         built = True
-    run = subprocess.run([os.path.join(ROOT, "build/hf"), *question], input=data, stdout=subprocess.PIPE)
-    if run.returncode:
-        sys.exit(1)
-    return run.stdout
+    return os.path.join(ROOT, "build/hf")
 
 
 def opened(folder):

@@ -266,8 +266,8 @@ def test_routers_choose_in_fp32():
         assert all(torch.equal(a, b) for a, b in zip(routed(model, x), expected)) and expected[1].dtype == torch.float32
 
 
-def test_micro_steps_average_the_balance():
-    """Cross-entropy weighs tokens alike, the balance micro-steps; validation has cross-entropy alone."""
+def test_the_balance_of_micro_steps():
+    """Each weighs as much as the tokens that are learned in it; validation has cross-entropy alone."""
     model = ref.make_model(SMALL["mixtral"], 1)
     trainer = ref.Trainer(model, options(grad_clip=0.0))
     batches = [batch(seed=1), batch(seed=2)]
@@ -275,7 +275,7 @@ def test_micro_steps_average_the_balance():
     gradient, rope = 0, model.rope_table(20, "cpu")
     parts = [model(*(b[0], rope, b[1]), with_balance=True) for b in batches]
     total = (parts[0][0] * 60 + parts[1][0] * 15) / 75
-    (total + (parts[0][1] + parts[1][1]) / 2).backward()
+    (total + (parts[0][1] * 60 + parts[1][1] * 15) / 75).backward()
     gradient = torch.nn.utils.get_total_norm([w.grad for w in model.parameters()])
     model.zero_grad()
     loss, norm = trainer.step(batches, 0.0)

@@ -120,11 +120,9 @@ static void adapters_close(Adapters *a) {
 // w: `count` elements of a rank's tensor `index` from `at` on, all of one part.
 static void adapters_merge(const Adapters *adapters, int index, const Param *p, size_t at, size_t count, float *w) {
     const ParamPart *part = param_part_at(p, at);
-    const Param *t = adapters->table.params, *end = t + adapters->table.count, *a = t, *b;
-    while (a < end && a->weight != index) a++;
-    if (a == end || p->is_vector || !part) return;
-    for (b = a + 1; b->weight != index; b++) {
-    }
+    const Param *a = lora_next(&adapters->table, p->unit, index, NULL);
+    if (!a || p->is_vector || !part) return;
+    const Param *b = lora_next(&adapters->table, p->unit, index, a);
     const size_t width = param_width(p, part);
     for (size_t k = 0, n; k < count; k += n) {
         const size_t in_part = at + k - part->begin, col = in_part % width, row = part->row + in_part / width;

@@ -257,10 +257,9 @@ static uint64_t base_mark(const StReader *r, const ParamTable *model, const Para
     float values[VALUES];
     uint64_t mark = FNV1A;
     for (int i = 0; i < model->count; i++) {
-        const Param *a = adapters->params, *end = a + adapters->count;
-        const StTensor *t = find_param(r, "", &model->params[i]);
-        while (a < end && a->weight != i) a++;
-        if (a == end || model->params[i].is_vector || !t || t->count < VALUES) continue;
+        const Param *p = &model->params[i];
+        const StTensor *t = find_param(r, "", p);
+        if (p->is_vector || !t || t->count < VALUES || !lora_next(adapters, p->unit, i, NULL)) continue;
         st_read_floats(r, t, 0, VALUES, values);
         mark = fnv1a(mark, values, sizeof values);
     }

@@ -264,6 +264,28 @@ static int cache_pages(const Comm *tp, int asked, int slots, int room, size_t fi
     free(of_ranks);
     return least;
 }
+// What a step's report says of experts, by rows of each expert of each block (L,E) and the sum of the blocks' balances
+// (route_balance_cpu), of this rank. micro_steps: of all ranks.
+static void load_report(const Mesh *mesh, const Config *c, double micro_steps, const float *load, double balance,
+                        StepResult *r) {
+    const size_t all = (size_t)c->num_layers * (size_t)c->num_experts;
+    const double blocks = micro_steps * c->num_layers;
+    const double balances = c->num_experts ? comm_sum(&mesh->dp, balance) : 0;
+    double rows = 0, least = INFINITY, most = 0;
+    if (balances == 0) return;  // no mixture, or a step of calls
+    float *of_ranks = (float *)comm_gathered(&mesh->dp, load, all * sizeof *load);
+    for (size_t i = 0; i < all; i++) {
+        double of_expert = 0;
+        for (int k = 0; k < mesh->dp.world; k++) of_expert += of_ranks[(size_t)k * all + i];
+        rows += of_expert;
+        least = of_expert < least ? of_expert : least;
+        most = of_expert > most ? of_expert : most;
+    }
+    free(of_ranks);
+    r->balance = (float)(balances / (blocks * c->active_experts));
+    r->idlest = (float)(least * (double)all / rows);
+    r->busiest = (float)(most * (double)all / rows);
+}
 // What rank 0 drew becomes that of its group; together: of all groups (computes_together).
 static void share_drawn(const Mesh *mesh, int together, Drawn *drawn, int count) {
     comm_broadcast(&mesh->tp, drawn, (size_t)count * sizeof *drawn, 0);

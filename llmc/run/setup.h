@@ -51,7 +51,7 @@ typedef struct {
     char data_changed[400];               // how the data differ from the checkpoint's; "": they do not
     double step_seconds;                  // smoothed; from the second step on, because the first also warms up
     int steps_timed;
-    char step_line[320];  // the last step's, shown on a terminal during the next step; "": it was printed for good
+    char step_line[384];  // the last step's, shown on a terminal during the next step; "": it was printed for good
 } Trainer;
 
 static void check_lora(const Options *o) {
