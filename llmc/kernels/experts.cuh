@@ -132,8 +132,7 @@ __global__ void __launch_bounds__(CHUNK_WARPS *WARP) experts_chunk_kernel(const 
         r.rows[i + lane] = row;
         r.entries[row] = i + lane;
     }
-    if (PLACES) return;
-    for (int e = lane; e < r.E; e += WARP) {
+    for (int e = lane; !PLACES && e < r.E; e += WARP) {
         float sum = 0;
         for (int n = first; n < end; n++) sum += r.probs[(size_t)n * r.E + e];
         c.rows[(size_t)chunk * r.E + e] = counts[e];

@@ -28,8 +28,19 @@ __device__ inline bool experts_tile(ExpertsTile *t, int i, const MatmulProblem &
     t->column = i % across * EXPERTS_TILE;
     t->columns = N;
     if (of_k) {
-        *t = {x.out + expert * in * out, (const floatX *)x.a, (const floatX *)x.b, row, t->column, q.out, N,
-              x.experts[expert], x.experts[expert + 1], 1, out, in, 1};
+        *t = {x.out + expert * in * out,
+              (const floatX *)x.a,
+              (const floatX *)x.b,
+              row,
+              t->column,
+              q.out,
+              N,
+              x.experts[expert],
+              x.experts[expert + 1],
+              1,
+              out,
+              in,
+              1};
         return true;
     }
     if (row >= x.experts[q.experts]) return false;
@@ -54,7 +65,8 @@ __global__ void __launch_bounds__(EXPERTS_TILE_THREADS)
             // Neighbouring threads read neighbours in memory.
             const int ai = t.a_k == 1 ? i : column, ak = t.a_k == 1 ? column : i;
             const int bk = t.b_k == 1 ? column : i, bj = t.b_k == 1 ? i : column;
-            const bool in_a = t.row + ai < t.rows && k0 + ak < t.end, in_b = t.column + bj < t.columns && k0 + bk < t.end;
+            const bool in_a = t.row + ai < t.rows && k0 + ak < t.end,
+                       in_b = t.column + bj < t.columns && k0 + bk < t.end;
             a[ai][ak] = in_a ? (float)t.a[(size_t)(t.row + ai) * t.a_row + (size_t)(k0 + ak) * t.a_k] : 0;
             b[bk][bj] = in_b ? (float)t.b[(size_t)(k0 + bk) * t.b_k + (size_t)(t.column + bj) * t.b_column] : 0;
         }

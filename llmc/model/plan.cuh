@@ -5,6 +5,7 @@
 
 #include "../muon.h"
 #include "../quant.h"
+#include "experts.cuh"
 #include "linear.cuh"
 
 typedef struct {
@@ -49,6 +50,11 @@ static const ParamTable *plan_table(const Plan *p, Slot s) { return s == SLOT_FR
 static Slot plan_base_slot(const Plan *p) { return p->base == p->table ? SLOT_WEIGHT : SLOT_FROZEN; }
 // Products then read blocks' matrices from a buffer into which they are widened, or merged with adapters.
 static int plan_merges(const Plan *p) { return p->weights != WEIGHTS_FP32 || p->lora.rank; }
+// Rows of an MLP's activations.
+static size_t plan_mlp_rows(const Plan *p) {
+    const Config *c = &p->config;
+    return c->num_experts ? experts_room(p->N, c->num_experts, c->active_experts) : p->N;
+}
 static int plan_is_split(const Plan *p) { return p->mesh->tp.world > 1; }
 // Then attention reads other rows than the product gave, and its backward neither rotates back nor takes absmax or
 // column sums: the norm's gradient comes between.
@@ -64,6 +70,7 @@ static int plan_activation_fused(const Plan *p) {
             "multiple of 64\n"
             "leave it out",
             asked);
+    if (p->config.num_experts) return 0;
     if (asked >= 0) return asked;
     return can && p->N >= MATMUL_FUSION_ROWS ? 2 : 0;
 }
@@ -151,6 +158,28 @@ static int plan_offload(const Plan *p) {
             "add --recompute 3, or leave activations out");
     return asked;
 }
+// What a mixture of experts has not on a GPU so far: the CPU trainer has it.
+static void plan_require_experts(const Config *c, const Options *o, const Mesh *mesh, const Lora *lora) {
+    unsigned experts = 0;
+    for (int i = 0; i < NUM_BLOCK_KINDS; i++)
+        if (block_kinds[i].role == ROLE_FCW || block_kinds[i].role == ROLE_FCPROJW) experts |= 1u << i;
+    const struct {
+        int asked;
+        const char *what;
+    } lacks[] = {{c->qk_norm == QK_NORM_WHOLE, "q and k normalised over all heads"},
+                 {mesh->tp.world > 1, "--tp"},
+                 {o->gelu_fusion > 0, "--debug gelu-fusion"},
+                 {matmul_is_fp8(o), "--matmul-dtype fp8"},
+                 {weights_are_quantised(o), "--weights"},
+                 {(lora->targets & experts) != 0,
+                  "adapters of experts (--lora-targets q_proj,k_proj,v_proj,o_proj has none)"},
+                 {writes_text(o), "generated texts (--sample-every 0 makes none)"}};
+    for (int i = 0; i < COUNT_OF(lacks) && c->num_experts; i++)
+        require(!lacks[i].asked, "a mixture of experts has no %s on a GPU so far\nuse ./train_gpt2 (make train_gpt2)",
+                lacks[i].what);
+    require(c->num_experts % VecX::size == 0, "%d experts are no multiple of %d\nuse ./train_gpt2 (make train_gpt2)",
+            c->num_experts, VecX::size);
+}
 // table, base (NULL: the same), mesh: must outlive the plan. Sizes that cannot be computed stop with a message; nothing
 // is allocated.
 static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const ParamTable *table,
@@ -171,7 +200,7 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     p.rows = p.N / (size_t)ranks;
     p.trains = !forward_only(o);
     p.ranged = o->documents > 0 || o->window > 0;
-    require(!c->num_experts, "mixtures of experts are trained on a CPU so far\nuse ./train_gpt2 (make train_gpt2)");
+    plan_require_experts(c, o, mesh, &p.lora);
     matmul_check(&mesh->job, &p.local, o);
     require(strcmp(o->matmul_dtype, "bf16") || sizeof(floatX) == 2,
             "--matmul-dtype bf16 needs a bf16 build\nleave it out");
