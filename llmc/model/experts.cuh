@@ -5,8 +5,8 @@
 //   backward   rows of dout with their shares -> dWfcproj, da -> df, dshares         dWfc      dlogits -> dWrouter
 //              branch = dlogits Wrouter + sums of df Wfc
 //
-// One buffer holds the rows of h, and after their product the experts' outputs; in backward those of dout, of h, and the
-// gradient of h, each in place of the one before.
+// One buffer holds the rows of h, and after their product the experts' outputs; in backward those of dout, of h, and
+// the gradient of h, each in place of the one before.
 #ifndef LLMC_MODEL_EXPERTS_CUH
 #define LLMC_MODEL_EXPERTS_CUH
 
@@ -19,20 +19,20 @@ typedef struct {
     int C, F, renormalise, keeps_input;  // keeps_input: f stays what the activation read, else it becomes slopes
     MlpKind mlp;
     ExpertRows rows;
-    const floatX *router, *fc, *fcproj;    // weights (E,C), (E,inputs F,C), (E,C,F)
-    floatX *drouter, *dfc, *dfcproj;       // their gradients; NULL: frozen
-    floatX *f, *a;                         // (R,inputs F), (R,F)
-    floatX *logits, *wide;                 // (N,E) and their gradient; (R,C) rows
-    floatX *df, *da;                       // as f, a
-    float *dshares;                        // (N,K)
-    void *scratch;                         // experts_scratch_bytes
-    ExpertLoad load;                       // of the step's report
+    const floatX *router, *fc, *fcproj;  // weights (E,C), (E,inputs F,C), (E,C,F)
+    floatX *drouter, *dfc, *dfcproj;     // their gradients; NULL: frozen
+    floatX *f, *a;                       // (R,inputs F), (R,F)
+    floatX *logits, *wide;               // (N,E) and their gradient; (R,C) rows
+    floatX *df, *da;                     // as f, a
+    float *dshares;                      // (N,K)
+    void *scratch;                       // experts_scratch_bytes
+    ExpertLoad load;                     // of the step's report
 } Experts;
 
 static int experts_fc_width(const Experts *x) { return x->F * activation_inputs(x->mlp); }
 // A product of all experts' rows, or a gradient of all their weights.
-static void experts_product(const Pass *p, const Experts *x, MatmulForm form, int in, int out, floatX *to, const floatX *a,
-                            const floatX *b) {
+static void experts_product(const Pass *p, const Experts *x, MatmulForm form, int in, int out, floatX *to,
+                            const floatX *a, const floatX *b) {
     MatmulProblem q = {form, x->rows.R, in, out};
     MatmulOperands o = {};
     q.experts = x->rows.E;
