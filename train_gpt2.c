@@ -9,7 +9,8 @@
 // Read it from top to bottom: the operations, then the model, forward, backward and its update (model_update), all in
 // plain loops. Below the update is what serves them: where weights lie, generation, memory. What makes the program
 // fast, or lets it do more than train in fp32 on one machine, is behind an include each, of llmc/cpu: vector.h,
-// few_bits.h (int8, int4), fp8.h, adapters.h (LoRA), decode.h (generation), ranks.h (several processes).
+// few_bits.h (int8, int4), fp8.h, adapters.h (LoRA), decode.h (generation), ranks.h (several processes), experts.h
+// (mixtures of experts), qk_norm.h.
 //
 // Data. All arrays are dense, row-major, fp32. B sequences of T tokens are N = B*T rows. C channels, NH query heads and
 // NKV key/value heads of HD channels, F = width of the MLP, V = vocabulary (Vp with padding). Activations are (B, T, C)
@@ -191,76 +192,8 @@ void rope_backward_cpu(float *dqkv, const float *cos_sin, int B, int T, int NH, 
     rope_rotate(dqkv, cos_sin, B, T, NH, NKV, HD, -1);
 }
 
-// ---- RMSNorm of each q and k head, before they are rotated; or of all heads of q together, and of all of k
-
-// What is the same for all rows. gains, dgains: of a q head, then of a k head (2, HD); whole: of all (NH+NKV, HD).
-typedef struct {
-    const float *gains;  // NULL: all are 1
-    float *dgains;       // +=
-    float eps, scale;    // scale: of q, so that the softmax has a scale of its own
-    int whole;
-} HeadNorm;
-// What is normalised together: elements of a row from `at` on, and the place of their gains.
-typedef struct {
-    size_t at, gains;
-    int width;
-    float scale;
-} NormGroup;
-static int norm_groups(HeadNorm norm, int NH, int NKV) { return norm.whole ? 2 : NH + NKV; }
-static NormGroup norm_group(HeadNorm norm, int i, int NH, int NKV, int HD) {
-    const int is_q = i < (norm.whole ? 1 : NH), heads = !norm.whole ? 1 : is_q ? NH : NKV;
-    const size_t at = area(norm.whole ? i * NH : i, HD);
-    return (NormGroup){at, norm.whole ? at : is_q ? 0 : (size_t)HD, heads * HD, is_q ? norm.scale : 1};
-}
-
-// out = qkv with normalised q and k
-void qk_norm_forward_cpu(float *out, const float *qkv, HeadNorm norm, int N, int NH, int NKV, int HD) {
-    const size_t row = area(NH + 2 * NKV, HD);
-    PARALLEL_FOR
-    for (int n = 0; n < N; n++) {
-        copy_floats(out + n * row, qkv + n * row, row);
-        for (int i = 0; i < norm_groups(norm, NH, NKV); i++) {
-            const NormGroup g = norm_group(norm, i, NH, NKV, HD);
-            const float *x = qkv + n * row + g.at, *gains = norm.gains + g.gains;
-            float *y = out + n * row + g.at, squares = 0;
-            #pragma omp simd reduction(+ : squares)
-            for (int j = 0; j < g.width; j++) squares += x[j] * x[j];
-            const float rstd = g.scale / sqrtf(squares / g.width + norm.eps);
-            for (int j = 0; j < g.width; j++) y[j] = x[j] * rstd * (norm.gains ? gains[j] : 1);
-        }
-    }
-}
-// With d the gradient of what is normalised together and g = d * gain * scale:
-//   dx = rstd * (g - x * rstd * avg(g * x * rstd)), in place of d;
-//     dgain = sum over rows and heads of d * scale * x * rstd
-// Sums are taken within each task of ROWS rows, then over tasks in order.
-void qk_norm_backward_cpu(float *dqkv, const float *qkv, HeadNorm norm, int N, int NH, int NKV, int HD) {
-    enum { ROWS = 32 };
-    const int tasks = (N + ROWS - 1) / ROWS, groups = norm_groups(norm, NH, NKV);
-    const size_t row = area(NH + 2 * NKV, HD), gained = area(norm.whole ? NH + NKV : 2, HD);
-    float *sums = new_zeros(float, tasks *gained);
-    PARALLEL_FOR
-    for (int task = 0; task < tasks; task++)
-        for (int i = task * ROWS * groups; i < min_int((task + 1) * ROWS, N) * groups; i++) {
-            const NormGroup g = norm_group(norm, i % groups, NH, NKV, HD);
-            const float *x = qkv + i / groups * row + g.at, *gains = norm.gains + g.gains;
-            float *d = dqkv + i / groups * row + g.at, *sum = sums + task * gained + g.gains, squares = 0, dot = 0;
-            #pragma omp simd reduction(+ : squares, dot)
-            for (int j = 0; j < g.width; j++) {
-                squares += x[j] * x[j];
-                dot += d[j] * g.scale * (norm.gains ? gains[j] : 1) * x[j];
-            }
-            const float rstd = 1 / sqrtf(squares / g.width + norm.eps), along = dot * rstd * rstd / g.width;
-            for (int j = 0; j < g.width; j++) {
-                const float dn = d[j] * g.scale;
-                sum[j] += dn * x[j] * rstd;
-                d[j] = rstd * (dn * (norm.gains ? gains[j] : 1) - x[j] * along);
-            }
-        }
-    for (int task = 0; task < tasks && norm.dgains; task++)
-        for (size_t i = 0; i < gained; i++) norm.dgains[i] += sums[task * gained + i];
-    free(sums);
-}
+// ---- RMSNorm of each q and k head, or of all heads of each, before they are rotated
+#include "llmc/cpu/qk_norm.h"
 
 // ---- causal attention: out_t = sum over s <= t of p_ts v_s, p_t = softmax(q_t k_s / sqrt(HD)). Query head h reads
 // key/value head h / (NH/NKV). first (B, T): t sees s >= first_t alone, which rises along a row; NULL: all s <= t.
@@ -433,111 +366,7 @@ void relu2_backward_cpu(float *dinp /*=*/, const float *dout, const float *inp, 
 }
 
 // ---- a mixture of experts: a token has K of E MLPs, those that its router finds most probable
-//   p = softmax(logits)        share_k = p of the k-th [/ the sum of the K]
-//     out = sum over k of share_k expert_k(x)
-// It has a row for each of its experts. The N*K rows are sorted by expert, within one by token.
-
-typedef struct {
-    float *probs;   // (N, E)
-    float *shares;  // (N, K), falling
-    int *experts;   // (N, K); of equally probable ones the first
-    int *rows;      // (N, K) the rows of a token
-    int *tokens;    // (N*K) the token of a row
-    int *begin;     // (E+1) the first row of an expert
-} Routing;
-
-static void route_token(float *p, float *shares, int *experts, int renormalise, int E, int K) {
-    float sum = 0;
-    softmax(p, E, 1);
-    for (int k = 0; k < K; k++) {
-        int best = -1;  // of NaN, too, there are K different ones
-        for (int e = 0; e < E; e++) {
-            int is_taken = 0;
-            for (int j = 0; j < k; j++) is_taken |= experts[j] == e;
-            if (!is_taken && (best < 0 || p[e] > p[best])) best = e;
-        }
-        experts[k] = best;
-        sum += shares[k] = p[best];
-    }
-    for (int k = 0; k < K && renormalise; k++) shares[k] /= sum;
-}
-// probs: the router's logits, which become probabilities. Fills in the rest.
-void route_cpu(Routing r, int renormalise, int N, int E, int K) {
-    PARALLEL_FOR
-    for (int n = 0; n < N; n++)
-        route_token(r.probs + area(n, E), r.shares + area(n, K), r.experts + area(n, K), renormalise, E, K);
-    int *next = new_zeros(int, E + 1);
-    for (int i = 0; i < N * K; i++) next[r.experts[i] + 1]++;
-    for (int e = 0; e < E; e++) next[e + 1] += next[e];
-    memcpy(r.begin, next, (E + 1) * sizeof(int));
-    for (int i = 0; i < N * K; i++) {
-        r.rows[i] = next[r.experts[i]]++;
-        r.tokens[r.rows[i]] = i / K;
-    }
-    free(next);
-}
-static int rows_of_expert(Routing r, int e) { return r.begin[e + 1] - r.begin[e]; }
-// How unevenly experts are used (Fedus et al., "Switch Transformers", arXiv:2101.03961): E sum_e f_e P_e, f_e: the part
-// of the tokens that have expert e, P_e: its mean probability. K if all are used alike. f_e has no gradient.
-double route_balance_cpu(Routing r, int N, int E) {
-    double balance = 0;
-    for (int n = 0; n < N; n++)
-        for (int e = 0; e < E; e++) balance += (double)rows_of_expert(r, e) * r.probs[area(n, E) + e];
-    return balance * E / N / N;
-}
-// dshares (N, K) and balance times the loss above -> dlogits (N, E)
-void route_backward_cpu(float *dlogits /*=*/, const float *dshares, Routing r, float balance, int renormalise, int N,
-                        int E, int K) {
-    PARALLEL_FOR
-    for (int n = 0; n < N; n++) {
-        const float *p = r.probs + area(n, E), *dshare = dshares + area(n, K), *share = r.shares + area(n, K);
-        const int *experts = r.experts + area(n, K);
-        float *d = dlogits + area(n, E), sum = 0, along = 0;
-        for (int k = 0; k < K; k++) {
-            sum += p[experts[k]];
-            along += dshare[k] * share[k];
-        }
-        for (int e = 0; e < E; e++) d[e] = balance * E * rows_of_expert(r, e) / ((float)N * N);
-        for (int k = 0; k < K; k++) d[experts[k]] += renormalise ? (dshare[k] - along) / sum : dshare[k];
-        along = 0;
-        for (int e = 0; e < E; e++) along += p[e] * d[e];
-        for (int e = 0; e < E; e++) d[e] = p[e] * (d[e] - along);
-    }
-}
-// out (N*K, C): each row is that of its token in inp (N, C).
-void gather_rows_cpu(float *out, const float *inp, Routing r, int rows, int C) {
-    #pragma omp parallel for schedule(static) if (rows > 64)
-    for (int i = 0; i < rows; i++) copy_floats(out + area(i, C), inp + area(r.tokens[i], C), C);
-}
-// out (N, C) = [x +] sum over a token's rows of [share] row (N*K, C), in the order of its experts
-void sum_rows_cpu(float *out, const float *x /*NULL: none*/, const float *rows, const float *shares /*NULL: 1*/,
-                  Routing r, int N, int K, int C) {
-    #pragma omp parallel for schedule(static) if (N > 64)
-    for (int n = 0; n < N; n++) {
-        float *o = out + area(n, C);
-        for (int c = 0; c < C; c++) o[c] = x ? x[area(n, C) + c] : 0;
-        for (int k = 0; k < K; k++) {
-            const float *row = rows + area(r.rows[area(n, K) + k], C), share = shares ? shares[area(n, K) + k] : 1;
-            for (int c = 0; c < C; c++) o[c] += share * row[c];
-        }
-    }
-}
-// dout (N*K, C): the gradient of its token's sum in each row; da (N*K, F): that of a, if the share were 1. They become
-// those of the rows, and dshares (N, K) = da a.
-void shares_backward_cpu(float *dshares /*=*/, float *dout, float *da, const float *a, Routing r, int N, int K, int C,
-                         int F) {
-    PARALLEL_FOR
-    for (int i = 0; i < N * K; i++) {
-        const int row = r.rows[i];
-        float *d = da + area(row, F), *o = dout + area(row, C), dot = 0;
-        const float *x = a + area(row, F), share = r.shares[i];
-        #pragma omp simd reduction(+ : dot)
-        for (int f = 0; f < F; f++) dot += d[f] * x[f];
-        dshares[i] = dot;
-        for (int f = 0; f < F; f++) d[f] *= share;
-        for (int c = 0; c < C; c++) o[c] *= share;
-    }
-}
+#include "llmc/cpu/experts.h"
 
 // ---- cross entropy over the first V of Vp columns: loss = logsumexp(logits) - logits[target]. write_dlogits: logits
 // become their own gradient (softmax - onehot) * dloss, zeros in the padding. dloss is that of every row, or times
@@ -828,7 +657,12 @@ static Unit unit_get(Model *m, int unit, UnitUse use);
 static void unit_release(Model *m, const Pass *p, const Unit *u);  // its gradients are complete
 static Weights weights_at(const Unit *u, Role weight, Role bias);
 static Block block_get(Model *m, int l, UnitUse use);
-static Linear expert_of(const Model *m, const Block *b, Role role, int expert);
+// In place of an MLP's layers, a mixture's: h (N,C) -> f; a -> out (rows,C), with x; dx (N,C) -> m->branch (N,C).
+static void experts_forward(Model *m, const Pass *p, const Block *b, const float *h);
+static void experts_project(Model *m, const Pass *p, const Block *b, float *out, const float *x);
+static void experts_backward(Model *m, const Pass *p, const Block *b, const float *dx);
+static void count_load(Model *m, const Pass *p, Routing r, int l);
+static void clear_matrix_gradient(const Linear *l, int rank);  // of an expert that no token has
 static Linear head_of(Model *m, UnitUse use);
 static void clear_gradients(Model *m, const Pass *p);  // zeros where backward adds
 static float *owned(const Model *m, Slot s, Span span);
@@ -918,35 +752,6 @@ static void activation_forward(const Model *m, const Pass *p, float *a, const fl
     }
     lap("activation", 0);
 }
-// out (N*K,out) = inp (N*K,in) weight^T, of each row with the weight of its expert
-static void experts_product(const Model *m, const Block *b, Role role, float *out, const float *inp) {
-    const Routing r = b->a.routing;
-    for (int e = 0; e < m->config.num_experts; e++) {
-        const Linear l = expert_of(m, b, role, e);
-        const size_t first = (size_t)r.begin[e];
-        if (rows_of_expert(r, e))
-            linear_product(&l, out + first * l.out, NULL, inp + first * l.in, rows_of_expert(r, e));
-    }
-}
-// Which experts a token has, and the first layer of each: h (N,C) -> f (N*K,..)
-static void experts_forward(Model *m, const Pass *p, const Block *b, const float *h) {
-    const int E = m->config.num_experts, K = m->config.active_experts;
-    const Routing r = b->a.routing;
-    linear_product(&b->router, r.probs, NULL, h, p->N);
-    route_cpu(r, m->config.renormalise, p->N, E, K);
-    gather_rows_cpu(m->expert_rows, h, r, p->N * K, p->C);
-    lap("router", 0);
-    experts_product(m, b, ROLE_FCW, b->a.f, m->expert_rows);
-}
-// Their second layer: out (rows,C) = x + the sums of a (N*K,F) weight^T by shares
-static void experts_project(Model *m, const Pass *p, const Block *b, float *out, const float *x) {
-    const int K = m->config.active_experts, is_alone = m->mesh->tp.world == 1;
-    const Routing r = b->a.routing;
-    experts_product(m, b, ROLE_FCPROJW, m->expert_rows, b->a.a);
-    sum_rows_cpu(is_alone ? out : m->branch, is_alone ? x : NULL, m->expert_rows, r.shares, r, p->N, K, p->C);
-    lap("router", 0);
-    if (!is_alone) add_branch(m, p, out, x, NULL, m->branch);
-}
 // What attention reads of q and k: normalised and rotated, if the model does that.
 static void normalise_and_rotate(const Model *m, const Pass *p, const Block *b) {
     const float *cos_sin = of_positions(p, p->cos_sin, p->HD);
@@ -973,12 +778,6 @@ static void block_inside(Model *m, const Pass *p, const Block *b, int l) {
     else
         linear_product(&b->fc, a->f, NULL, h, p->N);
     activation_forward(m, p, a->a, a->f);
-}
-// Adds what a step's report says of a block's experts.
-static void count_load(Model *m, const Pass *p, Routing r, int l) {
-    const int E = m->config.num_experts;
-    for (int e = 0; e < E; e++) m->load[area(l, E) + e] += (float)rows_of_expert(r, e);
-    m->balance += route_balance_cpu(r, p->N, E);
 }
 static void block_forward(Model *m, const Pass *p, int l) {
     watchdog_beat(PHASE_FORWARD, l);
@@ -1047,14 +846,6 @@ static void head(Model *m, const Pass *p, const int *targets, float dloss, const
 
 // ---- backward
 
-// Of an expert that no token has.
-static void clear_matrix_gradient(const Linear *l, int rank) {
-    if (l->w.dweight) memset(l->w.dweight, 0, area(l->out, l->in) * sizeof(float));
-    for (const Adapter *x = l->adapters; x < l->adapters + l->num_adapters; x++) {
-        memset(x->da, 0, area(rank, l->in) * sizeof(float));
-        memset(x->db, 0, area(x->rows, rank) * sizeof(float));
-    }
-}
 // The gradients of weight, bias and adapters. The bias sums over `bias_rows` rows of bias_dout: a projection's over
 // this rank's rows of the stream's gradient, of which dout are all rows.
 static void matrix_gradient(Model *m, const Pass *p, const Linear *l, const float *dout, const float *inp, int rows) {
@@ -1107,46 +898,6 @@ static void mlp_backward(Model *m, const Pass *p, const Block *b, const float *d
     activation_backward(m, p, b->a.f);
     linear_backward_weight(m, p, &b->fc, m->df, all_rows(m, p, b->a.h2), m->df, p->N);
     linear_product_backward(&b->fc, m->branch, m->df, p->N);
-}
-// dinp (N*K,in) = dout (N*K,out) weight, of each row with the weight of its expert
-static void experts_product_backward(const Model *m, const Block *b, Role role, float *dinp, const float *dout) {
-    const Routing r = b->a.routing;
-    for (int e = 0; e < m->config.num_experts; e++) {
-        const Linear l = expert_of(m, b, role, e);
-        const size_t first = (size_t)r.begin[e];
-        if (rows_of_expert(r, e))
-            linear_product_backward(&l, dinp + first * l.in, dout + first * l.out, rows_of_expert(r, e));
-    }
-}
-// The gradients of all experts' weights, of one that no token has, too.
-static void experts_gradient(Model *m, const Pass *p, const Block *b, Role role, const float *dout, const float *inp) {
-    const Routing r = b->a.routing;
-    for (int e = 0; e < m->config.num_experts; e++) {
-        const Linear l = expert_of(m, b, role, e);
-        const size_t first = (size_t)r.begin[e];
-        matrix_gradient(m, p, &l, dout + first * l.out, inp + first * l.in, rows_of_expert(r, e));
-    }
-}
-// As mlp_backward. Of several ranks each has a part of every gradient, and the first one the balance.
-static void experts_backward(Model *m, const Pass *p, const Block *b, const float *dx) {
-    const Config *c = &m->local;
-    const int N = p->N, E = c->num_experts, K = c->active_experts;
-    const float balance = m->mesh->tp.rank ? 0 : p->balance;
-    const Routing r = b->a.routing;
-    gather_rows_cpu(m->expert_rows, dx, r, N * K, p->C);
-    experts_product_backward(m, b, ROLE_FCPROJW, m->da, m->expert_rows);
-    shares_backward_cpu(m->dshares, m->expert_rows, m->da, b->a.a, r, N, K, p->C, c->ffn_dim);
-    experts_gradient(m, p, b, ROLE_FCPROJW, m->expert_rows, b->a.a);
-    activation_backward(m, p, b->a.f);
-    const float *h = all_rows(m, p, b->a.h2);  // in place of all of dx
-    gather_rows_cpu(m->expert_rows, h, r, N * K, p->C);
-    experts_gradient(m, p, b, ROLE_FCW, m->df, m->expert_rows);
-    experts_product_backward(m, b, ROLE_FCW, m->expert_rows, m->df);
-    route_backward_cpu(m->drouter, m->dshares, r, balance, c->renormalise, N, E, K);
-    matrix_gradient(m, p, &b->router, m->drouter, h, N);
-    linear_product_backward(&b->router, m->branch, m->drouter, N);
-    sum_rows_cpu(m->branch, m->branch, m->expert_rows, NULL, r, N, K, p->C);
-    lap("router", 0);
 }
 // m->dx is the gradient of the block's output on entry and of its input on return.
 static void block_backward(Model *m, const Pass *p, int l) {
@@ -1597,6 +1348,89 @@ static void clear_gradients(Model *m, const Pass *p) {
         if ((t->is_vector && t->role != ROLE_HEADB) || is_embedding)
             memset(owned(m, SLOT_GRAD, (Span){t->offset, t->size}), 0, t->size * sizeof(float));
     }
+}
+
+// ---- mixtures of experts (llmc/cpu/experts.h)
+
+// out (N*K,out) = inp (N*K,in) weight^T, of each row with the weight of its expert
+static void experts_product(const Model *m, const Block *b, Role role, float *out, const float *inp) {
+    const Routing r = b->a.routing;
+    for (int e = 0; e < m->config.num_experts; e++) {
+        const Linear l = expert_of(m, b, role, e);
+        const size_t first = (size_t)r.begin[e];
+        if (rows_of_expert(r, e))
+            linear_product(&l, out + first * l.out, NULL, inp + first * l.in, rows_of_expert(r, e));
+    }
+}
+static void experts_forward(Model *m, const Pass *p, const Block *b, const float *h) {
+    const int E = m->config.num_experts, K = m->config.active_experts;
+    const Routing r = b->a.routing;
+    linear_product(&b->router, r.probs, NULL, h, p->N);
+    route_cpu(r, m->config.renormalise, p->N, E, K);
+    gather_rows_cpu(m->expert_rows, h, r, p->N * K, p->C);
+    lap("router", 0);
+    experts_product(m, b, ROLE_FCW, b->a.f, m->expert_rows);
+}
+static void experts_project(Model *m, const Pass *p, const Block *b, float *out, const float *x) {
+    const int K = m->config.active_experts, is_alone = m->mesh->tp.world == 1;
+    const Routing r = b->a.routing;
+    experts_product(m, b, ROLE_FCPROJW, m->expert_rows, b->a.a);
+    sum_rows_cpu(is_alone ? out : m->branch, is_alone ? x : NULL, m->expert_rows, r.shares, r, p->N, K, p->C);
+    lap("router", 0);
+    if (!is_alone) add_branch(m, p, out, x, NULL, m->branch);
+}
+// Adds what a step's report says of a block's experts.
+static void count_load(Model *m, const Pass *p, Routing r, int l) {
+    const int E = m->config.num_experts;
+    for (int e = 0; e < E; e++) m->load[area(l, E) + e] += (float)rows_of_expert(r, e);
+    m->balance += route_balance_cpu(r, p->N, E);
+}
+static void clear_matrix_gradient(const Linear *l, int rank) {
+    if (l->w.dweight) memset(l->w.dweight, 0, area(l->out, l->in) * sizeof(float));
+    for (const Adapter *x = l->adapters; x < l->adapters + l->num_adapters; x++) {
+        memset(x->da, 0, area(rank, l->in) * sizeof(float));
+        memset(x->db, 0, area(x->rows, rank) * sizeof(float));
+    }
+}
+// dinp (N*K,in) = dout (N*K,out) weight, of each row with the weight of its expert
+static void experts_product_backward(const Model *m, const Block *b, Role role, float *dinp, const float *dout) {
+    const Routing r = b->a.routing;
+    for (int e = 0; e < m->config.num_experts; e++) {
+        const Linear l = expert_of(m, b, role, e);
+        const size_t first = (size_t)r.begin[e];
+        if (rows_of_expert(r, e))
+            linear_product_backward(&l, dinp + first * l.in, dout + first * l.out, rows_of_expert(r, e));
+    }
+}
+// The gradients of all experts' weights, of one that no token has, too.
+static void experts_gradient(Model *m, const Pass *p, const Block *b, Role role, const float *dout, const float *inp) {
+    const Routing r = b->a.routing;
+    for (int e = 0; e < m->config.num_experts; e++) {
+        const Linear l = expert_of(m, b, role, e);
+        const size_t first = (size_t)r.begin[e];
+        matrix_gradient(m, p, &l, dout + first * l.out, inp + first * l.in, rows_of_expert(r, e));
+    }
+}
+// As mlp_backward. Of several ranks each has a part of every gradient, and the first one the balance.
+static void experts_backward(Model *m, const Pass *p, const Block *b, const float *dx) {
+    const Config *c = &m->local;
+    const int N = p->N, E = c->num_experts, K = c->active_experts;
+    const float balance = m->mesh->tp.rank ? 0 : p->balance;
+    const Routing r = b->a.routing;
+    gather_rows_cpu(m->expert_rows, dx, r, N * K, p->C);
+    experts_product_backward(m, b, ROLE_FCPROJW, m->da, m->expert_rows);
+    shares_backward_cpu(m->dshares, m->expert_rows, m->da, b->a.a, r, N, K, p->C, c->ffn_dim);
+    experts_gradient(m, p, b, ROLE_FCPROJW, m->expert_rows, b->a.a);
+    activation_backward(m, p, b->a.f);
+    const float *h = all_rows(m, p, b->a.h2);  // in place of all of dx
+    gather_rows_cpu(m->expert_rows, h, r, N * K, p->C);
+    experts_gradient(m, p, b, ROLE_FCW, m->df, m->expert_rows);
+    experts_product_backward(m, b, ROLE_FCW, m->expert_rows, m->df);
+    route_backward_cpu(m->drouter, m->dshares, r, balance, c->renormalise, N, E, K);
+    matrix_gradient(m, p, &b->router, m->drouter, h, N);
+    linear_product_backward(&b->router, m->branch, m->drouter, N);
+    sum_rows_cpu(m->branch, m->branch, m->expert_rows, NULL, r, N, K, p->C);
+    lap("router", 0);
 }
 
 // ---- what training in fp32 on one rank does not need

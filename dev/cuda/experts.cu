@@ -1,6 +1,6 @@
 // Ladder of llmc/model/experts.cuh with kernels/experts.cuh and matmul_experts.cuh: a mixture of experts forward and
-// backward against the loops of train_gpt2.c, with experts that have all rows or none, and its products beside one dense
-// product of as many rows.
+// backward against the loops of train_gpt2.c, with experts that have all rows or none, and its products beside one
+// dense product of as many rows.
 // Build and run: make bench, or see dev/cuda/common.cuh.
 #include "common.cuh"
 #define LLMC_ORACLE
@@ -181,8 +181,8 @@ static void check_mixture(Shape s, float balance) {
 }
 
 // A product of all rows of a mixture, and a dense one of as many.
-static void bench_product(const Pass *p, const Experts *x, const char *what, MatmulForm form, int in, int out,
-                          floatX *to, const floatX *a, const floatX *b) {
+static void product_beside(const Pass *p, const Experts *x, const char *what, MatmulForm form, int in, int out,
+                           floatX *to, const floatX *a, const floatX *b) {
     const int rows = x->rows.N * x->rows.K;
     const MatmulProblem dense = {form, rows, in, out};
     MatmulOperands o = {};
@@ -210,12 +210,12 @@ static void bench_mixture(const char *name, Shape s) try {
           [&] { gather_rows(&x.rows, x.wide, h, 0, s.C, p.stream); });
     bench("sum rows", (double)(s.K + 1) * s.N * s.C * sizeof(floatX), 0,
           [&] { sum_rows(&x.rows, p.branch, NULL, x.wide, 1, s.C, p.stream); });
-    bench_product(&p, &x, "fc", MATMUL_FORWARD, s.C, 2 * s.F, x.f, x.wide, x.fc);
-    bench_product(&p, &x, "fcproj", MATMUL_FORWARD, s.F, s.C, x.wide, x.a, x.fcproj);
-    bench_product(&p, &x, "fc dX", MATMUL_BACKWARD_INPUT, s.C, 2 * s.F, x.wide, x.df, x.fc);
-    bench_product(&p, &x, "fcproj dX", MATMUL_BACKWARD_INPUT, s.F, s.C, x.da, x.wide, x.fcproj);
-    bench_product(&p, &x, "fc dW", MATMUL_BACKWARD_WEIGHT, s.C, 2 * s.F, x.dfc, x.df, x.wide);
-    bench_product(&p, &x, "fcproj dW", MATMUL_BACKWARD_WEIGHT, s.F, s.C, x.dfcproj, x.wide, x.a);
+    product_beside(&p, &x, "fc", MATMUL_FORWARD, s.C, 2 * s.F, x.f, x.wide, x.fc);
+    product_beside(&p, &x, "fcproj", MATMUL_FORWARD, s.F, s.C, x.wide, x.a, x.fcproj);
+    product_beside(&p, &x, "fc dX", MATMUL_BACKWARD_INPUT, s.C, 2 * s.F, x.wide, x.df, x.fc);
+    product_beside(&p, &x, "fcproj dX", MATMUL_BACKWARD_INPUT, s.F, s.C, x.da, x.wide, x.fcproj);
+    product_beside(&p, &x, "fc dW", MATMUL_BACKWARD_WEIGHT, s.C, 2 * s.F, x.dfc, x.df, x.wide);
+    product_beside(&p, &x, "fcproj dW", MATMUL_BACKWARD_WEIGHT, s.F, s.C, x.dfcproj, x.wide, x.a);
     bench("forward", 0, flops, [&] {
         experts_forward(&p, &x, h);
         experts_project(&p, &x);

@@ -163,12 +163,10 @@ static void check_rows(Logits kind, int N, int E, int K, int renormalise) {
           "balance %.6f (%.6f)",
           (int)kind, N, K, E, far, others, s.wrong_places(), (double)balance, expected);
 }
-static void check_passes(int N, int E, int K, int renormalise, int C, int F) {
+static void check_sums(int N, int E, int K, int renormalise, int C) {
     Sides s(N, E, K);
     s.route_both(logits_of(SKEWED, N, E), renormalise, NULL, NULL);
-    const std::vector<floatX> inp = normal((size_t)(N * C), 1), y = normal((size_t)(N * K * C), 2),
-                              a = normal((size_t)(N * K * F), 3), dx = normal((size_t)(N * C), 4),
-                              slopes = normal((size_t)(N * K * 2 * F), 6), da1 = normal((size_t)(N * K * F), 7);
+    const std::vector<floatX> inp = normal((size_t)(N * C), 1), y = normal((size_t)(N * K * C), 2);
     const int blocks = (s.R + EXPERTS_WARPS - 1) / EXPERTS_WARPS;
     std::vector<floatX> rows((size_t)(s.R * C), (floatX)NAN), out((size_t)(N * C), (floatX)NAN), mine;
     std::vector<float> expected((size_t)(N * K * C)), wide = widened(inp, inp.size()), sums((size_t)(N * C));
@@ -194,7 +192,15 @@ static void check_passes(int N, int E, int K, int renormalise, int C, int F) {
         const double d = difference_of(out, sums);
         check(d < BOUND, "%d tokens of %d: sums off by %.1e (bound %.0e)", N, C, d, BOUND);
     }
-    // backward: dout's rows with shares, then the activation's gradient from da = share da1, and that of the shares
+}
+// dout's rows with shares, then the activation's gradient from da = share da1, and that of the shares and logits
+static void check_backward(int N, int E, int K, int renormalise, int C, int F) {
+    Sides s(N, E, K);
+    s.route_both(logits_of(SKEWED, N, E), renormalise, NULL, NULL);
+    const std::vector<floatX> a = normal((size_t)(N * K * F), 3), dx = normal((size_t)(N * C), 4),
+                              slopes = normal((size_t)(N * K * 2 * F), 6), da1 = normal((size_t)(N * K * F), 7);
+    const int blocks = (s.R + EXPERTS_WARPS - 1) / EXPERTS_WARPS;
+    std::vector<floatX> rows((size_t)(s.R * C), (floatX)NAN), mine;
     std::vector<float> drows((size_t)(N * K * C)), da = widened(da1, da1.size()), dshares((size_t)(N * K)),
                                                    mine_dshares((size_t)(N * K), NAN), wide_dx = widened(dx, dx.size()),
                                                    wide_a = widened(a, a.size());
@@ -202,7 +208,7 @@ static void check_passes(int N, int E, int K, int renormalise, int C, int F) {
     shares_backward_cpu(dshares.data(), drows.data(), da.data(), wide_a.data(), s.cpu, N, K, C, F);
     launch_on_cpu(blocks, EXPERTS_THREADS, 0, false,
                   [&] { gather_rows_kernel<true>(rows.data(), dx.data(), s.ours, C); });
-    wrong = s.gathered(rows, C, &mine);
+    int wrong = s.gathered(rows, C, &mine);
     const double d_rows = difference_of(mine, drows);
     std::vector<floatX> da_shared(da.size()), df((size_t)(s.R * 2 * F), (floatX)NAN);
     std::vector<float> df_expected((size_t)(N * K * 2 * F));
@@ -285,8 +291,10 @@ int main(void) {
     check_rows(NOT_FINITE, 50, 24, 3, 1);
     check_rows(NORMAL, 5, 1024, 32, 1);
     check_rows(NORMAL, 9, 8, 1, 0);
-    check_passes(150, 8, 2, 1, 40, 24);
-    check_passes(20, 64, 6, 0, 520, 72);
+    check_sums(150, 8, 2, 1, 40);
+    check_backward(150, 8, 2, 1, 40, 24);
+    check_sums(20, 64, 6, 0, 520);
+    check_backward(20, 64, 6, 0, 520, 72);
     check_product<MATMUL_FORWARD>(70, 8, 2, 72, 40, 0);
     check_product<MATMUL_BACKWARD_INPUT>(70, 8, 2, 72, 40, 0);
     check_product<MATMUL_BACKWARD_WEIGHT>(70, 8, 2, 72, 40, 0);

@@ -614,6 +614,51 @@ def test_options_of_c_alone(capsys, typed):
 # ---- the model against plain numpy, transformers, finite differences
 
 
+def numpy_rotate(c, x):
+    """x (T, HD): the pair (i, i + HD/2) turns by position * theta^(-2i/HD), slowed down as Llama 3.1's paper says."""
+    out, hd, kind = x.copy(), c.head_dim, c.model_type
+    for i in range(hd // 4 if kind == "modern" else hd // 2):
+        freq = 1024 ** (-i / 31 * 32 / (hd // 4)) if kind == "modern" else c.rope_theta ** (-2 * i / hd)
+        if c.rope_factor:
+            wavelength = 2 * np.pi / freq
+            blend = (c.rope_original_len / wavelength - c.rope_low_freq_factor) / (
+                c.rope_high_freq_factor - c.rope_low_freq_factor
+            )
+            blend = min(max(blend, 0), 1)
+            freq = (1 - blend) * freq / c.rope_factor + blend * freq
+        for t in range(len(x)):
+            cos, sin = np.cos(t * freq), np.sin(t * freq)
+            a, b = x[t, i], x[t, i + hd // 2]
+            out[t, i], out[t, i + hd // 2] = a * cos - b * sin, a * sin + b * cos
+    return out
+
+
+def numpy_mlp(c, h, p, linear):
+    """h (T, C) -> what the MLP or the mixture of the block `p` adds to the stream."""
+    is_gpt2, kind = c.model_type == "gpt2", c.model_type
+
+    def swiglu(x, gate, up, down):
+        g = linear(x, gate)
+        return linear(g / (1 + np.exp(-g)) * linear(x, up), down)
+
+    def mixture(x, layer):  # of one token
+        names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+        chances = np.exp(linear(x, layer + "gate"))
+        best = sorted(range(c.num_experts), key=lambda e: -chances[e])[: c.active_experts]
+        total = chances.sum() if kind == "olmoe" else chances[best].sum()
+        return sum(chances[e] / total * swiglu(x, *(f"{layer}experts.{e}.{name}" for name in names)) for e in best)
+
+    if is_gpt2:
+        f = linear(h, p + "mlp.c_fc")
+        return linear(0.5 * f * (1 + np.tanh(np.sqrt(2 / np.pi) * (f + 0.044715 * f**3))), p + "mlp.c_proj")
+    if kind == "modern":
+        return linear(np.maximum(linear(h, p + "mlp.up_proj"), 0) ** 2, p + "mlp.down_proj")
+    if c.num_experts:
+        layer = p + ("block_sparse_moe." if kind == "mixtral" else "mlp.")
+        return np.stack([mixture(row, layer) for row in h])
+    return swiglu(h, *(f"{p}mlp.{name}_proj" for name in ("gate", "up", "down")))
+
+
 def numpy_logits(model, tokens):
     """One sequence through the model in float64, head by head and position by position, from the table's weights by
     name."""
@@ -629,35 +674,6 @@ def numpy_logits(model, tokens):
 
     def linear(x, name):
         return x @ w[name + ".weight"].T + w.get(name + ".bias", 0)
-
-    def swiglu(x, gate, up, down):
-        g = linear(x, gate)
-        return linear(g / (1 + np.exp(-g)) * linear(x, up), down)
-
-    def mixture(x, layer):  # of one token
-        names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-        chances = np.exp(linear(x, layer + "gate"))
-        best = sorted(range(c.num_experts), key=lambda e: -chances[e])[: c.active_experts]
-        total = chances.sum() if kind == "olmoe" else chances[best].sum()
-        return sum(chances[e] / total * swiglu(x, *(f"{layer}experts.{e}.{name}" for name in names)) for e in best)
-
-    # (T, HD): the pair (i, i + HD/2) turns by position * theta^(-2i/HD), slowed down as Llama 3.1's paper says
-    def rotate(x):
-        out = x.copy()
-        for i in range(hd // 4 if kind == "modern" else hd // 2):
-            freq = 1024 ** (-i / 31 * 32 / (hd // 4)) if kind == "modern" else c.rope_theta ** (-2 * i / hd)
-            if c.rope_factor:
-                wavelength = 2 * np.pi / freq
-                blend = (c.rope_original_len / wavelength - c.rope_low_freq_factor) / (
-                    c.rope_high_freq_factor - c.rope_low_freq_factor
-                )
-                blend = min(max(blend, 0), 1)
-                freq = (1 - blend) * freq / c.rope_factor + blend * freq
-            for t in range(T):
-                cos, sin = np.cos(t * freq), np.sin(t * freq)
-                a, b = x[t, i], x[t, i + hd // 2]
-                out[t, i], out[t, i + hd // 2] = a * cos - b * sin, a * sin + b * cos
-        return out
 
     prefix = "transformer.h.{}." if is_gpt2 else "model.layers.{}."
     x = w["transformer.wte.weight" if is_gpt2 else "model.embed_tokens.weight"][tokens]
@@ -681,23 +697,14 @@ def numpy_logits(model, tokens):
             if c.qk_norm == "gains":
                 qh, kh = norm(qh, p + "self_attn.q_norm"), norm(kh, p + "self_attn.k_norm")
             if c.position == "rope":
-                qh, kh = rotate(qh), rotate(kh)
+                qh, kh = numpy_rotate(c, qh), numpy_rotate(c, kh)
             for t in range(T):
                 scores = qh[t] @ kh[: t + 1].T * (0.12 if kind == "modern" else 1 / np.sqrt(hd))
                 chances = np.exp(scores - scores.max())
                 out[t, head * hd : head * hd + hd] = chances / chances.sum() @ vh[: t + 1]
         x = x + linear(out, p + ("attn.c_proj" if is_gpt2 else "self_attn.o_proj"))
         h = norm(x, p + ("ln_2" if is_gpt2 else "post_attention_layernorm"))
-        if is_gpt2:
-            f = linear(h, p + "mlp.c_fc")
-            x = x + linear(0.5 * f * (1 + np.tanh(np.sqrt(2 / np.pi) * (f + 0.044715 * f**3))), p + "mlp.c_proj")
-        elif kind == "modern":
-            x = x + linear(np.maximum(linear(h, p + "mlp.up_proj"), 0) ** 2, p + "mlp.down_proj")
-        elif c.num_experts:
-            layer = p + ("block_sparse_moe." if kind == "mixtral" else "mlp.")
-            x = x + np.stack([mixture(row, layer) for row in h])
-        else:
-            x = x + swiglu(h, *(f"{p}mlp.{name}_proj" for name in ("gate", "up", "down")))
+        x = x + numpy_mlp(c, h, p, linear)
     head = w.get("lm_head.weight", w["transformer.wte.weight" if is_gpt2 else "model.embed_tokens.weight"])
     logits = norm(x, "transformer.ln_f" if is_gpt2 else "model.norm") @ head.T + w.get("lm_head.bias", 0)
     return 15 * logits / np.sqrt(logits**2 + 225) if kind == "modern" else logits

@@ -12,8 +12,8 @@
 #ifndef LLMC_EXPERTS_CUH
 #define LLMC_EXPERTS_CUH
 
+#include "../config.h"
 #include "../cuda/common.cuh"
-#include "matmul_schedule.cuh"
 
 enum { EXPERTS_THREADS = 256, EXPERTS_WARPS = EXPERTS_THREADS / WARP, CHUNK_TOKENS = 64, CHUNK_WARPS = 4 };
 

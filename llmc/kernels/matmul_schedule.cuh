@@ -10,9 +10,9 @@
 #ifndef LLMC_MATMUL_SCHEDULE_CUH
 #define LLMC_MATMUL_SCHEDULE_CUH
 
+#include "../config.h"
 #include "../cuda/common.cuh"
 
-enum { EXPERT_ROWS = 128 };
 typedef enum { NOT_GROUPED, GROUPED_ROWS, GROUPED_K } MatmulGroups;
 
 struct MatmulSchedule {

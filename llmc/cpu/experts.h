@@ -1,0 +1,111 @@
+// A mixture of experts: a token has K of E MLPs, those that its router finds most probable.
+//   p = softmax(logits)        share_k = p of the k-th [/ the sum of the K]
+//     out = sum over k of share_k expert_k(x)
+// It has a row for each of its experts. The N*K rows are sorted by expert, within one by token.
+// train_gpt2.c includes it behind softmax.
+#ifndef LLMC_CPU_EXPERTS_H
+#define LLMC_CPU_EXPERTS_H
+
+typedef struct {
+    float *probs;   // (N, E)
+    float *shares;  // (N, K), falling
+    int *experts;   // (N, K); of equally probable ones the first
+    int *rows;      // (N, K) the rows of a token
+    int *tokens;    // (N*K) the token of a row
+    int *begin;     // (E+1) the first row of an expert
+} Routing;
+
+static void route_token(float *p, float *shares, int *experts, int renormalise, int E, int K) {
+    float sum = 0;
+    softmax(p, E, 1);
+    for (int k = 0; k < K; k++) {
+        int best = -1;  // of NaN, too, there are K different ones
+        for (int e = 0; e < E; e++) {
+            int is_taken = 0;
+            for (int j = 0; j < k; j++) is_taken |= experts[j] == e;
+            if (!is_taken && (best < 0 || p[e] > p[best])) best = e;
+        }
+        experts[k] = best;
+        sum += shares[k] = p[best];
+    }
+    for (int k = 0; k < K && renormalise; k++) shares[k] /= sum;
+}
+// probs: the router's logits, which become probabilities. Fills in the rest.
+void route_cpu(Routing r, int renormalise, int N, int E, int K) {
+    PARALLEL_FOR
+    for (int n = 0; n < N; n++)
+        route_token(r.probs + area(n, E), r.shares + area(n, K), r.experts + area(n, K), renormalise, E, K);
+    int *next = new_zeros(int, E + 1);
+    for (int i = 0; i < N * K; i++) next[r.experts[i] + 1]++;
+    for (int e = 0; e < E; e++) next[e + 1] += next[e];
+    memcpy(r.begin, next, (E + 1) * sizeof(int));
+    for (int i = 0; i < N * K; i++) {
+        r.rows[i] = next[r.experts[i]]++;
+        r.tokens[r.rows[i]] = i / K;
+    }
+    free(next);
+}
+static int rows_of_expert(Routing r, int e) { return r.begin[e + 1] - r.begin[e]; }
+// How unevenly experts are used (Fedus et al., "Switch Transformers", arXiv:2101.03961): E sum_e f_e P_e, f_e: the part
+// of the tokens that have expert e, P_e: its mean probability. K if all are used alike. f_e has no gradient.
+double route_balance_cpu(Routing r, int N, int E) {
+    double balance = 0;
+    for (int n = 0; n < N; n++)
+        for (int e = 0; e < E; e++) balance += (double)rows_of_expert(r, e) * r.probs[area(n, E) + e];
+    return balance * E / N / N;
+}
+// dshares (N, K) and balance times the loss above -> dlogits (N, E)
+void route_backward_cpu(float *dlogits /*=*/, const float *dshares, Routing r, float balance, int renormalise, int N,
+                        int E, int K) {
+    PARALLEL_FOR
+    for (int n = 0; n < N; n++) {
+        const float *p = r.probs + area(n, E), *dshare = dshares + area(n, K), *share = r.shares + area(n, K);
+        const int *experts = r.experts + area(n, K);
+        float *d = dlogits + area(n, E), sum = 0, along = 0;
+        for (int k = 0; k < K; k++) {
+            sum += p[experts[k]];
+            along += dshare[k] * share[k];
+        }
+        for (int e = 0; e < E; e++) d[e] = balance * E * rows_of_expert(r, e) / ((float)N * N);
+        for (int k = 0; k < K; k++) d[experts[k]] += renormalise ? (dshare[k] - along) / sum : dshare[k];
+        along = 0;
+        for (int e = 0; e < E; e++) along += p[e] * d[e];
+        for (int e = 0; e < E; e++) d[e] = p[e] * (d[e] - along);
+    }
+}
+// out (N*K, C): each row is that of its token in inp (N, C).
+void gather_rows_cpu(float *out, const float *inp, Routing r, int rows, int C) {
+    #pragma omp parallel for schedule(static) if (rows > 64)
+    for (int i = 0; i < rows; i++) copy_floats(out + area(i, C), inp + area(r.tokens[i], C), C);
+}
+// out (N, C) = [x +] sum over a token's rows of [share] row (N*K, C), in the order of its experts
+void sum_rows_cpu(float *out, const float *x /*NULL: none*/, const float *rows, const float *shares /*NULL: 1*/,
+                  Routing r, int N, int K, int C) {
+    #pragma omp parallel for schedule(static) if (N > 64)
+    for (int n = 0; n < N; n++) {
+        float *o = out + area(n, C);
+        for (int c = 0; c < C; c++) o[c] = x ? x[area(n, C) + c] : 0;
+        for (int k = 0; k < K; k++) {
+            const float *row = rows + area(r.rows[area(n, K) + k], C), share = shares ? shares[area(n, K) + k] : 1;
+            for (int c = 0; c < C; c++) o[c] += share * row[c];
+        }
+    }
+}
+// dout (N*K, C): the gradient of its token's sum in each row; da (N*K, F): that of a, if the share were 1. They become
+// those of the rows, and dshares (N, K) = da a.
+void shares_backward_cpu(float *dshares /*=*/, float *dout, float *da, const float *a, Routing r, int N, int K, int C,
+                         int F) {
+    PARALLEL_FOR
+    for (int i = 0; i < N * K; i++) {
+        const int row = r.rows[i];
+        float *d = da + area(row, F), *o = dout + area(row, C), dot = 0;
+        const float *x = a + area(row, F), share = r.shares[i];
+        #pragma omp simd reduction(+ : dot)
+        for (int f = 0; f < F; f++) dot += d[f] * x[f];
+        dshares[i] = dot;
+        for (int f = 0; f < F; f++) d[f] *= share;
+        for (int c = 0; c < C; c++) o[c] *= share;
+    }
+}
+
+#endif
