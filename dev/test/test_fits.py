@@ -113,3 +113,27 @@ def test_the_page_has_the_table_of_the_program(tmp_path):
 def test_a_cpu_has_no_gpu(tmp_path, option):
     text = said(tmp_path, ROOT / "build/train_gpt2", "-e", "d2,vocab=300", *option, status=1)
     assert f"{option[0]}" in text and "needs a GPU" in text
+
+
+@on_the_gpu_program
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (["-e", "olmoe:d2"], "q and k normalised over all heads"),
+        (["--matmul-dtype", "fp8"], "--matmul-dtype fp8"),
+        (["-s", 5], "generated texts"),
+        (["-e", "mixtral:8x7B,layers=1,experts=6"], "6 experts are no multiple of 8"),
+    ],
+)
+def test_what_a_mixture_has_not_on_a_gpu(tmp_path, more, words):
+    mixture = ["-e", "mixtral:8x7B,layers=1,vocab=256", "-b", 1, "-t", 64, "--dry-run", "H100"]
+    text = said(tmp_path, GPU_PROGRAM, *mixture, *more, status=1)
+    assert words in text and "train_gpt2" in text
+
+
+@on_the_gpu_program
+def test_a_mixture_fits(tmp_path):
+    """Six blocks of Qwen3-30B-A3B in bf16: of 128 experts' rows each fills its last 128."""
+    more = ["-e", "qwen3:30B-A3B,layers=6", "-b", 4, "-t", 4096, "--state-dtype", "bf16", "-w", 0]
+    text = said(tmp_path, GPU_PROGRAM, *more, "--dry-run", "H100")
+    assert abs(mib(text) / 1024 - 46.1) < 0.2 and "fits " not in text

@@ -655,6 +655,53 @@ def test_muon_in_fp32_is_that_of_the_cpu(train, tmp_path, kind, polynomials):
         close(curve(tmp_path / "adamw"), curve(tmp_path / "cpu"), 1e-2)
 
 
+# ---- mixtures of experts
+
+MIXTURES = {
+    "qwen3_moe": "qwen3:30B-A3B,layers=3,channels=128,heads=2,kv_heads=1,head_dim=64,ffn=64,experts=16,"
+    "active=3,vocab=256",
+    "mixtral": "mixtral:8x7B,layers=2,channels=128,heads=2,kv_heads=2,head_dim=64,ffn=192,vocab=256",
+}
+
+
+@pytest.mark.parametrize("more", [[], ["-b", "16"], ["--optimizer", "muon"]], ids=["micro-steps", "one", "muon"])
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_mixtures_in_fp32_are_those_of_the_cpu(train, tmp_path, kind, more):
+    """Twelve steps; then in bf16, whose rounding may give a token another expert."""
+    more = ["-e", MIXTURES[kind], "-l", "1e-3", *more]
+    PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
+    for precision in ("fp32", "cpu", "bf16"):
+        succeeds(train(0, precision, *more, precision=precision), 300)
+    close(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"), 1e-3)
+    losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("bf16", "cpu"))
+    close(*losses, 2e-2)
+    steps = [[e for e in events(tmp_path / run) if e["event"] == "step"] for run in ("fp32", "cpu")]
+    for ours, theirs in zip(*steps, strict=True):
+        assert abs(ours["balance"] / theirs["balance"] - 1) < 1e-2, (ours, theirs)
+        assert abs(ours["busiest"] - theirs["busiest"]) < 0.2 and abs(ours["idlest"] - theirs["idlest"]) < 0.2
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_what_saves_time_or_memory_changes_no_bit_of_mixtures(train, tmp_path, kind):
+    more = ["-e", MIXTURES[kind], "-n", "12"]
+    ways = [[], ["--debug", "cuda-graphs=0"], *([["-r", str(level)] for level in (1, 2, 3)])]
+    ways += [["-r", "2", "--debug", "recompute-blocks=1"], ["--offload", "states"]]
+    for i, way in enumerate(ways):
+        succeeds(train(0, f"{i}", *more, *way), 300)
+        assert curve(tmp_path / f"{i}") == curve(tmp_path / "0"), way
+        assert checkpoint(tmp_path / f"{i}", 12) == checkpoint(tmp_path / "0", 12), way
+
+
+@several
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_mixtures_between_ranks(train, tmp_path, stage):
+    """As one GPU, whose micro-steps have the same tokens."""
+    more = ["-e", MIXTURES["qwen3_moe"], "-b", str(16 // WORLD)]
+    succeeds(train(0, "one", *more), 300)
+    succeeds(train(WORLD, "several", *more, "-z", str(stage)), 300)
+    close(curve(tmp_path / "several"), curve(tmp_path / "one"), 2e-2)
+
+
 @pytest.mark.parametrize("more", [[], ["--state-dtype", "bf16", "--master-weights", "0"]], ids=["fp32", "bf16"])
 def test_muon_resumes_bitwise(train, tmp_path, more):
     succeeds(train(0, "straight", *MUON, *more, "-n", "4"), 300)
