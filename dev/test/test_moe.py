@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from stress_models import write_shards
-from test_mixtures import batch, close, options, their_model, transformers
+from test_mixtures import batch, options, their_model, transformers
 from test_ranks import MPIRUN, checkpoint, curve, events, same_curve
 from test_serve import Server as WebServer
 from test_serve import complete
@@ -160,9 +160,7 @@ def test_ranks_with_balance(data, folders, tmp_path, family):
     same_curve(curve(tmp_path / "tp"), curve(tmp_path / "one"), 5e-5)
     same_curve(curve(tmp_path / "both"), curve(tmp_path / "zero0"), 5e-5)
     for step in (1, 6):  # what is said of experts is that of all tokens, once
-        first, second = (
-            next(e for e in events(tmp_path / n, "step") if e["step"] == step) for n in ("both", "zero0")
-        )
+        first, second = (next(e for e in events(tmp_path / n, "step") if e["step"] == step) for n in ("both", "zero0"))
         assert all(first[k] == pytest.approx(second[k], rel=1e-5) for k in ("balance", "idlest", "busiest"))
 
 
@@ -397,13 +395,15 @@ def test_folders_of_transformers(tmp_path, family):
     """In one file, in several and in bf16; after a step here, transformers has the model back."""
     tokens, targets = tokens_of()
     auto = transformers().AutoModelForCausalLM
-    for name, dtype, size in (("one", torch.float32, "1GB"), ("several", torch.float32, "40KB"), ("bf16", torch.bfloat16, "40KB")):
+    fp32, bf16 = torch.float32, torch.bfloat16
+    for name, dtype, size in (("one", fp32, "1GB"), ("several", fp32, "40KB"), ("bf16", bf16, "40KB")):
         theirs = their_model(THEIRS[family], 2).to(dtype)
         theirs.save_pretrained(tmp_path / name, max_shard_size=size)
         assert (tmp_path / name / "model.safetensors.index.json").exists() == (name != "one")
         theirs = auto.from_pretrained(tmp_path / name, dtype=torch.float32, local_files_only=True)
         expected = logp_of(theirs, tokens, targets)
-        with llmc.Trainer(tmp_path / name, program=TRAINER, batch_size=3, seq_len=20, output=tmp_path / "out" / name) as t:
+        how = {"program": TRAINER, "batch_size": 3, "seq_len": 20, "output": tmp_path / "out" / name}
+        with llmc.Trainer(tmp_path / name, **how) as t:
             assert np.abs(t.forward(tokens, targets) - expected).max() < 2e-5
             t.train(tokens, targets)
             assert t.step(1e-2)[1] == "applied"
@@ -424,7 +424,8 @@ def test_python(folders, tmp_path, family):
     tokens, targets = draw.integers(0, V, (4, T)), draw.integers(0, V, (4, T))
     base = copy(folders[family], tmp_path / "base", router_aux_loss_coef=0.5)
     model = ref.make_model(str(base), 0)
-    loss, balance = model(torch.from_numpy(tokens), model.rope_table(T, "cpu"), torch.from_numpy(targets), with_balance=True)
+    rows = torch.from_numpy(tokens), model.rope_table(T, "cpu"), torch.from_numpy(targets)
+    loss, balance = model(*rows, with_balance=True)
     norms = []
     for total in (loss, loss + balance):
         grads = torch.autograd.grad(total, list(model.parameters()), retain_graph=True)
@@ -523,8 +524,8 @@ def test_routers_that_are_not_finite(data, folders, tmp_path, value, program):
     assert said.count("update skipped: ") == 2 and "holds NaN or infinity" in said, said
     steps = events(tmp_path / "run", "step")
     assert len(steps) == 2 and all(e["skipped"] for e in steps)
-    saved = load_file(tmp_path / "run/step_00000002/model.safetensors")
-    assert all(torch.equal(t, saved[n]) or n in routers(saved) for n, t in load_file(model / "model.safetensors").items())
+    old, saved = (load_file(f / "model.safetensors") for f in (model, tmp_path / "run/step_00000002"))
+    assert all(torch.equal(t, saved[name]) or name in routers(old) for name, t in old.items())
     said = run("-e", model, "--generate", "-g", 5, "--temperature", 0, status=1, program=program)
     assert "the model's logits are not finite" in said
 
