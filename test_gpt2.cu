@@ -94,11 +94,12 @@ static double gradient_error(const char *folder, const Options *base, int batch_
 static void test_fp8(const char *folder, const Options *base, const char *dtype, const char *head) {
     const char *products = hopper_matmuls ? "" : ", by cuBLASLt";
     uint64_t first = 0;
-    for (int way = 0; way < 6; way++) {
+    for (int way = 0; way < 8; way++) {
         Options o = *base;
         o.matmul_dtype = dtype;
         o.head_dtype = head;
-        o.recompute = way < 4 ? way : 0;
+        o.recompute = way < 4 ? way : way == 7 ? 2 : 0;
+        o.recompute_blocks = way >= 6;
         o.gelu_fusion = way == 4 && can_fuse(folder) ? 2 : 0;
         o.head_chunks = way == 5 ? 2 : 0;
         double cosines = 0, sizes = 0, least = 1;
@@ -358,6 +359,24 @@ static void test_ranges(const char *folder, Options o, const char *output) {
     test_recompute(folder, &o);
     test_resume(folder, &o, output);
 }
+// Activations in the products, made again, too.
+static void test_fused(const char *folder, const Options *o) {
+    Options fused = *o;
+    fused.gelu_fusion = 2;
+    const struct {
+        int recompute, blocks;
+        const char *name;
+    } ways[] = {{2, 0, "--recompute 2 with --debug gelu-fusion=2"},
+                {2, 1, "--recompute 2 --debug recompute-blocks=1,gelu-fusion=2"},
+                {3, 0, "--recompute 3 with --debug gelu-fusion=2"}};
+    for (const auto &way : ways) {
+        Options less = fused;
+        less.recompute = way.recompute;
+        less.recompute_blocks = way.blocks;
+        test_same_bits(folder, &fused, &less, way.name);
+    }
+    if (config_from_json(folder).mlp == MLP_SWIGLU) test_same_bits(folder, o, &fused, "--debug gelu-fusion=2");
+}
 static void test_one_gpu(const char *folder, const char *output) {
     DebugFile d = debug_open(folder);
     Options o = options_for(folder, &d, d.B);
@@ -385,16 +404,7 @@ static void test_one_gpu(const char *folder, const char *output) {
     parts.batch_size = kernels.batch_size = 1;
     test_same_bits(folder, &parts, &kernels, "--debug cuda-graphs=0 and micro-steps");
     test_recompute(folder, &o);
-    if (can_fuse(folder)) {
-        Options fused = o, part, whole;
-        fused.gelu_fusion = 2;
-        part = whole = fused;
-        part.recompute = 2;
-        whole.recompute = 3;
-        test_same_bits(folder, &fused, &part, "--recompute 2 with --debug gelu-fusion=2");
-        test_same_bits(folder, &fused, &whole, "--recompute 3 with --debug gelu-fusion=2");
-        if (config_from_json(folder).mlp == MLP_SWIGLU) test_same_bits(folder, &o, &fused, "--debug gelu-fusion=2");
-    }
+    if (can_fuse(folder)) test_fused(folder, &o);
     test_head_chunks(folder, &o, sizeof(floatX) == 2, sizeof(floatX) == 2 ? 1e-2 : 1e-5);
     for (int chunks : {1, 3}) test_learned_rows(folder, &o, chunks);
     test_bf16_states(folder, &o, sizeof(floatX) == 2);
@@ -612,10 +622,11 @@ static void test_tp_overlap(const char *model, const Mesh *mesh, const Options *
     o.seq_len = TP_T;
     o.batch_size = TP_B;
     const struct {
-        int zero, recompute, fusion, often;
+        int zero, recompute, blocks, fusion, often;
         const char *dtype;
-    } ways[] = {{0, 0, 0, 1, "native"}, {1, 0, 2, 0, "native"}, {1, 1, 0, 0, "native"}, {0, 2, 2, 0, "native"},
-                {1, 3, 0, 1, "native"}, {0, 3, 2, 0, "native"}, {1, 0, 0, 1, "fp8"},    {1, 2, 2, 0, "fp8-dw-bf16"}};
+    } ways[] = {{0, 0, 0, 0, 1, "native"}, {1, 0, 0, 2, 0, "native"}, {1, 1, 0, 0, 0, "native"},
+                {0, 2, 0, 2, 0, "native"}, {1, 3, 0, 0, 1, "native"}, {0, 3, 0, 2, 0, "native"},
+                {1, 0, 0, 0, 1, "fp8"},    {0, 2, 1, 0, 0, "native"}, {1, 2, 1, 2, 0, "fp8-dw-bf16"}};
     for (const auto &way : ways) {
         if ((way.fusion && !can) || (ranks_share_gpu && !way.often))
             continue;  // ranks on one GPU take turns at every wait: slow
@@ -623,9 +634,10 @@ static void test_tp_overlap(const char *model, const Mesh *mesh, const Options *
         o.matmul_dtype = way.dtype;
         o.zero_stage = way.zero;
         o.recompute = way.recompute;
+        o.recompute_blocks = way.blocks;
         o.gelu_fusion = way.fusion;
         // layers computed again; whose GELU is not computed in parts
-        const int again = way.recompute == 3 ? L - 1 : 0, whole = way.fusion && !gated ? L : 0;
+        const int again = whole_blocks(&o, L), whole = way.fusion && !gated ? L : 0;
         // two micro-steps; apart are the embedding's and the head's
         const OverlapCounts expected = {2 * (6 * L + 2 * again - whole), 2 * (4 * L + again), 2 * (4 + whole)};
         o.tp_overlap = 0;
@@ -644,11 +656,11 @@ static void test_tp_overlap(const char *model, const Mesh *mesh, const Options *
         const int met = plain.met.gathers + plain.met.scatters,
                   all = expected.gathers + expected.scatters + expected.apart;
         check(same && met == 0 && plain.met.apart == all,
-              "%d x %d, %s: --debug tp-overlap=1 twice%s, --zero-stage %d --recompute %d --debug gelu-fusion=%d "
-              "--matmul-dtype %s: "
+              "%d x %d, %s: --debug tp-overlap=1 twice%s, --zero-stage %d --recompute %d "
+              "--debug recompute-blocks=%d,gelu-fusion=%d --matmul-dtype %s: "
               "the same bits as 0, which overlaps %d of %d",
-              mesh->dp.world, mesh->tp.world, model, &way == ways ? " and -1" : "", way.zero, way.recompute, way.fusion,
-              way.dtype, met, all);
+              mesh->dp.world, mesh->tp.world, model, &way == ways ? " and -1" : "", way.zero, way.recompute, way.blocks,
+              way.fusion, way.dtype, met, all);
     }
 }
 // About three times what may be expected: in bf16 of the differences from PyTorch, in fp32 of sums in another order.

@@ -699,7 +699,7 @@ void newton_schulz_cpu(float *x, float *scratch, int rows, int cols, const Muon 
 //   h2 = norm2(x_mid) f = h2 Wfc^T + b                a = activation(f)        x_out = x_mid + a Wfcproj^T + b
 // In a mixture each token has K rows of f and a (Routing), which are summed by their shares.
 // Backward reads all of these. --recompute 1 keeps one `a` for all blocks, 2 also one of what norms give, 3 one of all
-// but x_out; backward recomputes what was not kept.
+// but x_out, and so may the first ones beside others (whole_blocks); backward recomputes what was not kept.
 //
 // x is the residual stream; what attention and the MLP add to it are its branches. A unit is what is fetched and
 // reduced at a time: the embedding, each block, what follows the last one (params.h). A slot is one of what is kept of
@@ -766,7 +766,7 @@ struct Model {
     float *low_rank;                   // scratch of adapters' gradients
     Operands operands, head_operands;  // of the blocks, of the head
     Fp8Counts fp8_counts[NUM_FP8_TENSORS];
-    int B, T, recompute;
+    int B, T, recompute, whole_blocks;
     float *weights, *grads;  // units in the order of the table, of each what slot_keeps says
     float *frozen_weights;
     QuantMatrix *quantised;  // --weights: the matrices that are not among these (few_bits.h)
@@ -1090,8 +1090,10 @@ static void activation_backward(const Model *m, const Pass *p, const float *f) {
 // What --recompute did not keep of a block.
 static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
     int level = m->recompute;
-    // the last block's values are still there
-    if (level == 3 && l + 1 < m->config.num_layers) block_inside(m, p, b, l);
+    if (l < m->whole_blocks) {
+        block_inside(m, p, b, l);
+        return;
+    }
     if (level == 1 || level == 2) activation_forward(m, p, b->a.a, b->a.f);
     if (level != 2) return;
     if (m->config.qk_norm) normalise_and_rotate(m, p, b);
@@ -1317,24 +1319,6 @@ static void muon_update_block(Model *m, int unit, const UpdateParams *p, float g
                             muon_scale(x->rows, x->cols), t->decay * p->weight_decay);
     }
 }
-// What a step's report says of experts, of all ranks' tokens.
-static void report_load(const Model *m, StepResult *r) {
-    const Comm *dp = &m->mesh->dp;
-    const int L = m->config.num_layers, E = m->config.num_experts;
-    const int K = m->config.active_experts;
-    const double blocks = m->tokens / (m->B * m->T) * L, even = m->tokens * K / E;
-    float *of_ranks = comm_gathered(dp, m->load, area(L, E) * sizeof(float)), least = INFINITY, most = 0;
-    for (int i = 0; i < L * E; i++) {
-        float rows = 0;
-        for (int k = 0; k < dp->world; k++) rows += of_ranks[area(k, L * E) + i];
-        least = fminf(least, rows);
-        most = fmaxf(most, rows);
-    }
-    free(of_ranks);
-    r->balance = (float)(comm_sum(dp, m->balance) / (blocks * K));
-    r->idlest = (float)(least / even);
-    r->busiest = (float)(most / even);
-}
 StepResult model_update(Model *m, const UpdateParams *p) {
     StepResult r = {0};
     size_t updated = 0;
@@ -1342,7 +1326,7 @@ StepResult model_update(Model *m, const UpdateParams *p) {
     r.loss = share * comm_sum(&m->mesh->dp, m->loss);
     r.norm = share * sqrt(comm_sum(&m->mesh->job, squares_of_gradient(m)));
     r.verdict = step_verdict(r.loss, r.norm, p->most_loss, p->most_norm);
-    if (m->balance != 0) report_load(m, &r);  // NaN on one rank: all ranks meet there
+    load_report(m->mesh, &m->config, m->tokens / (m->B * m->T), m->load, m->balance, &r);
     if (r.verdict != STEP_APPLIED) return r;
     watchdog_beat(PHASE_UPDATE, -1);
     float grad_scale = share * step_grad_scale(r.norm, p->clip);
@@ -2006,12 +1990,12 @@ static Routing open_routing(Model *m, int N) {
                        room(m, (E + 1) * sizeof(int))};
     return r;
 }
-// Activations of one block. What a block shares with block 0 is recomputed in backward.
-static BlockActs block_acts(Model *m, int N, int rows, const BlockActs *shared) {
+// Activations of block l. What a block shares with block 0 is recomputed in backward.
+static BlockActs block_acts(Model *m, int N, int rows, int l) {
     const Config *c = &m->local;
-    int level = shared ? m->recompute : 0, of_mlp = N * token_mlps(c);
+    int level = !l ? 0 : l <= m->whole_blocks ? 3 : m->recompute, of_mlp = N * token_mlps(c);
     size_t stream = area(rows, c->channels);
-    BlockActs a = shared ? *shared : (BlockActs){0};
+    BlockActs a = *m->blocks;  // block 0 finds zeros
     a.x_out = floats(m, stream);
     if (level == 3) return a;
     if (level < 1) a.a = floats(m, area(of_mlp, c->ffn_dim));
@@ -2091,7 +2075,7 @@ static void open_activations(Model *m, const Options *o) {
         m->load = floats(m, area(c->num_layers, c->num_experts));
     }
     m->blocks = room(m, c->num_layers * sizeof(BlockActs));
-    for (int l = 0; l < c->num_layers; l++) m->blocks[l] = block_acts(m, N, rows, l ? m->blocks : NULL);
+    for (int l = 0; l < c->num_layers; l++) m->blocks[l] = block_acts(m, N, rows, l);
     m->final_norm = (Norm){.mean = floats(m, rows), .rstd = floats(m, rows), .x = m->blocks[c->num_layers - 1].x_out};
     m->ranks.exchange = floats(m, most > 1 ? (size_t)most * COMM_PIECE : 0);
     if (tp == 1) return;
@@ -2110,6 +2094,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
                  .B = o->batch_size,
                  .T = o->seq_len,
                  .recompute = o->recompute < 0 ? 0 : (int)o->recompute,
+                 .whole_blocks = whole_blocks(o, c->num_layers),
                  .bf16_states = !strcmp(o->state_dtype, "bf16"),
                  .muon = muon_of(o),
                  .seed = o->seed};
@@ -2166,7 +2151,6 @@ ModelFacts facts_of(const Model *m) {
 const char *model_device(const Model *m) { return m->device; }
 double model_memory_gib(const Model *m) { return m->bytes / 1073741824.0; }
 void model_print_plan(const Model *m, FILE *f) {
-    static const char *const levels[] = {"nothing", "the activation", "the activation and the norms", "whole blocks"};
     static const char *const dtypes[] = {"fp32", "bf16", "fp8"};
     const Operands *p = &m->operands;
     fprintf(f, "plan      products %s", dtypes[p->dtype]);
@@ -2175,8 +2159,10 @@ void model_print_plan(const Model *m, FILE *f) {
     if (m->quantised) fprintf(f, ", weights %s", weight_format_names[m->quantised->format]);
     if (m->lora.rank) fprintf(f, ", adapters of rank %d", m->lora.rank);
     fprintf(f, ", sums fp32 | head on %d rows at a time", m->head_rows);
-    if (m->grads)
-        fprintf(f, " | backward recomputes %s | m and v %s", levels[m->recompute], m->bf16_states ? "bf16" : "fp32");
+    if (m->grads) {
+        fprintf(f, " | m and v %s | ", m->bf16_states ? "bf16" : "fp32");
+        print_recomputed(m->recompute, m->whole_blocks, m->config.num_layers, f);
+    }
     fputs("\n", f);
 }
 // The same for every model on a CPU: the dtype; MPI alone carries messages; the hardware's peaks are not known; nothing

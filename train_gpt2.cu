@@ -55,6 +55,7 @@ typedef struct {
     Linear qkv, proj, fc, fcproj;
     floatX *h1, *q_k_v, *y, *x_mid, *h2, *a, *x_out;
     float *lse;
+    Experts experts;  // of a mixture, in place of fc and fcproj
     ActivationGradient activation;
     AttentionProblem attention;
 } Block;
@@ -93,6 +94,29 @@ static const floatX *block_input(const Model *m, int l) { return l == 0 ? m->b.x
 // A pass of generation keeps nothing for backward: all its blocks use the first one's place, and a cache of keys and
 // values may have that of the others (decoder_place).
 static const BlockActs *block_acts(const Model *m, const Pass *p, int l) { return &m->b.blocks[p->cache ? 0 : l]; }
+static Experts experts_of(const Model *m, const Pass *p, const Unit *u, const BlockActs *a, int l) {
+    const Config *c = &m->config;
+    const Buffers *b = &m->b;
+    Experts x = {c->channels, c->ffn_dim, c->renormalise, m->plan.recomputes_activation, c->mlp, a->experts};
+    x.rows.N = p->N;
+    x.router = unit_param(u, u->weights, ROLE_ROUTERW);
+    x.fc = unit_param(u, u->weights, ROLE_FCW);
+    x.fcproj = unit_param(u, u->weights, ROLE_FCPROJW);
+    x.drouter = unit_param(u, u->grads, ROLE_ROUTERW);
+    x.dfc = unit_param(u, u->grads, ROLE_FCW);
+    x.dfcproj = unit_param(u, u->grads, ROLE_FCPROJW);
+    x.f = a->f;
+    x.a = a->a;
+    x.logits = b->router_logits;
+    x.wide = b->expert_rows;
+    x.df = b->df;
+    x.da = b->da;
+    x.dshares = b->dshares;
+    x.scratch = b->reduce;
+    const size_t E = (size_t)c->num_experts;
+    if (p->counts) x.load = {b->load + (size_t)l * E, b->load + (size_t)c->num_layers * E};
+    return x;
+}
 static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     const Plan *plan = p->cache ? &m->decoding : &m->plan;
     const BlockActs *a = block_acts(m, p, l);
@@ -116,8 +140,12 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     b.norm2 = norm_of(m, &u, ROLE_LN2W, ROLE_LN2B, a->mean2, a->rstd2, a->x_mid);
     b.qkv = layer(&plan->qkv, ROLE_QKVW, ROLE_QKVB, attention, normalises_qk ? a->qkv : NULL);
     b.proj = layer(&plan->proj, ROLE_PROJW, ROLE_PROJB, stream, NULL);
-    b.fc = layer(&plan->fc, ROLE_FCW, ROLE_FCB, df_sums, a->f);
-    b.fcproj = layer(&plan->fcproj, ROLE_FCPROJW, ROLE_FCPROJB, stream, NULL);
+    if (m->config.num_experts) {
+        b.experts = experts_of(m, p, &u, a, l);
+    } else {
+        b.fc = layer(&plan->fc, ROLE_FCW, ROLE_FCB, df_sums, a->f);
+        b.fcproj = layer(&plan->fcproj, ROLE_FCPROJW, ROLE_FCPROJB, stream, NULL);
+    }
     m->b.merged_block = u.number;
     b.h1 = a->h1;
     b.q_k_v = a->q_k_v;
@@ -175,14 +203,17 @@ static void block_inside(const Model *m, const Pass *p, const Block *b, int l, R
     attend(m, p, b, l);
     x->branch = linear_project(p, &b->proj, b->y);
     residual_norm(p, &b->norm2, b->h2, b->x_mid, x);
-    linear_forward(p, &b->fc, b->a, b->h2);
+    if (m->config.num_experts)
+        experts_forward(p, &b->experts, b->h2);
+    else
+        linear_forward(p, &b->fc, b->a, b->h2);
 }
 static void block_forward(Model *m, const Pass *p, int l, Residual *x) {
     Range range("block", l);
     watchdog_beat(PHASE_FORWARD, l);
     const Block b = block_get(m, p, l, UNIT_FORWARD);
     block_inside(m, p, &b, l, x);
-    x->branch = linear_project(p, &b.fcproj, b.a);
+    x->branch = m->config.num_experts ? experts_project(p, &b.experts) : linear_project(p, &b.fcproj, b.a);
     input_release(&m->offload, p, l);
     unit_release(m, p, &b.unit, UNIT_FORWARD);
 }
@@ -298,15 +329,24 @@ static void norm_gradient(Model *m, const Pass *p, const Norm *n, const floatX *
 static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
     const Plan *plan = &m->plan;
     Residual x = {b->norm1.x, NULL}, x_mid = {b->norm2.x, NULL};
-    // the last block's values are still there
-    if (plan->recomputes_blocks && l + 1 < m->config.num_layers) block_inside(m, p, b, l, &x);
+    if (l < plan->whole_blocks) return block_inside(m, p, b, l, &x);
     if (plan->recomputes_norms) {
         if (plan_normalises_qk(plan)) linear_output(p, &b->qkv, b->q_k_v);
         residual_norm(p, &b->norm1, b->h1, NULL, &x);
         residual_norm(p, &b->norm2, b->h2, NULL, &x_mid);
     }
     if (plan->recomputes_activation && plan->fcproj.gradient == EPILOGUE_PLAIN)  // else in the gradient's product
-        activation_forward(m->config.mlp, b->a, b->fc.aux, b->fc.aux, p->N, m->plan.local.ffn_dim, p->stream);
+        activation_forward(m->config.mlp, b->a, b->activation.slopes, b->activation.slopes,
+                           m->config.num_experts ? b->experts.rows.R : p->N, m->plan.local.ffn_dim, p->stream);
+}
+// m->b.dx: the gradient of the MLP's output. Returns that of its input.
+static const floatX *mlp_backward(Model *m, const Pass *p, const Block *b) {
+    const OutputGradient dfcproj = linear_backward_activation(p, &b->fcproj, &b->activation, m->b.dx);
+    linear_fetch_input(p, &b->fc, b->h2);
+    linear_backward_weight(p, &b->fcproj, dfcproj, b->a);
+    const OutputGradient dfc = linear_backward_input(p, &b->fc, b->activation.out);
+    linear_backward_weight(p, &b->fc, dfc, b->h2);
+    return linear_input_gradient(p, &b->fc);
 }
 // m->b.dx is the gradient of the block's output on entry and of its input on return. Weight gradients hide what is on
 // its way between ranks.
@@ -315,12 +355,8 @@ static void block_backward(Model *m, const Pass *p, int l) {
     watchdog_beat(PHASE_BACKWARD, l);
     const Block b = block_get(m, p, l, UNIT_BACKWARD);
     block_recompute(m, p, &b, l);
-    const OutputGradient dfcproj = linear_backward_activation(p, &b.fcproj, &b.activation, m->b.dx);
-    linear_fetch_input(p, &b.fc, b.h2);
-    linear_backward_weight(p, &b.fcproj, dfcproj, b.a);
-    const OutputGradient dfc = linear_backward_input(p, &b.fc, b.activation.out);
-    linear_backward_weight(p, &b.fc, dfc, b.h2);
-    norm_gradient(m, p, &b.norm2, linear_input_gradient(p, &b.fc));
+    const int mixes = m->config.num_experts > 0;
+    norm_gradient(m, p, &b.norm2, mixes ? experts_backward(p, &b.experts, m->b.dx, b.h2) : mlp_backward(m, p, &b));
     const OutputGradient dproj = linear_backward_project(p, &b.proj, p->branch, m->b.dx);
     linear_fetch_input(p, &b.qkv, b.h1);
     linear_backward_weight(p, &b.proj, dproj, b.y);
@@ -454,15 +490,21 @@ static void sum_of_micro_steps(const Model *m, Pass *p, int first, int last) {
         p->accumulate = !first;
     p->reduce = last && m->mesh->job.world > 1;
 }
+static void clear_load(const Model *m) {
+    if (m->b.load) cudaCheck(cudaMemsetAsync(m->b.load, 0, load_size(&m->config) * sizeof(float), m->gpu.compute));
+}
 // Forward and backward of the tokens that were uploaded: micro-step `micro` of num_micro.
-static void micro_step(Model *m, int micro, int num_micro, int reduce, int logit_rows) {
+static void micro_step(Model *m, int micro, int num_micro, int reduce, int logit_rows, size_t learned) {
     Pass p = pass_of(m, m->plan.B, m->plan.T);
     // of one token in the step's loss
     const float share = 1.0f / ((float)p.N * (float)num_micro * (float)m->mesh->dp.world);
     sum_of_micro_steps(m, &p, micro == 0, micro == num_micro - 1);
     p.reduce = reduce;
     p.logit_rows = logit_rows;
+    p.counts = m->config.num_experts > 0;
+    p.balance = m->config.balance / (float)m->config.num_layers * (float)learned * share;  // step_share
     if (micro == 0) cudaCheck(cudaMemsetAsync(m->b.step, 0, sizeof *m->b.step, p.stream));
+    if (micro == 0 && p.counts) clear_load(m);
     p.quantises_weights = m->plan.fp8 && micro == 0;  // not by weights_changed: a graph repeats what it saw
     model_forward(m, &p);
     head(m, &p, share, NULL, 1);
@@ -478,7 +520,7 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     const int kind = micro == 0 ? 0 : last && m->plan.sums_in_fp32 ? 2 : 1;
     const size_t N = m->plan.N, masked = (size_t)std::count_if(targets, targets + N, [](int t) { return t < 0; });
     const int logit_rows = plan_logit_rows(&m->plan, N - masked), compacts = logit_rows < (int)N;
-    auto work = [&] { micro_step(m, micro, num_micro, reduces, logit_rows); };
+    auto work = [&] { micro_step(m, micro, num_micro, reduces, logit_rows, N - masked); };
     upload_tokens(m, inputs, targets, N, m->plan.T, compacts);
     m->step_tokens = (double)N * num_micro * dp;
     m->masked = (micro == 0 ? 0 : m->masked) + (double)masked;
@@ -487,7 +529,8 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
         m->mesh->tp.world > 1 || m->plan.zero_stage >= 2 || (dp > 1 && (last || !zero_all_waited_for(&m->links.zero)));
     // Picked rows are of another number each time, and a graph for each of them would hold memory. Where the head is
     // worth it a micro-step's kernels take longer than their launches, so nothing is lost without.
-    if (!m->plan.options.cuda_graphs || timing.on || m->counts_fp8 || meets_ranks || m->b.host_x || compacts)
+    if (!m->plan.options.cuda_graphs || timing.on || m->counts_fp8 || meets_ranks || m->b.host_x || compacts ||
+        (m->config.num_experts && masked))  // the weight of their balance is in the graph
         work();
     else
         graph_run(&m->graphs[kind], num_micro, m->gpu.compute, work);
@@ -502,6 +545,7 @@ void model_gradient(Model *m, const int *, const int *, const float *factors, in
     m->step_tokens = 1;
     m->masked = 0;
     if (first) cudaCheck(cudaMemsetAsync(m->b.step, 0, sizeof *m->b.step, p.stream));
+    if (first) clear_load(m);
     if (first) memset(&m->links.rows.met, 0, sizeof m->links.rows.met);
     sum_of_micro_steps(m, &p, first, last);
     upload(m->b.factors, factors, m->plan.N * sizeof(float), p.stream);
@@ -637,6 +681,8 @@ StepResult model_update(Model *m, const UpdateParams *p) {
     queue_norm(m);
     step_decide(m->b.step, m->step_tokens, p, s);
     cudaCheck(cudaMemcpyAsync(m->b.host_step, m->b.step, sizeof *m->b.step, cudaMemcpyDeviceToHost, s));
+    const size_t load = m->b.load ? load_size(&m->config) : 0;
+    if (load) cudaCheck(cudaMemcpyAsync(m->b.host_load, m->b.load, load * sizeof(float), cudaMemcpyDeviceToHost, s));
     cudaCheck(cudaEventRecord(m->decided, s));
     queue_adamw(m, p);
     queue_muon(m, p);
@@ -644,7 +690,11 @@ StepResult model_update(Model *m, const UpdateParams *p) {
     m->weights_changed = 1;
     cudaCheck(cudaEventSynchronize(m->decided));  // the device goes on with the update
     m->met = m->links.rows.met;
-    return {m->b.host_step->loss, m->b.host_step->norm, (StepVerdict)m->b.host_step->verdict};
+    StepResult r = {m->b.host_step->loss, m->b.host_step->norm, (StepVerdict)m->b.host_step->verdict};
+    if (load)
+        load_report(m->mesh, &m->config, m->step_tokens / (double)m->plan.N, m->b.host_load, m->b.host_load[load - 1],
+                    &r);
+    return r;
 }
 
 // ---- evaluation and generation
@@ -947,7 +997,7 @@ static void measure_overlap(Model *m) {
             o->measures = repeat >= 0;
             o->regions = 0;
             upload_tokens(m, tokens, tokens, m->plan.N, m->plan.T);
-            micro_step(m, 0, 1, 0, (int)m->plan.N);
+            micro_step(m, 0, 1, 0, (int)m->plan.N, m->plan.N);
             if (repeat >= 0) overlap_read(o, repeat, m->gpu.compute);
         }
         zero_wait_reduced(&m->links.zero);

@@ -183,6 +183,9 @@
         "exchange --tp's rows during matmuls: 0 no, 1 always (-1: where that is faster)") \
     ONE(reduce_dtype, "", '~', "bf16", "fp32|bf16", "sums of gradients over GPUs: bf16, or fp32 with one rounding") \
     INT(p2p, "", '~', 1, 0, 1, "short messages go into other GPUs' memory; 0: through NCCL") \
+    INT(recompute_blocks, "", '=', -1, -1, 1 << 20, \
+        "so many of the first blocks are recomputed whole, others as --recompute says (-1: what a GPU's memory asks " \
+        "for; with --recompute none)") \
     STR(calls, "", ' ', "", \
         "a socket: instead of steps by itself the program does what is asked there (doc/python.md)") \
     SECTION("-pi mpi, -pn, -pr, -pg, -ps, -pf of llm.c's scripts: mpirun or srun says what they would", LETTERS) \

@@ -96,6 +96,56 @@ static void check_product(int M, int N, int K, int batch, int blocks) {
           "%s form %d, %d of %d x %d x %d, %d columns, %d blocks: %zu elements differ, %zu stored",
           SYMMETRIC ? "symmetric" : "plain", (int)FORM, batch, M, N, K, COLUMNS, blocks, wrong, elements_stored);
 }
+// Of experts that have so many rows; those that fill up the last tile are zeros. a: rows, b: weights or rows.
+template <MatmulForm FORM, int COLUMNS>
+static void check_experts(const std::vector<int> &counts, int out, int in, int blocks) {
+    typedef HopperTile<MmaOnCpu, FORM, COLUMNS, 1, Plain, true> S;
+    const int E = (int)counts.size(), of_k = FORM == MATMUL_BACKWARD_WEIGHT;
+    std::vector<int> experts(1, 0), tiles;
+    for (int e = 0; e < E; e++) {
+        const int whole = counts[(size_t)e] < 1 ? 1 : (counts[(size_t)e] + EXPERT_ROWS - 1) / EXPERT_ROWS;
+        for (int i = 0; i < whole; i++) tiles.push_back(e);
+        experts.push_back(experts.back() + whole * EXPERT_ROWS);
+    }
+    const int used = experts.back(), rows = used + 2 * EXPERT_ROWS;  // there is room for more
+    experts.insert(experts.end(), tiles.begin(), tiles.end());
+    const int K = of_k ? rows : FORM == MATMUL_FORWARD ? in : out, M = of_k ? out : rows;
+    const int N = FORM == MATMUL_FORWARD ? out : in;
+    std::vector<bf16> a((size_t)rows * (size_t)(FORM == MATMUL_FORWARD ? in : out), bf16(0.0f)),
+        b((size_t)(of_k ? rows : E * out) * (size_t)in), to((size_t)(of_k ? E * out : rows) * (size_t)N, bf16(NAN));
+    const size_t width = a.size() / (size_t)rows;
+    for (int e = 0; e < E; e++)
+        for (size_t i = (size_t)experts[(size_t)e] * width, n = (size_t)counts[(size_t)e] * width; n-- > 0; i++)
+            a[i] = rand_normal(23, 0, i);
+    for (size_t i = 0; i < b.size(); i++) b[i] = rand_normal(23, 1, i);
+    const CUtensorMap a_map = {a.data(), 1, S::MN_A ? K : M, 1, S::MN_A ? M : K},
+                      b_map = {b.data(), of_k ? 1 : E, S::MN_B ? K : N, 1, S::MN_B ? N : K},
+                      out_map = {to.data(), of_k ? E : 1, M, 1, N};
+    HopperWork w = {};
+    w.M = M;
+    w.N = N;
+    w.K = K;
+    w.schedule = matmul_schedule(M, N, S::ROWS, S::OUT_COLUMNS, of_k ? E : 1);
+    w.schedule.experts = experts.data();
+    w.schedule.num_experts = E;
+    gridDim.x = blocks;
+    launch_on_cpu(blocks, S::THREADS, S::BYTES, false, [&] { matmul_kernel<S>(a_map, b_map, out_map, out_map, w); });
+    size_t wrong = 0;
+    for (size_t i = 0; i < (of_k ? to.size() : (size_t)used * (size_t)N); i++) {
+        const size_t r = i / (size_t)N, c = i % (size_t)N;
+        const size_t e = of_k ? r / (size_t)out : (size_t)tiles[r / EXPERT_ROWS];
+        float sum = 0;
+        for (size_t k = of_k ? (size_t)experts[e] : 0; k < (of_k ? (size_t)experts[e + 1] : (size_t)K); k++)
+            sum +=
+                a[of_k ? k * (size_t)out + r % (size_t)out : r * (size_t)K + k] *
+                (float)
+                    b[(of_k ? 0 : e * (size_t)out * (size_t)in) + (S::MN_B ? k * (size_t)in + c : c * (size_t)K + k)];
+        wrong += to[i].bits != bf16(sum).bits;
+    }
+    for (size_t i = (size_t)used * (size_t)N; i < to.size() && !of_k; i++) wrong += to[i].bits != bf16(NAN).bits;
+    check(!wrong, "experts, form %d, %d of %d x %d, %d columns, %d blocks: %zu elements differ", (int)FORM, E, out, in,
+          COLUMNS, blocks, wrong);
+}
 template <int COLUMNS> static void check_symmetric(int n, int K, int batch, int blocks) {
     check_product<MATMUL_FORWARD, COLUMNS, Symmetric>(n, n, K, batch, blocks);
     check_product<MATMUL_BACKWARD_WEIGHT, COLUMNS, Symmetric>(n, n, K, batch, blocks);
@@ -112,6 +162,10 @@ int main(void) {
     check_product<MATMUL_FORWARD, 192, Plain>(200, 264, 40, 2, 3);
     check_product<MATMUL_BACKWARD_INPUT, 256, Plain>(136, 72, 136, 3, 2);
     check_product<MATMUL_BACKWARD_WEIGHT, 256, Plain>(72, 264, 72, 2, 1);
+    check_experts<MATMUL_FORWARD, 256>({5, 0, 128, 130}, 264, 72, 2);
+    check_experts<MATMUL_BACKWARD_INPUT, 256>({1, 260, 0}, 72, 328, 3);
+    check_experts<MATMUL_BACKWARD_WEIGHT, 256>({0, 200, 3}, 136, 264, 2);
+    check_experts<MATMUL_BACKWARD_WEIGHT, 256>({700}, 72, 24, 1);
     printf("matmul on wgmma: %d passed, %d failed\n", checks_passed, checks_failed);
     return checks_failed ? EXIT_FAILURE : EXIT_SUCCESS;
 }

@@ -47,7 +47,7 @@ typedef struct {
 } Part;  // bytes
 static Config config;
 static Mesh mesh;
-static int faults, layouts, hints, choices, offloaded;
+static int faults, layouts, hints, choices, between, offloaded;
 static void fault_unless(int condition, const Options *o, const char *what) {
     if (condition || faults++ > 20) return;
     char options[256];
@@ -95,6 +95,16 @@ static void end(Planned *r) {
     params_free(&r->frozen);
 }
 
+// Blocks that are made again whole: all but the last, or as many as were asked for. The others have places.
+static int whole_of(const Options *o) {
+    const int all = config.num_layers - 1, asked = (int)std::max(o->recompute_blocks, 0ll);
+    return o->recompute == 3 ? all : std::min(asked, all);
+}
+// Rows of an MLP's activations: of a mixture those of all experts, each of which fills its last 128.
+static size_t mlp_rows(size_t N) {
+    const size_t all = N * (size_t)config.active_experts + 128 * (size_t)config.num_experts;
+    return config.num_experts ? (all + 127) / 128 * 128 : N;
+}
 // What is alive together does not overlap, and lies inside; what is saved fills its buffer to the last element.
 static void check_layout(Planned *run) {
     const Plan *p = &run->plan;
@@ -103,13 +113,14 @@ static void check_layout(Planned *run) {
     Buffers *m = &run->b;
     const size_t N = p->N, rows = N / (size_t)mesh.tp.world, F = (size_t)c->ffn_dim, C = (size_t)c->channels;
     const Region r = region_of(p);
-    const int again = o->recompute == 1 || o->recompute == 2, inside = o->recompute == 3 ? 1 : c->num_layers;
+    const int again = o->recompute == 1 || o->recompute == 2, whole = whole_of(o), inside = c->num_layers - whole;
     const int da_apart = c->mlp == MLP_SWIGLU && p->activation_fused < 2;
+    const size_t of_mlp = mlp_rows(N);
     buffers_place(p, m);
     const Part region = part("region", m->region, r.bytes / sizeof(floatX)),
                logits = part("logits", m->logits, head_rows(o, p->B, p->T) * (size_t)c->padded_vocab_size);
-    const Part df = part("df", m->df, r.da ? N * (size_t)fc_width(c) : 0), da = part("da", m->da, da_apart ? N * F : 0),
-               a = part("a", m->blocks[0].a, again ? N * F : 0);
+    const Part df = part("df", m->df, r.da ? of_mlp * (size_t)fc_width(c) : 0),
+               da = part("da", m->da, da_apart ? of_mlp * F : 0), a = part("a", m->blocks[0].a, again ? of_mlp * F : 0);
     const Part dqkv = part("dqkv", m->dqkv, N * (size_t)qkv_width(c)),
                D = part("attention", (void *)m->attention, N * (size_t)c->num_heads * sizeof(float) / sizeof(floatX));
     for (const Part *p : {&logits, &df, &da, &a, &dqkv, &D})
@@ -122,14 +133,26 @@ static void check_layout(Planned *run) {
         fault_unless(p.begin == p.end || (p.begin == (size_t)buffer + used && p.begin % 16 == 0), o, p.name);
         used += p.end - p.begin;
     };
-    for (int l = 0; l < inside; l++) {
+    for (int l = 1; l <= whole; l++) {
+        BlockActs first = m->blocks[0];
+        first.x_out = m->blocks[l].x_out;
+        fault_unless(!memcmp(&first, &m->blocks[l], sizeof first), o, "a whole block has a place of its own");
+    }
+    for (int l = 0; l < c->num_layers; l += l ? 1 : whole + 1) {
         const BlockActs *y = &m->blocks[l];
         const Part saved[] = {part("qkv", y->qkv, N * (size_t)qkv_width(c)),
                               part("y", y->y, N * (size_t)(c->num_heads * c->head_dim)),
-                              part("f", y->f, N * (size_t)fc_width(c)), part("a", y->a, again ? 0 : N * F)};
+                              part("f", y->f, of_mlp * (size_t)fc_width(c)), part("a", y->a, again ? 0 : of_mlp * F)};
         const Part norms[] = {part("h1", y->h1, rows * C), part("h2", y->h2, rows * C),
                               part("q_k_v", y->q_k_v, c->qk_norm ? N * (size_t)qkv_width(c) : 0)};
         for (const Part &p : saved) follows(m->saved_block, used, p);
+        const ExpertRows *x = &y->experts;
+        const size_t E = (size_t)c->num_experts, words = saved_routing_size(p);
+        const int *first = m->saved_routing + (l ? (size_t)(l - whole) : 0) * words;
+        fault_unless(!E || ((int *)x->probs == first && x->counts + E == first + words && (size_t)x->R == of_mlp &&
+                            (int *)x->shares == first + N * E && x->counts == x->groups + E + 1 + of_mlp / 128 &&
+                            x->groups == x->entries + of_mlp),
+                     o, "a mixture's routing");
         used_once = 0;
         for (const Part &p : norms)
             o->recompute == 2 ? follows(m->shared_norms, used_once, p) : follows(m->saved_block, used, p);
@@ -180,25 +203,28 @@ static double sum_of_sizes(const Planned *r) {
     const double b = sizeof(floatX), N = (double)p->N, tp = mesh.tp.world, L = c->num_layers, C = c->channels,
                  F = c->ffn_dim;
     const double W = qkv_width(c), before = fc_width(c), heads = c->num_heads, H = heads * c->head_dim,
-                 inside = o->recompute == 3 ? 1 : L, again = o->recompute == 1 || o->recompute == 2 ? F : 0;
+                 inside = L - whole_of(o), again = o->recompute == 1 || o->recompute == 2 ? F : 0,
+                 M = (double)mlp_rows(p->N), E = config.num_experts, K = config.active_experts;
     const int da_apart =
         c->mlp == MLP_SWIGLU &&
-        (o->gelu_fusion >= 0 ? o->gelu_fusion < 2 : N < MATMUL_FUSION_ROWS || b == 4 || c->ffn_dim % 64);
+        (E > 0 || o->gelu_fusion >= 0 ? o->gelu_fusion < 2 : N < MATMUL_FUSION_ROWS || b == 4 || c->ffn_dim % 64);
     // df takes f's place
-    const int in_place = again && (o->gelu_fusion >= 0 ? o->gelu_fusion == 2
-                                                       : N >= MATMUL_FUSION_ROWS && b == 2 &&
-                                                             c->ffn_dim % (c->mlp == MLP_SWIGLU ? 64 : 8) == 0);
+    const int in_place =
+        again && E == 0 &&
+        (o->gelu_fusion >= 0 ? o->gelu_fusion == 2
+                             : N >= MATMUL_FUSION_ROWS && b == 2 && c->ffn_dim % (c->mlp == MLP_SWIGLU ? 64 : 8) == 0);
     const int stage = mesh.dp.world > 1 ? (int)o->zero_stage : 0;
     const double total = (double)r->table.total, block = (double)param_unit(&r->table, 1).count,
                  share = 1.0 / mesh.dp.world, states = total * (stage ? share : 1),
                  sharded = total - L * block * (1 - share) + 2 * block;
     double bytes = b * (stage >= 3 ? sharded : total) + b * (stage >= 2 ? sharded : total) + states_on(p, 0, states);
     const double norms = 2 * C / tp + (c->qk_norm ? W : 0);
-    bytes += b * N * C / tp * (3 + L - leaving(p) + inside) + b * N * norms * (o->recompute < 2 ? L : 1) +
+    bytes += b * N * C / tp * (3 + L - leaving(p) + inside) + b * N * norms * (o->recompute == 2 ? 1 : inside) +
              b * N * fmax(C, H) + (c->embedding_norm ? b * N * C / tp : 0) +
-             inside * (b * N * (W + H + before + F - again) + 4 * N * (heads + 4 / tp)) + 8 * N / tp;
+             inside * (b * N * (W + H) + b * M * (before + F - again) + 4 * N * (heads + 4 / tp)) + 8 * N / tp;
     bytes += fmax(b * (double)head_rows(o, p->B, p->T) * c->padded_vocab_size,
-                  N * fmax(b * ((in_place ? 0 : before) + da_apart * F + again), b * W + 4 * heads));
+                  fmax(b * M * ((in_place ? 0 : before) + da_apart * F + again), N * (b * W + 4 * heads)));
+    if (E > 0) bytes += b * (M * C + N * E) + 4 * N * K + inside * 4 * (N * (E + 3 * K) + M * (1 + 1 / 128.0) + 2 * E);
     if (tp > 1) bytes += b * N * C * (o->tp_overlap ? 7 : 1);
     if (mesh.dp.world > 1) bytes += 4 * (double)zero_largest_unit(&r->table);
     return bytes + fp8_sizes(p, stage, block) + MATMUL_WORKSPACE_BYTES + (tp > 1 ? 12 : 20) * N;
@@ -297,26 +323,32 @@ static void check_hints(const Planned *r, const Options *o, double share) {
         offloaded += strcmp(options.offload, o->offload) != 0;
     }
 }
-// Without --recompute and --offload a run takes the cheapest way that fits; what was given stays.
+// Without --recompute and --offload a run takes the cheapest way that fits, of all levels with all numbers of whole
+// blocks; what was given stays.
 static void check_choice(const Planned *r, const Options *o, double share) {
     const Plan *p = &r->plan;
     const MemoryBytes room = {(size_t)(share * (double)r->memory.bytes.device), (size_t)4 << 30};
     const Comm job = mesh.job;
     mesh.job = COMM_ALONE;  // nobody to agree with
-    for (int given = -1; given < 4 && p->trains; given++) {
+    for (int given = -2; given < 4 && p->trains; given++) {
         Options asked = *o, way;
-        asked.recompute = given;
+        asked.recompute = std::max(given, -1);
+        asked.recompute_blocks = given == -2 ? 1 : -1;
         asked.offload = given == 1 ? "states" : "";
         if (*asked.offload && r->table.muon) continue;
         const Options chosen = fit_options(p, &asked, room, 0);
         const int fits = run_fits(p, &chosen, p->B, room);
         fault_unless(chosen.recompute == given || given < 0, &chosen, "another --recompute than was given");
         fault_unless(!*asked.offload || !strcmp(chosen.offload, asked.offload), &chosen, "another --offload");
-        for (int i = 0; i < FIT_WAYS; i++)
-            fault_unless(!fit_way(p, &asked, i, &way) || !run_fits(p, &way, p->B, room) ||
-                             (fits && fit_cost(p, &way, 0) >= fit_cost(p, &chosen, 0)),
+        fault_unless(given == -1 || chosen.recompute_blocks == asked.recompute_blocks, &chosen, "other whole blocks");
+        for (int i = 0; i < FIT_WAYS * std::max(config.num_layers - 1, 1); i++) {
+            const int blocks = i / FIT_WAYS, can = fit_way(p, &asked, i % FIT_WAYS, blocks, &way);
+            if (!can || (blocks && given != -1)) continue;
+            fault_unless(!run_fits(p, &way, p->B, room) || (fits && fit_cost(p, &way, 0) >= fit_cost(p, &chosen, 0)),
                          &way, "fits and was not chosen");
+        }
         choices += fits;
+        between += fits && given == -1 && chosen.recompute_blocks > 0;
     }
     mesh.job = job;
 }
@@ -710,9 +742,11 @@ static void check_model(const char *name, int tp, int dp) {
     mesh.dp.world = dp;
     mesh.tp.world = tp;
     mesh.tp.rank = tp - 1;
-    for (const char *format : {"int8", "int4", "fp8"}) check_quantised(format);
+    const int mixes = config.num_experts > 0;
+    for (const char *format : {"int8", "int4", "fp8"})
+        if (!mixes) check_quantised(format);
     const char *some = strncmp(name, "gpt2", 4) ? "v_proj,up_proj" : "c_attn";
-    if (config.ffn_dim % (8 * tp) == 0) {
+    if (config.ffn_dim % (8 * tp) == 0 && !mixes) {
         check_lora("native", 16, "all", 1);
         check_lora("int8", 3, some, 2);
         check_lora("int4", 8, "all", 0);
@@ -721,6 +755,7 @@ static void check_model(const char *name, int tp, int dp) {
     for (int way = 0; way < 4 * 4 * 2 * 4 * 2; way++) {
         Options o = options_default();
         o.recompute = way % 4;
+        o.recompute_blocks = way / 4 % 5 * config.num_layers / 4 - 1;
         o.gelu_fusion = way / 4 % 4 - 1;
         o.head_chunks = way / 16 % 2 ? 8 : 0;
         o.batch_size = sizes[way / 32 % 4][0];
@@ -734,7 +769,9 @@ static void check_model(const char *name, int tp, int dp) {
         o.offload = way % 3 ? "" : sizeof(floatX) == 4 || !o.master_weights || way % 2 ? "states" : "master,states";
         if (o.recompute == 3 && way % 3 == 1) o.offload = way % 2 ? "activations" : "activations,states";
         const char *const dtypes[] = {"native", "fp8", "fp8-dw-bf16"};
-        const int fp8 = sizeof(floatX) == 2 && o.seq_len % 16 == 0 && config.ffn_dim / tp % 16 == 0;
+        const int fp8 = sizeof(floatX) == 2 && o.seq_len % 16 == 0 && config.ffn_dim / tp % 16 == 0 && !mixes;
+        o.sample_every = 0;
+        if (mixes && o.gelu_fusion > 0) continue;
         o.matmul_dtype = dtypes[fp8 * (way / 3 % 3)];
         o.head_dtype = fp8 && way / 5 % 2 ? "fp8" : "native";
         if (o.gelu_fusion > 0 && !matmul_can_fuse(config.mlp, config.ffn_dim / tp)) continue;
@@ -781,17 +818,18 @@ int main() {
                                   "llama3:8B,layers=2,channels=1024,ffn=2776",
                                   "qwen2.5:1.5B,layers=4,channels=512,heads=8,kv_heads=2,ffn=2048",
                                   "qwen3:0.6B,layers=3,channels=512,heads=8,kv_heads=4,vocab=500,ffn=1536",
-                                  "modern:d4,channels=512,heads=4,vocab=500"};
+                                  "modern:d4,channels=512,heads=4,vocab=500",
+                                  "qwen3:30B-A3B,layers=3,channels=512,heads=8,vocab=500,experts=16,active=3"};
     for (const char *model : models) {
-        const int before = faults, had = layouts, said = hints;
+        const int before = faults, had = layouts, said = hints, mixes = strstr(model, "experts") != NULL;
         check_model(model, 1, 1);
-        check_model(model, 2, 1);
         check_model(model, 1, 4);
-        check_model(model, 4, 2);
+        if (!mixes) check_model(model, 2, 1);
+        if (!mixes) check_model(model, 4, 2);
         check(faults == before, "%s, %s: %d layouts, %d hints", model, FLOATX_NAME, layouts - had, hints - said);
     }
     check(offloaded > 100, "%d hints say --offload", offloaded);
-    check(choices > 400, "%d runs chose what fits", choices);
+    check(choices > 400 && between > 20, "%d runs chose what fits, %d some whole blocks", choices, between);
     check(quantised > 40, "%d layouts of quantised weights", quantised);
     check(adapters > 60, "%d layouts of adapters", adapters);
     const int before_muon = faults;

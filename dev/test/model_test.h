@@ -7,7 +7,7 @@
 //   documents   the losses of each document of a row = those that it has alone; the tests above, within documents
 //   short rows  model_losses of rows shorter than T = those of the same tokens in long rows
 //   resume      save after 3 steps, load into a new model, go on: the same bits as never having stopped
-//   recompute   every level gives the bits of keeping everything
+//   recompute   every level with every number of whole blocks gives the bits of keeping everything
 //   head
 //     the LM head in parts: the same losses to the bit, the same gradients but for the order of a sum over parts
 //   states      m and v in bf16: near the run with fp32 ones
@@ -651,12 +651,15 @@ static inline void test_accumulation(const char *folder, const Options *whole, d
 static inline void test_recompute(const char *folder, const Options *o) {
     const size_t n = weights_total(folder);
     float loss, loss_less, *all = weights_after(folder, o, 3, &loss);
-    for (int level = 1; level <= 3; level++) {
+    const int L = config_from_json(folder).num_layers, ways[][2] = {{1, 0}, {2, 0}, {3, 0}, {0, 1}, {2, L - 1}};
+    for (int i = 0; i < (L > 1 ? 5 : 3); i++) {  // a level, and whole blocks besides
         Options less = *o;
-        less.recompute = level;
+        less.recompute = ways[i][0];
+        less.recompute_blocks = ways[i][1];
         float *x = weights_after(folder, &less, 3, &loss_less);
         check(memcmp(x, all, n * sizeof(float)) == 0 && memcmp(&loss, &loss_less, sizeof loss) == 0,
-              "%s: --recompute %d, the same bits (loss %.6f and %.6f)", folder, level, loss_less, loss);
+              "%s: --recompute %lld with %lld whole blocks, the same bits (loss %.6f and %.6f)", folder, less.recompute,
+              less.recompute_blocks, loss_less, loss);
         free(x);
     }
     free(all);
@@ -764,19 +767,21 @@ static inline void test_memory(const char *folder, const Options *base, int B, d
     const double N = (double)B * (double)o.seq_len, others = c.num_layers - 1, Q = c.num_heads * c.head_dim,
                  KV = c.num_kv_heads * c.head_dim, F = token_mlps(&c) * c.ffn_dim, C = c.channels,
                  routing = c.num_experts ? (c.num_experts + 4 * c.active_experts) * 4.0 : 0;
-    double expected = 0;
-    // a token's; each level saves these besides
+    // a token's; each level saves these besides, a whole block all
     const double more[] = {F * value, (2 * C + (c.qk_norm ? Q + 2 * KV : 0)) * value,
                            (2 * Q + 2 * KV + (c.mlp == MLP_SWIGLU ? 2 : 1) * F + C) * value + (c.num_heads + 4) * 4.0 +
                                routing};
-    for (int level = 1; level <= 3; level++) {
+    for (int i = 1; i < 7; i++) {
+        const int level = i / 2, whole = level == 3 ? c.num_layers - 1 : others ? i % 2 : 0;
+        double expected = 0;
         less = o;
         less.recompute = level;
-        expected += others * N * more[level - 1];
+        less.recompute_blocks = i % 2;
+        for (int k = 0; k < 3; k++) expected += (k < level ? others : whole) * N * more[k];
         const double saved = all - bytes_of_run(&c, &less);
         check(fabs(saved - expected) <= slack && (!others || expected > 2 * slack),
-              "%s: --recompute %d saves %.2f MiB of %.2f, as the shapes say: %.2f", folder, level, saved / 1048576,
-              all / 1048576, expected / 1048576);
+              "%s: --recompute %d with %d whole blocks saves %.2f MiB of %.2f, as the shapes say: %.2f", folder, level,
+              whole, saved / 1048576, all / 1048576, expected / 1048576);
     }
     less = o;
     less.state_dtype = "bf16";

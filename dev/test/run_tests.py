@@ -61,8 +61,8 @@ ASAN_MODELS = {  # ten times smaller, because ASan makes a model many times slow
     "llama3-small-fp8": "llama3:8B,layers=1,channels=64,heads=2,kv_heads=1,ffn=160,vocab=100,seq=64 --matmul-dtype fp8",
 }
 MIXTURES = {  # on a CPU
-    "qwen3_moe": "qwen3:30B-A3B,layers=2,channels=192,heads=4,kv_heads=2,head_dim=64"
-    ",ffn=96,experts=12,active=3,vocab=300",
+    "qwen3_moe": "qwen3:30B-A3B,layers=2,channels=192,heads=4,kv_heads=2,head_dim=64,ffn=96,experts=12,active=3,"
+    "vocab=300",
     "mixtral": "mixtral:8x7B,layers=2,channels=192,heads=6,kv_heads=2,ffn=160,experts=6,vocab=300",
     "olmoe": "olmoe:d3,channels=192,ffn=64,experts=8,active=3,vocab=300",
     "olmoe-muon": "olmoe:d2,channels=192,ffn=64,experts=8,active=3,vocab=300 --optimizer muon",

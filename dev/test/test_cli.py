@@ -349,7 +349,14 @@ def test_no_name_is_near(trainer, typed):
 
 # Values for each that the CPU trainer takes alone.
 CHANGED = {
-    "=": {"kv-cache": [0], "cache-pages": [3], "save-async": [0], "recompute": [1, 2, 3], "threads": [2, 3]},
+    "=": {
+        "kv-cache": [0],
+        "cache-pages": [3],
+        "save-async": [0],
+        "recompute": [1, 2, 3],
+        "threads": [2, 3],
+        "recompute-blocks": [1, 2],
+    },
     "~": {"state-dtype": ["bf16"]},
     "*": {
         "train-data": ["other.bin"],

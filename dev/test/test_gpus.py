@@ -47,6 +47,7 @@ TIMEOUT = 5
 TENSOR = [tp for tp in (2, 4, 8) if tp <= WORLD]
 
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="no GPU")
+on_a_gpu = pytest.mark.skipif(bool(STAND_IN), reason="a stand-in has no GPU")
 several = pytest.mark.skipif(WORLD < 2 or not MULTI, reason="fewer than two GPUs, or no MPI or NCCL")
 
 
@@ -103,14 +104,48 @@ LONG = ["-x", "100000", "-n", "100000", "--timeout", TIMEOUT]
 # ---- one GPU
 
 
-@pytest.mark.parametrize("option", ["--recompute=1", "--recompute=2", "--recompute=3"])
-def test_recomputing_changes_no_bit(train, tmp_path, option):
-    name, value = option.split("=")
+@pytest.mark.parametrize("blocks", [0, 1, 2, 3])
+def test_recomputing_changes_no_bit(train, tmp_path, blocks):
+    """Each level with so many of three blocks made again whole."""
     succeeds(train(0, "plain", "-n", "12", "--debug", "gelu-fusion=0"), 300)
-    succeeds(train(0, "less", "-n", "12", "--debug", "gelu-fusion=0", name, value), 300)
-    assert curve(tmp_path / "plain") == curve(tmp_path / "less") and checkpoint(tmp_path / "plain", 12) == checkpoint(
-        tmp_path / "less", 12
-    )
+    for level in range(4):
+        more = ["--recompute", level, "--debug", f"gelu-fusion=0,recompute-blocks={blocks}"]
+        succeeds(train(0, f"{level}", "-n", "12", *more), 300)
+        assert curve(tmp_path / "plain") == curve(tmp_path / f"{level}")
+        assert checkpoint(tmp_path / "plain", 12) == checkpoint(tmp_path / f"{level}", 12)
+
+
+MANY_BLOCKS = {
+    "gpt2": ["-e", "d12,channels=384,heads=6,vocab=256,seq=64"],
+    "llama3.2": ["-e", "llama3.2:1B,layers=12,channels=384,heads=6,kv_heads=2,vocab=256,seq=64"],
+    "qwen3": ["-e", "qwen3:0.6B,layers=12,channels=384,heads=6,kv_heads=3,head_dim=64,vocab=256,seq=64"],
+    "fp8": ["-e", "d12,channels=384,heads=6,vocab=256,seq=64", "--matmul-dtype", "fp8"],
+}
+
+
+def budgets(text):
+    """GiB between what a run that keeps all took and 0.7 of it."""
+    all_kept = float(re.search(r"total on the GPU +([0-9.]+)", text)[1]) / 1024
+    return [share * all_kept for share in (0.99, 0.94, 0.88, 0.82, 0.76, 0.7)]
+
+
+def takes(text, gib):
+    """How many blocks a run with this budget made again whole."""
+    assert float(re.search(r"total on the GPU +([0-9.]+)", text)[1]) / 1024 <= gib and "fits      with" in text
+    again = re.search(r"(\d+) of 12 blocks made again whole", text)
+    return int(again[1]) if again else 0
+
+
+@on_a_gpu
+@pytest.mark.parametrize("kind", MANY_BLOCKS)
+def test_a_budget_changes_no_bit(train, tmp_path, kind):
+    more = [*MANY_BLOCKS[kind], "-b", "16", "-n", "12", "--debug", "gelu-fusion=0"]
+    text, again = succeeds_in_fp8(train(0, "all", *more)), []
+    for i, gib in enumerate(budgets(text)):
+        again.append(takes(succeeds(train(0, f"{i}", *more, "--memory", f"{gib:.5f}"), 300), gib))
+        assert curve(tmp_path / f"{i}") == curve(tmp_path / "all")
+        assert checkpoint(tmp_path / f"{i}", 12) == checkpoint(tmp_path / "all", 12)
+    assert any(again)
 
 
 GRAPHS = {
@@ -211,7 +246,6 @@ def test_resuming_is_bitwise(train, tmp_path):
 
 
 OFFLOAD = ["--offload", "states,master"]
-on_a_gpu = pytest.mark.skipif(bool(STAND_IN), reason="a stand-in has no GPU")
 
 
 @on_a_gpu
@@ -517,6 +551,20 @@ def test_stages_and_repeated_runs_give_the_same_bits(train, tmp_path):
     assert (
         checkpoint(tmp_path / "first", 12) == checkpoint(tmp_path / "again", 12) == checkpoint(tmp_path / "stage0", 12)
     )
+
+
+@on_a_gpu
+@several
+@pytest.mark.parametrize("layout", [["-z", "1"], ["--tp", "2"]], ids=["stage1", "tp"])
+def test_ranks_share_a_budget(train, tmp_path, layout):
+    """All make the same blocks again, or those of a tensor-parallel group would wait for each other."""
+    more = [*MANY_BLOCKS["llama3.2"], "-b", "16", "-d", 16 * 64 * WORLD, "-n", "12", "--debug", "gelu-fusion=0"]
+    text, again = succeeds(train(WORLD, "all", *more, *layout), 300), []
+    for i, gib in enumerate(budgets(text)[1::2]):
+        again.append(takes(succeeds(train(WORLD, f"{i}", *more, *layout, "--memory", f"{gib:.5f}"), 300), gib))
+        assert curve(tmp_path / f"{i}") == curve(tmp_path / "all")
+        assert checkpoint(tmp_path / f"{i}", 12) == checkpoint(tmp_path / "all", 12)
+    assert any(again)
 
 
 @several
@@ -1011,6 +1059,7 @@ def test_tensor_parallel_runs_repeat(train, tmp_path, kind, tp):
         "again": ["-z", "0"],
         "1": ["--recompute", "1"],
         "2": ["--recompute", "2"],
+        "2 and a block": ["--recompute", "2", "--debug", "recompute-blocks=1"],
         "3": ["--recompute", "3", "--debug", "timing=5"],
     }.items():
         succeeds(train(WORLD, name, *more, "--tp", tp, *others), 300)

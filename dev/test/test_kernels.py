@@ -365,9 +365,11 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
     [
         ("attention_mma", (), 126),
         ("attention_hopper", (), 42),
-        ("matmul", (), 71),
+        ("matmul", (), 75),
         ("qk_norm", (), 10),
         ("qk_norm", ("-DPRECISION_FP32",), 10),
+        ("experts", (), 24),
+        ("experts", ("-DPRECISION_FP32",), 24),
         ("lora", (), 32),
         ("lora", ("-DPRECISION_FP32",), 32),
         ("decode", (), 85),
@@ -377,7 +379,7 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
 )
 def test_kernels_without_a_gpu(source, flags, passed, tmp_path):
     program = tmp_path / source
-    for stem in "attention_hopper", "matmul_hopper":
+    for stem in "attention_hopper", "matmul_hopper", "experts":
         header = (ROOT / f"llmc/kernels/{stem}.cuh").read_text()
         for name in re.findall('#include "(.*)"', header):
             header = header.replace(f'"{name}"', f'"llmc/kernels/{name}"')

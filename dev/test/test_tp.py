@@ -68,7 +68,7 @@ def tp_ranks():
 )
 def test_against_one_rank(tp_ranks, ranks, tp, models):
     text = succeeds(Job(ranks, tp_ranks, tp, *(MODELS[m] for m in models)))
-    assert len(re.findall(rf"^rank \d: {12 * len(models)} passed, 0 failed", text, re.M)) == ranks, text
+    assert len(re.findall(rf"^rank \d: {14 * len(models)} passed, 0 failed", text, re.M)) == ranks, text
     print(max(map(float, re.findall(r"gradients, worst difference (\S+),", text))))
 
 

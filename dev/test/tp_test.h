@@ -254,12 +254,14 @@ static inline void test_tp(const char *model, const Mesh *mesh, const TpBounds *
     const TpRun first = train_steps(&c, &o, mesh, &one, bound, name);
     check_copies(&c, &o, mesh, name);
     const struct {
-        int zero, recompute, chunks;
-    } ways[] = {{0, 0, 1}, {1, 1, 5}, {0, 2, 1}, {1, 3, 1}, {2, 0, 1}, {3, 3, 1}};
+        int zero, recompute, blocks, chunks;
+    } ways[] = {{0, 0, 0, 1}, {1, 1, 0, 5}, {0, 2, 0, 1}, {1, 2, 1, 1},
+                {1, 3, 0, 1}, {2, 0, 0, 1}, {3, 3, 0, 1}, {3, 1, 1, 1}};
     TpRun stage2;
-    for (int k = 0; k < 6; k++) {
+    for (int k = 0; k < 8; k++) {
         o.zero_stage = ways[k].zero;
         o.recompute = ways[k].recompute;
+        o.recompute_blocks = ways[k].blocks;
         o.head_chunks = ways[k].chunks;
         const TpRun again = train_steps(&c, &o, mesh, NULL, bound, name);
         const int others = ways[k].zero == 2 && mesh->dp.world > 1,
@@ -267,8 +269,8 @@ static inline void test_tp(const char *model, const Mesh *mesh, const TpBounds *
         const TpRun *before = ways[k].zero == 3 ? &stage2 : &first;
         if (ways[k].zero == 2) stage2 = again;
         check(exact ? same_run(before, &again) : near_run(before, &again, bound),
-              "%s: again with --zero-stage %d --recompute %d --head-chunks %d: %s", name, ways[k].zero,
-              ways[k].recompute, ways[k].chunks, exact ? "the same bits" : "near enough");
+              "%s: again with --zero-stage %d --recompute %d, %d whole blocks, --head-chunks %d: %s", name,
+              ways[k].zero, ways[k].recompute, ways[k].blocks, ways[k].chunks, exact ? "the same bits" : "near enough");
     }
     model_close(&one);
 }

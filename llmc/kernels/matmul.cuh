@@ -109,7 +109,9 @@ static size_t matmul_element(const MatmulProblem *q) { return q->dtype == MATMUL
 static const HopperVariant *matmul_variant(const MatmulProblem *q, int *at) {
     while (const HopperVariant *v = hopper_variant((*at)++)) {
         const int same_activation = q->epilogue < EPILOGUE_ACTIVATION || v->activation == q->activation;
-        if (v->dtype == q->dtype && v->form == q->form && v->epilogue == q->epilogue && same_activation) return v;
+        if (v->dtype == q->dtype && v->form == q->form && v->epilogue == q->epilogue && same_activation &&
+            v->of_experts == (q->experts > 0))
+            return v;
     }
     return NULL;
 }
@@ -209,7 +211,7 @@ static int matmul_candidates(const Matmul *mm, const MatmulPlan *p, MatmulCandid
     int at = 0;
     const int fp8 = q->dtype == MATMUL_E4M3, symmetric = q->epilogue == EPILOGUE_SYMMETRIC;
     const int plain = q->epilogue == EPILOGUE_PLAIN || (symmetric && !(fits && matmul_variant(q, &at)));
-    const int vendor = plain && (!fp8 || q->form == MATMUL_BACKWARD_WEIGHT || !matmul_has_own_fp8());
+    const int vendor = plain && !q->experts && (!fp8 || q->form == MATMUL_BACKWARD_WEIGHT || !matmul_has_own_fp8());
     int count = vendor ? matmul_vendor_candidates(mm, p, candidates) : 0;
     for (at = 0; fits && count < MATMUL_CANDIDATES && (v = matmul_variant(q, &at));) candidates[count++].own = v;
     return count;
@@ -476,8 +478,8 @@ static void matmul(Matmul *mm, const MatmulProblem *q, const MatmulOperands *x, 
         require((uintptr_t)operand % MATMUL_ALIGNMENT == 0,
                 "a matmul operand does not begin on %d bytes\nallocate it with memory_request", MATMUL_ALIGNMENT);
     assert(x->out != x->a && x->out != x->b && (!x->aux || x->out != x->aux));
-    assert((q->epilogue == EPILOGUE_PLAIN || !x->accumulate) && !(x->a_by_row && x->accumulate) &&
-           (!x->column_sums || matmul_sums_columns(q)));
+    assert((q->epilogue == EPILOGUE_PLAIN || !x->accumulate) && !(q->experts && x->accumulate) &&
+           !(x->a_by_row && x->accumulate) && (!x->column_sums || matmul_sums_columns(q)));
     assert(q->epilogue != EPILOGUE_SYMMETRIC || (x->a == x->b && matmul_sizes(q).M == matmul_sizes(q).N && !x->bias));
     // What writes over its input must not run twice: the choice made with slopes holds for it, too.
     MatmulProblem planned = *q;

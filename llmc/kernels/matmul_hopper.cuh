@@ -31,11 +31,12 @@ template <typename S> __device__ inline float2 matmul_row_scales(const HopperWor
 }
 
 template <typename S>
-__device__ inline void matmul_math(const HopperWork &w, FinishedTile<S> &out, unsigned tiles, unsigned full,
-                                   unsigned empty) {
+__device__ inline void matmul_math(const HopperWork &w, const MatmulSchedule &schedule, FinishedTile<S> &out,
+                                   unsigned tiles, unsigned full, unsigned empty) {
     unsigned *bias_pairs = (unsigned *)out.scratch;
     const int lane = threadIdx.x % WARP, thread = threadIdx.x % WARPGROUP, rank = blockIdx.x % S::CLUSTER;
-    const int clusters = gridDim.x / S::CLUSTER, steps = (w.K + S::Dtype::STAGE_K - 1) / S::Dtype::STAGE_K;
+    const int clusters = gridDim.x / S::CLUSTER;
+    int steps = (w.K + S::Dtype::STAGE_K - 1) / S::Dtype::STAGE_K;
     MmaConsumer<S> mma;
     mma.open(tiles, full, empty, out.warpgroup);
     typename S::Epilogue epilogue;
@@ -43,7 +44,11 @@ __device__ inline void matmul_math(const HopperWork &w, FinishedTile<S> &out, un
     bool waiting = false;  // a packed tile has not been stored yet
     for (int i = blockIdx.x / S::CLUSTER;; i += clusters) {
         // In the last round the tile before is finished, by the same code.
-        const int here = i < w.schedule.tiles() ? steps : 0;
+        if (S::GROUPS == GROUPED_K && i < schedule.tiles()) {
+            const int expert = schedule.tile(i).product;
+            steps = (schedule.first_of(expert + 1) - schedule.first_of(expert)) / S::Dtype::STAGE_K;
+        }
+        const int here = i < schedule.tiles() ? steps : 0;
         #pragma unroll
         for (int s = 0; s < S::PHASES; s++) {
             if (s < here) mma.step(s);
@@ -51,8 +56,8 @@ __device__ inline void matmul_math(const HopperWork &w, FinishedTile<S> &out, un
             if (waiting) epilogue.finish(out, s);
         }
         if (!here) break;
-        const MatmulSchedule::Tile t = w.schedule.tile(i);
-        out.product = t.product;
+        const MatmulSchedule::Tile t = schedule.tile(i);
+        out.product = S::GROUPS == GROUPED_ROWS ? 0 : t.product;
         out.row = (t.row * S::CLUSTER + rank) * S::ROWS + out.warpgroup * BOX_ROWS;
         out.column = t.column * S::OUT_COLUMNS;
         epilogue.begin(out);
@@ -105,14 +110,17 @@ __device__ inline void matmul_block(const CUtensorMap *a_map, const CUtensorMap 
     }
     __syncthreads();
     if (S::CLUSTER > 1) cluster_sync();
+    MatmulSchedule of_rows;
+    if constexpr (S::GROUPS == GROUPED_ROWS) of_rows = w.schedule.of_rows();
+    const MatmulSchedule &schedule = S::GROUPS == GROUPED_ROWS ? of_rows : w.schedule;
     const int warpgroup = __shfl_sync(0xffffffffu, (int)threadIdx.x / WARPGROUP, 0) - 1;
     if (warpgroup < 0) {
         registers_lower<24>();
-        if (threadIdx.x == 0) mma_fetch<S>(a_map, b_map, w.schedule, w.N, w.K, tiles, full, empty);
+        if (threadIdx.x == 0) mma_fetch<S>(a_map, b_map, schedule, w.N, w.K, tiles, full, empty);
     } else {
         registers_raise<240>();
         FinishedTile<S> out(out_map, aux_map, w, staged, aux_barriers, scratch[warpgroup], warpgroup);
-        matmul_math<S>(w, out, tiles, full, empty);
+        matmul_math<S>(w, schedule, out, tiles, full, empty);
     }
     if (S::CLUSTER > 1) cluster_sync();  // nobody leaves while the other may still write here
 }
@@ -137,7 +145,9 @@ template <typename S> static void hopper_launch(const MatmulProblem *q, const Ma
     typedef typename S::Epilogue E;
     typedef typename S::Dtype::Element Element;
     const MatmulSizes z = matmul_sizes(q);
-    const int M = z.M, N = z.N / E::PRODUCTS, K = z.K, batch = matmul_batch(q);
+    const int M = z.M, N = z.N / E::PRODUCTS, K = z.K, batch = S::GROUPS ? 1 : matmul_batch(q);
+    const int outs = S::GROUPS == GROUPED_K ? q->experts : batch,
+              weights = S::GROUPS == GROUPED_ROWS ? q->experts : batch;
     require(M > 0 && N % 8 == 0 && K * sizeof(Element) % 16 == 0 && (!S::MN_A || M % 8 == 0),
             "Hopper matmul of M %d N %d K %d\nrows of all matrices must be multiples of 16 bytes", M, N, K);
     const int symmetric = q->epilogue == EPILOGUE_SYMMETRIC;
@@ -148,13 +158,17 @@ template <typename S> static void hopper_launch(const MatmulProblem *q, const Ma
         multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
         cudaCheck(cudaFuncSetAttribute(matmul_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
     }
-    const MatmulSchedule schedule = matmul_schedule(M, N, S::ROWS * S::CLUSTER, S::OUT_COLUMNS, batch, symmetric);
+    assert(!S::GROUPS || (o->experts && q->rows % EXPERT_ROWS == 0));
+    MatmulSchedule schedule = matmul_schedule(M, N, S::ROWS * S::CLUSTER, S::OUT_COLUMNS, outs, symmetric);
+    schedule.experts = o->experts;
+    schedule.num_experts = q->experts;
     const HopperWork w = {
         M,       N,           K,           schedule,   (const bf16 *)o->bias, o->absmax, o->column_sums,
         o->rope, o->a_absmax, o->b_absmax, o->a_by_row};
     const CUtensorMap a = S::MN_A ? matrix_map<Element>(o->a, K, M, batch) : matrix_map<Element>(o->a, M, K, batch);
-    const CUtensorMap b = S::MN_B ? matrix_map<Element>(o->b, K, N, batch) : matrix_map<Element>(o->b, z.N, K, batch);
-    const CUtensorMap out = matrix_map<bf16>(o->out, M, E::OUT_PARTS * N, batch);
+    const CUtensorMap b =
+        S::MN_B ? matrix_map<Element>(o->b, K, N, weights) : matrix_map<Element>(o->b, z.N, K, weights);
+    const CUtensorMap out = matrix_map<bf16>(o->out, M, E::OUT_PARTS * N, outs);
     const CUtensorMap aux = E::AUX_PARTS ? matrix_map<bf16>(o->aux, M, E::AUX_PARTS * N) : out;
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
@@ -172,13 +186,14 @@ template <typename S> static void hopper_launch(const MatmulProblem *q, const Ma
 
 // ---- for the tables of variants
 
-template <typename Dtype, MatmulForm FORM, int COLUMNS, int CLUSTER, typename Epilogue>
+template <typename Dtype, MatmulForm FORM, int COLUMNS, int CLUSTER, typename Epilogue, bool OF_EXPERTS = false>
 constexpr HopperVariant hopper_row(MatmulEpilogue epilogue, MlpKind activation = NO_ACTIVATION) {
     // Both fp8 operands lie as those of FORWARD do: one kernel serves all forms.
-    typedef HopperTile<Dtype, Dtype::SCALED ? MATMUL_FORWARD : FORM, COLUMNS, CLUSTER, Epilogue> Tile;
+    typedef HopperTile<Dtype, Dtype::SCALED ? MATMUL_FORWARD : FORM, COLUMNS, CLUSTER, Epilogue, OF_EXPERTS> Tile;
     constexpr MatmulDtype dtype = Dtype::SCALED ? MATMUL_E4M3 : MATMUL_FLOATX;
-    return {dtype, FORM, epilogue, activation, COLUMNS, CLUSTER, hopper_launch<Tile>};
+    return {dtype, FORM, epilogue, activation, COLUMNS, CLUSTER, hopper_launch<Tile>, OF_EXPERTS};
 }
+#define HOPPER_EXPERTS(form, columns) hopper_row<MmaBf16, form, columns, 1, Plain, true>(EPILOGUE_PLAIN)
 #define HOPPER_PLAIN(Dtype, form, columns, cluster) hopper_row<Dtype, form, columns, cluster, Plain>(EPILOGUE_PLAIN)
 #define HOPPER_SYMMETRIC(Dtype, form, columns, cluster) \
     hopper_row<Dtype, form, columns, cluster, Symmetric>(EPILOGUE_SYMMETRIC)

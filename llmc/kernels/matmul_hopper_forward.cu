@@ -17,6 +17,7 @@ const HopperVariant *hopper_forward(int *count) {
         HOPPER_PLAIN(MmaBf16, MATMUL_FORWARD, 192, 2),
         HOPPER_SYMMETRIC(MmaBf16, MATMUL_FORWARD, 192, 1),
         HOPPER_SYMMETRIC(MmaBf16, MATMUL_FORWARD, 128, 1),
+        HOPPER_EXPERTS(MATMUL_FORWARD, 256),
         HOPPER_ROPE(MmaBf16, 256, 1),
         HOPPER_ROPE(MmaBf16, 256, 2),
         HOPPER_ACTIVATION_FORWARD(MmaBf16, 256, 1, MLP_GELU, Gelu),

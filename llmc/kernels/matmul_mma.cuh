@@ -102,7 +102,12 @@ template <int PROMOTES_> struct MmaE4m3 {
 // ---- a block's tile, and how it divides shared memory
 
 // COLUMNS: of b in a tile. MN_A: a is stored (K,M); MN_B: b is stored (K,N).
-template <typename Dtype_, MatmulForm FORM, int COLUMNS_, int CLUSTER_, typename Epilogue_> struct HopperTile {
+template <typename Dtype_, MatmulForm FORM, int COLUMNS_, int CLUSTER_, typename Epilogue_, bool OF_EXPERTS = false>
+struct HopperTile {
+    static constexpr MatmulGroups GROUPS = !OF_EXPERTS                      ? NOT_GROUPED
+                                           : FORM == MATMUL_BACKWARD_WEIGHT ? GROUPED_K
+                                                                            : GROUPED_ROWS;
+    static_assert(!OF_EXPERTS || CLUSTER_ == 1, "a tile of rows has one expert");
     typedef Dtype_ Dtype;
     typedef Epilogue_ Epilogue;
     static constexpr int COLUMNS = COLUMNS_, CLUSTER = CLUSTER_, ROWS = 128, THREADS = 3 * WARPGROUP;
@@ -130,7 +135,11 @@ __device__ inline void mma_fetch(const CUtensorMap *a_map, const CUtensorMap *b_
     for (int i = blockIdx.x / S::CLUSTER; i < schedule.tiles(); i += clusters) {
         const MatmulSchedule::Tile t = schedule.tile(i);
         const int row = (t.row * S::CLUSTER + rank) * S::ROWS, column = t.column * S::OUT_COLUMNS;
-        for (int k = 0; k < K; k += S::Dtype::STAGE_K, ring.next()) {
+        const int a_product = S::GROUPS ? 0 : t.product;
+        const int b_product = S::GROUPS == GROUPED_ROWS ? schedule.expert_of(t.row) : a_product;
+        const int first = S::GROUPS == GROUPED_K ? schedule.first_of(t.product) : 0;
+        const int end = S::GROUPS == GROUPED_K ? schedule.first_of(t.product + 1) : K;
+        for (int k = first; k < end; k += S::Dtype::STAGE_K, ring.next()) {
             const unsigned a = tiles + ring.stage * S::STAGE_BYTES, b = a + S::A_BOXES * BOX_BYTES;
             const unsigned barrier = full + 8 * ring.stage;
             mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
@@ -139,7 +148,7 @@ __device__ inline void mma_fetch(const CUtensorMap *a_map, const CUtensorMap *b_
             #pragma unroll
             for (int j = 0; j < S::A_BOXES; j++) {
                 const int at = row + j * BOX_ROWS;
-                box_load(a + j * BOX_BYTES, a_map, barrier, S::MN_A ? at : k, 0, S::MN_A ? k : at, t.product);
+                box_load(a + j * BOX_BYTES, a_map, barrier, S::MN_A ? at : k, 0, S::MN_A ? k : at, a_product);
             }
             for (int j = rank; j < S::B_BOXES; j += S::CLUSTER) {
                 constexpr int EACH = S::B_BOXES / S::Epilogue::PRODUCTS;  // boxes of gate, and then of up
@@ -147,9 +156,9 @@ __device__ inline void mma_fetch(const CUtensorMap *a_map, const CUtensorMap *b_
                 const unsigned to = b + j * BOX_BYTES;
                 const int x = S::MN_B ? at : k, y = S::MN_B ? k : at;
                 if constexpr (S::CLUSTER > 1)
-                    box_load_all(to, b_map, barrier, x, y, t.product, (1 << S::CLUSTER) - 1);
+                    box_load_all(to, b_map, barrier, x, y, b_product, (1 << S::CLUSTER) - 1);
                 else
-                    box_load(to, b_map, barrier, x, 0, y, t.product);
+                    box_load(to, b_map, barrier, x, 0, y, b_product);
             }
         }
     }

@@ -17,6 +17,8 @@
 //   FORWARD          a: inp (rows,in)    b: weight (out,in)
 //   BACKWARD_INPUT   a: dout (rows,out)  b: weight^T (in,out)
 //   BACKWARD_WEIGHT  a: dout^T (out,rows)  b: inp^T (in,rows)
+// Of a mixture, inp, dout and out of the first two forms have the rows of all experts (matmul_schedule.cuh), and there
+// is a weight for each: (E,out,in).
 // SwiGLU has two inputs, gate and up, side by side: twice the columns in weight and x of FORWARD, in aux, and in x
 // times slopes. BACKWARD_INPUT's `in` is then one of the two, the width of f.
 #ifndef LLMC_MATMUL_PROBLEM_CUH
@@ -45,7 +47,8 @@ typedef struct {  // ints only: compared as bytes
     MatmulEpilogue epilogue;
     MlpKind activation;  // of the epilogues that have one, else 0
     MatmulDtype dtype;
-    int batch;  // PLAIN, SYMMETRIC: so many products at once, whose a, b and out lie one after the other; 0: one
+    int batch;    // PLAIN, SYMMETRIC: so many products at once, whose a, b and out lie one after the other; 0: one
+    int experts;  // E; rows: those of all that there is room for, a multiple of EXPERT_ROWS. 0: no mixture
 } MatmulProblem;
 static int matmul_batch(const MatmulProblem *q) { return q->batch > 1 ? q->batch : 1; }
 static double matmul_flops(const MatmulProblem *q) {
@@ -71,7 +74,8 @@ typedef struct {
     // of a, else one.
     const float *a_absmax, *b_absmax;
     int a_by_row;
-    float *absmax;  // fp8: NULL, or raised to the absmax of an activation's gradient
+    float *absmax;       // fp8: NULL, or raised to the absmax of an activation's gradient
+    const int *experts;  // of a mixture: their rows (MatmulSchedule.experts)
 } MatmulOperands;
 
 // The product in row-major terms: out (M,N) = a (M,K) b (K,N).
@@ -94,6 +98,7 @@ typedef struct {
     MlpKind activation;
     int columns, cluster;
     void (*run)(const MatmulProblem *q, const MatmulOperands *x, cudaStream_t stream);
+    int of_experts;
 } HopperVariant;
 // All that exist, in tables that are objects of their own, so that they are compiled beside each other. *count is 0 in
 // an fp32 build and where this GPU's code has none.

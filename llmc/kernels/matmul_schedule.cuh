@@ -3,15 +3,26 @@
 // the group's rows of a stay in L2 while b streams past. Of a batch one product's tiles follow the other's. Where the
 // output is symmetric only the tiles that reach the diagonal or lie below it are numbered: column by column, from the
 // diagonal down.
+//
+// A mixture of experts has its rows sorted by expert; those of an expert begin at a multiple of EXPERT_ROWS, with rows
+// of zeros behind them, and are at least so many: a tile of rows has one expert. GROUPED_ROWS: it chooses the weight.
+// GROUPED_K: the gradient of each expert's weight is a product (as of a batch) whose sum runs over its rows.
 #ifndef LLMC_MATMUL_SCHEDULE_CUH
 #define LLMC_MATMUL_SCHEDULE_CUH
 
 #include "../cuda/common.cuh"
 
+enum { EXPERT_ROWS = 128 };
+typedef enum { NOT_GROUPED, GROUPED_ROWS, GROUPED_K } MatmulGroups;
+
 struct MatmulSchedule {
     int row_tiles, column_tiles, group;  // a row tile is that of a whole cluster; row tiles of a group
     int batch, each;                     // tiles of a product
     int rows, columns;                   // of a tile; columns are 0 if all tiles are wanted
+    // On the device: the first row of each of `batch` experts and the end of the last; then the expert of each
+    // EXPERT_ROWS rows. NULL: not grouped.
+    const int *experts;
+    int num_experts;
     struct Tile { int row, column, product; };
     __host__ __device__ int tiles() const { return each * batch; }
     // The first wanted tile of a column of tiles.
@@ -27,6 +38,15 @@ struct MatmulSchedule {
         const int first = i / (group * column_tiles) * group, size = min(group, row_tiles - first);
         const int rest = i - first * column_tiles;
         return {first + rest % size, rest / size, product};
+    }
+    __device__ int first_of(int expert) const { return experts[expert]; }
+    __device__ int expert_of(int row_tile) const { return experts[num_experts + 1 + row_tile]; }
+    // GROUPED_ROWS: there are as many tiles of rows as the experts' rows fill, which the host does not know.
+    __device__ MatmulSchedule of_rows() const {
+        MatmulSchedule s = *this;
+        s.row_tiles = experts[num_experts] / EXPERT_ROWS;
+        s.each = s.row_tiles * column_tiles;
+        return s;
     }
     // Clusters to launch where `most` fit at once: as few as finish in as many rounds.
     int clusters(int most) const {

@@ -94,6 +94,18 @@ static size_t head_rows(const Options *o, int B, int T) {
     size_t rows = ceil_div((size_t)B * T, o->head_chunks ? o->head_chunks : 1);
     return rows > (size_t)B ? rows : (size_t)B;
 }
+// How many of L blocks backward makes again whole, the first ones. They keep their inputs alone; all else has one
+// place, in which backward finds the values of the block behind them. So all are L - 1.
+static int whole_blocks(const Options *o, int L) {
+    const long long count = o->recompute == 3 ? L : o->recompute_blocks;
+    return count < 0 ? 0 : count < L ? (int)count : L - 1;
+}
+// For the plan.
+static void print_recomputed(int level, int whole, int L, FILE *f) {
+    static const char *const levels[] = {"nothing", "the activation", "the activation and the norms", "whole blocks"};
+    fprintf(f, "backward recomputes %s", levels[level]);
+    if (whole && level < 3) fprintf(f, ", but %d of %d blocks whole", whole, L);
+}
 static Lora lora_of(const Config *c, const Options *o) {
     Lora l = {(int)o->lora, 0, (float)(o->lora_alpha < 0 ? 2.0 * o->lora : o->lora_alpha), 0, 0};
     if (l.rank) l.targets = lora_targets(c, o->lora_targets, "--lora-targets");
@@ -251,6 +263,28 @@ static int cache_pages(const Comm *tp, int asked, int slots, int room, size_t fi
     for (int r = 0; r < tp->world; r++) least = of_ranks[r] < least ? of_ranks[r] : least;
     free(of_ranks);
     return least;
+}
+// What a step's report says of experts, by rows of each expert of each block (L,E) and the sum of the blocks' balances
+// (route_balance_cpu), of this rank. micro_steps: of all ranks.
+static void load_report(const Mesh *mesh, const Config *c, double micro_steps, const float *load, double balance,
+                        StepResult *r) {
+    const size_t all = (size_t)c->num_layers * (size_t)c->num_experts;
+    const double blocks = micro_steps * c->num_layers;
+    const double balances = c->num_experts ? comm_sum(&mesh->dp, balance) : 0;
+    double rows = 0, least = INFINITY, most = 0;
+    if (balances == 0) return;  // no mixture, or a step of calls
+    float *of_ranks = (float *)comm_gathered(&mesh->dp, load, all * sizeof *load);
+    for (size_t i = 0; i < all; i++) {
+        double of_expert = 0;
+        for (int k = 0; k < mesh->dp.world; k++) of_expert += of_ranks[(size_t)k * all + i];
+        rows += of_expert;
+        least = of_expert < least ? of_expert : least;
+        most = of_expert > most ? of_expert : most;
+    }
+    free(of_ranks);
+    r->balance = (float)(balances / (blocks * c->active_experts));
+    r->idlest = (float)(least * (double)all / rows);
+    r->busiest = (float)(most * (double)all / rows);
 }
 // What rank 0 drew becomes that of its group; together: of all groups (computes_together).
 static void share_drawn(const Mesh *mesh, int together, Drawn *drawn, int count) {

@@ -3,7 +3,7 @@
 //
 // Kept for backward, per block: x', x'', h1, h2, qkv, y, lse, the activation's slopes in place of f, a and the norms'
 // statistics: 8C + 2F (GELU) values a token; with QK-norm also q_k_v, which attention reads. --recompute 1 keeps f and
-// no a, 2 h1, h2 and q_k_v once and not per block, 3 all but x''.
+// no a, 2 h1, h2 and q_k_v once and not per block, 3 all but x''. Of whole_blocks all but x'' is once, too.
 //
 // Where an element of the parameters is. Four coordinates, all in elements:
 //
@@ -38,6 +38,7 @@
 #include "zero.cuh"
 #include "muon.cuh"
 #include "few_bits.cuh"
+#include "experts.cuh"
 
 // What one block keeps: f is what the activation reads or its slopes, a what it gives. What is recomputed is one buffer
 // for all blocks.
@@ -51,6 +52,7 @@ typedef struct {
     floatX *a;              // (N,F)
     float *lse;             // (B,NH,T)
     float *mean1, *rstd1, *mean2, *rstd2;  // (rows)
+    ExpertRows experts;                    // of a mixture, whose f and a have R rows
 } BlockActs;
 
 typedef struct {
@@ -97,6 +99,11 @@ typedef struct {
     // scratch
     char *region;  // see Region
     floatX *logits, *dqkv, *df, *da;
+    // of a mixture: what blocks keep of their routing; rows (R,C), logits (N,E), gradients of shares (N,K); rows of
+    // each expert of each block, then the blocks' balance, in the step so far (L*E+1)
+    int *saved_routing;
+    floatX *expert_rows, *router_logits;
+    float *dshares, *load, *host_load;
     float *attention;  // its D
     AttentionTickets *tickets;
     floatX *dx, *branch;
@@ -128,9 +135,10 @@ static Region region_of(const Plan *p) {
     const Config *c = &p->local;
     // GELU's da is df; SwiGLU's is in a product, or has a kernel of its own
     const int fused = p->activation_fused == 2, unfused_gate = activation_inputs(c->mlp) > 1 && !fused;
-    const size_t width = round_up(p->N * (size_t)c->ffn_dim * sizeof(floatX), ALIGN);
+    const size_t width = round_up(plan_mlp_rows(p) * (size_t)c->ffn_dim * sizeof(floatX), ALIGN);
     Region r;
-    r.da = fused && p->recomputes_activation ? 0 : round_up(p->N * (size_t)fc_width(c) * sizeof(floatX), ALIGN);
+    r.da = fused && p->recomputes_activation ? 0
+                                             : round_up(plan_mlp_rows(p) * (size_t)fc_width(c) * sizeof(floatX), ALIGN);
     r.a = r.da + (unfused_gate ? width : 0);
     r.attention = round_up(p->N * (size_t)qkv_width(c) * sizeof(floatX), ALIGN);
     const AttentionProblem attention = attention_plan(p->B, p->T, c->num_heads, c->num_kv_heads, c->head_dim);
@@ -152,16 +160,23 @@ static size_t norms_size(const Plan *p) {
     const size_t of_qk = plan_normalises_qk(p) ? p->N * (size_t)qkv_width(&p->local) : 0;
     return 2 * p->rows * (size_t)p->local.channels + of_qk;
 }
+// Places for what a block keeps: whole blocks have the one of the block behind them.
+static size_t plan_block_places(const Plan *p) { return (size_t)(p->config.num_layers - p->whole_blocks); }
 // Elements that a block keeps.
 static size_t saved_block_size(const Plan *p) {
     const Config *c = &p->local;
-    size_t size = p->N * (size_t)(qkv_width(c) + c->num_heads * c->head_dim + fc_width(c));
-    if (!p->recomputes_activation) size += p->N * (size_t)c->ffn_dim;
+    size_t size = p->N * (size_t)(qkv_width(c) + c->num_heads * c->head_dim) + plan_mlp_rows(p) * (size_t)fc_width(c);
+    if (!p->recomputes_activation) size += plan_mlp_rows(p) * (size_t)c->ffn_dim;
     if (!p->recomputes_norms) size += norms_size(p);
     return size;
 }
 // Floats of statistics: lse, and mean and 1/std of two norms.
 static size_t saved_stats_size(const Plan *p) { return p->N * (size_t)p->local.num_heads + 4 * p->rows; }
+// 4-byte words of a block's routing.
+static size_t saved_routing_size(const Plan *p) {
+    const size_t E = (size_t)p->config.num_experts, K = (size_t)p->config.active_experts, R = plan_mlp_rows(p);
+    return E ? p->N * (E + 3 * K) + R + E + 1 + R / EXPERT_ROWS + E : 0;
+}
 // Of the adapters' products of one layer.
 static size_t adapters_scratch_bytes(const Plan *p) {
     const Linear *layers[] = {&p->qkv, &p->proj, &p->fc, &p->fcproj};
@@ -187,6 +202,7 @@ static size_t reduce_bytes(const Plan *p, int spans) {
         qk_norm_scratch_bytes(c->head_dim),
         c->head_bias ? bias_backward_scratch_bytes(c->padded_vocab_size) : 0,
         adapters_scratch_bytes(p),
+        experts_scratch_bytes(p->N, c->num_experts),
     };
     return LARGEST(needs);
 }
@@ -457,28 +473,26 @@ static void request_parameters(const Plan *p, Buffers *b, Memory *m) {
 }
 // Whether a block's input is gone when the next but one has run: it waits in host memory, or nobody asks for it again.
 static int inputs_leave(const Plan *p) {
-    return p->recomputes_blocks && (p->offload & OFFLOAD_ACTIVATIONS || !p->trains) && p->config.num_layers > 2;
+    return plan_block_places(p) == 1 && (p->offload & OFFLOAD_ACTIVATIONS || !p->trains) && p->config.num_layers > 2;
 }
 static void request_activations(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
     const int leave = inputs_leave(p);
-    const size_t C = (size_t)c->channels, rows = p->rows, L = (size_t)c->num_layers,
-                 kept = p->recomputes_blocks ? 1 : L, streams = leave ? 2 : L;
-    const char *names[] = {"qkv, y, f, norms, a of all layers", "qkv, y, f, norms of all layers",
-                           "qkv, y, f of all layers", "qkv, y, f, a, recomputed"};
+    const size_t C = (size_t)c->channels, rows = p->rows, L = (size_t)c->num_layers, kept = plan_block_places(p),
+                 streams = leave ? 2 : L;
+    const char *names[] = {"qkv, y, f, norms, a of kept layers", "qkv, y, f, norms of kept layers",
+                           "qkv, y, f of kept layers", "qkv, y, f, a, recomputed"};
     memory_group(m, "activations");
     memory_request(m, &b->x_embedding, "embedding (B,T,C)", rows * C);
     if (c->embedding_norm) {
         memory_request(m, &b->x_tokens, "embedding before its norm (B,T,C)", rows * C);
         memory_request(m, &b->rstd_tokens, "its 1/std (B,T)", rows);
     }
-    memory_request(m, &b->saved_x,
-                   leave                  ? "residuals (3,B,T,C)"
-                   : p->recomputes_blocks ? "residuals (L+1,B,T,C)"
-                                          : "residuals (L,2,B,T,C)",
+    memory_request(m, &b->saved_x, leave ? "residuals (3,B,T,C)" : "residuals (L+kept,B,T,C)",
                    (streams + kept) * rows * C);
     if (leave && p->trains) memory_request_pinned(m, &b->host_x, "residuals (L-2,B,T,C)", (L - 2) * rows * C);
     memory_request(m, &b->saved_block, names[p->options.recompute], kept * saved_block_size(p));
+    if (c->num_experts) memory_request(m, &b->saved_routing, "experts and their rows", kept * saved_routing_size(p));
     if (p->recomputes_norms) memory_request(m, &b->shared_norms, "what norms give, recomputed", norms_size(p));
     memory_request(m, &b->saved_stats, "lse, mean, 1/std", kept * saved_stats_size(p));
     memory_request(m, &b->h_final, "final norm (B,T,C)", rows * C);
@@ -487,6 +501,7 @@ static void request_activations(const Plan *p, Buffers *b, Memory *m) {
     if (c->position == POSITION_ROPE)
         memory_request(m, &b->cos_sin, "rope table (T,HD/2,2)", (size_t)p->T * (size_t)c->head_dim);
 }
+static size_t load_size(const Config *c) { return (size_t)c->num_layers * (size_t)c->num_experts + 1; }
 static void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
     const Region region = region_of(p);
@@ -497,10 +512,17 @@ static void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     memory_alias(m, &b->logits, p->options.head_chunks > 1 ? "logits (B*T/chunks,Vp)" : "logits (B,T,Vp)", &b->region,
                  (size_t)p->head_rows * (size_t)c->padded_vocab_size);
     memory_alias(m, &b->dqkv, "dqkv; attention follows", &b->region, p->N * (size_t)qkv_width(c));
-    memory_alias(m, &b->df, df, &b->region, p->N * (size_t)(region.da ? fc_width(c) : c->ffn_dim));
+    memory_alias(m, &b->df, df, &b->region, plan_mlp_rows(p) * (size_t)(region.da ? fc_width(c) : c->ffn_dim));
     memory_request(m, &b->dx, "residual gradient (B,T,C)", p->rows * (size_t)c->channels);
     memory_request(m, &b->branch, "branch and its gradient (B,T,C)",
                    p->N * (size_t)(c->channels > heads ? c->channels : heads));
+    if (c->num_experts) {
+        memory_request(m, &b->expert_rows, "experts' rows (R,C)", plan_mlp_rows(p) * (size_t)c->channels);
+        memory_request(m, &b->router_logits, "router's logits (B,T,E)", p->N * (size_t)c->num_experts);
+        memory_request(m, &b->dshares, "gradients of shares (B,T,K)", p->N * (size_t)c->active_experts);
+        memory_request(m, &b->load, "experts' load (L,E)", load_size(c));
+        memory_request_pinned(m, &b->host_load, "experts' load", load_size(c));
+    }
     memory_request(m, &b->tickets, "attention's work in turns", 1);
     memory_request(m, &b->stream_sums, "column sums of the residual gradient", (size_t)c->channels);
     if (p->trains) memory_request(m, &b->column_sums, "partial column sums", column_sums_size(p));
@@ -585,6 +607,24 @@ static void buffers_request(const Plan *p, Buffers *b, Memory *m) {
 
 // ---- after the allocation
 
+// Cuts a block's routing.
+static ExpertRows experts_place(const Plan *p, int *next) {
+    const int N = (int)p->N, E = p->config.num_experts, K = p->config.active_experts, R = (int)plan_mlp_rows(p);
+    const auto take = [&](size_t count) {
+        int *at = next;
+        next += count;
+        return at;
+    };
+    ExpertRows r = {N, E, K, R};
+    r.probs = (float *)take(p->N * (size_t)E);
+    r.shares = (float *)take(p->N * (size_t)K);
+    r.experts = take(p->N * (size_t)K);
+    r.rows = take(p->N * (size_t)K);
+    r.entries = take((size_t)R);
+    r.groups = take((size_t)(E + 1 + R / EXPERT_ROWS));
+    r.counts = take((size_t)E);
+    return r;
+}
 // Cuts the saved buffers into blocks and the region into its parts.
 static void buffers_place(const Plan *p, Buffers *b) {
     const Config *c = &p->local;
@@ -593,6 +633,7 @@ static void buffers_place(const Plan *p, Buffers *b) {
     if (!b->x_tokens) b->x_tokens = b->x_embedding;
     floatX *next = b->saved_block, *x = b->saved_x;
     float *stats = b->saved_stats;
+    size_t kept = 0;
     quantised_place(p, &b->quantised);
     auto values = [](auto *&from, size_t count) {
         auto *p = from;
@@ -605,7 +646,7 @@ static void buffers_place(const Plan *p, Buffers *b) {
     b->blocks = new_array(BlockActs, c->num_layers);
     for (int l = 0; l < c->num_layers; l++) {
         BlockActs *a = &b->blocks[l];
-        if (p->recomputes_blocks && l > 0) {  // all but x'' are those of block 0
+        if (l > 0 && l <= p->whole_blocks) {  // all but x'' are those of block 0
             *a = b->blocks[0];
             a->x_out = l >= 2 && inputs_leave(p) ? b->blocks[l - 2].x_out : values(x, rows * C);
             continue;
@@ -614,8 +655,10 @@ static void buffers_place(const Plan *p, Buffers *b) {
         a->x_out = values(x, rows * C);
         a->qkv = values(next, N * (size_t)qkv_width(c));
         a->y = values(next, N * (size_t)(c->num_heads * c->head_dim));
-        a->f = values(next, N * (size_t)fc_width(c));
-        a->a = p->recomputes_activation ? (floatX *)(b->region + region.a) : values(next, N * (size_t)c->ffn_dim);
+        a->f = values(next, plan_mlp_rows(p) * (size_t)fc_width(c));
+        a->a = p->recomputes_activation ? (floatX *)(b->region + region.a)
+                                        : values(next, plan_mlp_rows(p) * (size_t)c->ffn_dim);
+        if (c->num_experts) a->experts = experts_place(p, b->saved_routing + kept++ * saved_routing_size(p));
         floatX *shared = b->shared_norms;
         floatX *&norms = p->recomputes_norms ? shared : next;
         a->h1 = values(norms, rows * C);

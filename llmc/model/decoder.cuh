@@ -66,13 +66,13 @@ static CacheBytes decoder_cache(const Plan *p, const KvCache *k) {
 static int decoder_merges(const Plan *p, const Decoder *d) { return (d->has_kernel || d->kept) && p->lora.rank; }
 static size_t decoder_merged(const Plan *p) { return (size_t)p->config.num_layers * block_matrices(p); }
 // Of a run of calls, where training and generation take turns, cache and merged matrices may lie in the activations
-// that blocks but the first keep for backward. Returns whether they fit.
+// that blocks keep for backward, but for the first place. Returns whether they fit.
 static int decoder_place(const Plan *p, const Buffers *b, Decoder *d) {
     const CacheBytes cache = decoder_cache(p, &d->cache);
     const size_t saved = saved_block_size(p) * sizeof(floatX), block = round_up(saved, 512),
-                 all = saved * (size_t)p->config.num_layers;
+                 all = saved * plan_block_places(p);
     const size_t merged = decoder_merges(p, d) ? decoder_merged(p) * sizeof(floatX) : 0;
-    if (!*p->options.calls || p->recomputes_blocks || cache.scales || block + 2 * cache.keys + merged > all) return 0;
+    if (!*p->options.calls || cache.scales || block + 2 * cache.keys + merged > all) return 0;
     d->cache.keys = (char *)b->saved_block + block;
     d->cache.values = (char *)d->cache.keys + cache.keys;
     d->merged = (floatX *)((char *)d->cache.values + cache.keys);

@@ -29,11 +29,12 @@ static MemoryBytes run_bytes(const Plan *p, const Options *o, int B) {
 static int run_fits(const Plan *p, const Options *o, int B, MemoryBytes room) {
     return bytes_fit(run_bytes(p, o, B), room);
 }
-// ---- what a run chooses by itself: --recompute and --offload, which change no digit
+// ---- what a run chooses by itself: --recompute, of whole blocks and of others, and --offload, which change no digit
 
-enum { FIT_WAYS = 16 };
-// Way `i` of saving memory. Returns whether the run can, without changing what was asked for.
-static int fit_way(const Plan *p, const Options *asked, int i, Options *o) {
+enum { FIT_WAYS = 16, FIT_NONE = INT_MAX };
+// Way `i` of saving memory, with so many whole blocks (0: those asked for). Returns whether the run can, without
+// changing what was asked for.
+static int fit_way(const Plan *p, const Options *asked, int i, int blocks, Options *o) {
     static const char *const lists[][2] = {{"", ""},
                                            {"activations", "activations"},
                                            {"states", "states,master"},
@@ -41,13 +42,28 @@ static int fit_way(const Plan *p, const Options *asked, int i, Options *o) {
     const int recompute = i % 4, list = i / 4;
     *o = *asked;
     o->recompute = recompute;
+    if (blocks) o->recompute_blocks = blocks;
     if (list) o->offload = lists[list][p->has_master];
     if (asked->recompute >= 0 && recompute != asked->recompute) return 0;
     if (list && (*asked->offload || (list >= 2 && p->table->muon))) return 0;
     return recompute == 3 || !(offloads(o) & OFFLOAD_ACTIVATIONS);
 }
-// About how much longer a step takes, as a part of it: shares that were measured with an 8B model, and for states the
-// time of their copies (doc/memory.md). peak: FLOP/s, 0: unknown.
+// The least number of whole blocks, below all, with which way `i` fits here; FIT_NONE: it does not.
+static int fit_blocks(const Plan *p, const Options *asked, int i, MemoryBytes room) {
+    const int chooses = asked->recompute < 0 && asked->recompute_blocks < 0 && i % 4 < 3;
+    int least = 0, most = chooses ? std::max(p->config.num_layers - 2, 0) : 0;
+    Options o;
+    const auto fits = [&](int n) { return fit_way(p, asked, i, n, &o) && run_fits(p, &o, p->B, room); };
+    if (fits(0)) return 0;
+    if (!most || !fits(most)) return FIT_NONE;
+    while (most - least > 1) {
+        const int n = (least + most) / 2;
+        *(fits(n) ? &most : &least) = n;
+    }
+    return most;
+}
+// About how much longer a step takes, as a part of it: shares that were measured with an 8B model, of whole blocks by
+// their number, and for states the time of their copies (doc/memory.md). peak: FLOP/s, 0: unknown.
 static double fit_cost(const Plan *p, const Options *o, double peak) {
     static const double recomputed[] = {0, 0.01, 0.03, 0.25};
     const ParamTable none = {}, *frozen = p->base == p->table ? &none : p->base;
@@ -56,21 +72,25 @@ static double fit_cost(const Plan *p, const Options *o, double peak) {
     const int which = offloads(o);
     const double states = which & OFFLOAD_STATES ? 2 * (p->bf16_states ? sizeof(bf16) : sizeof(float)) : 0,
                  masters = which & OFFLOAD_MASTER ? sizeof(float) : 0;
-    return recomputed[o->recompute] + (which & OFFLOAD_ACTIVATIONS ? 0.02 : 0) +
+    const double level = recomputed[o->recompute],
+                 whole = (double)whole_blocks(o, p->config.num_layers) / p->config.num_layers;
+    return level + whole * (recomputed[3] - level) + (which & OFFLOAD_ACTIVATIONS ? 0.02 : 0) +
            (states + masters) * (double)plan_kept(p, SLOT_M) / copied / step;
 }
 // The cheapest way that fits on all ranks of the job; what was asked for if none does.
 static Options fit_options(const Plan *p, const Options *asked, MemoryBytes room, double peak) {
-    int fails = 0, best = -1;
+    int blocks[FIT_WAYS], best = -1;
     Options o, chosen = *asked;
     if (asked->recompute < 0) chosen.recompute = p->options.recompute;
     if (!p->trains) return chosen;
-    for (int i = 0; i < FIT_WAYS; i++)
-        if (!fit_way(p, asked, i, &o) || !run_fits(p, &o, p->B, room)) fails |= 1 << i;
-    fails = comm_or(&p->mesh->job, fails);
+    for (int i = 0; i < FIT_WAYS; i++) blocks[i] = fit_blocks(p, asked, i, room);
+    int *of_ranks = (int *)comm_gathered(&p->mesh->job, blocks, sizeof blocks);
+    for (int i = 0; i < FIT_WAYS * p->mesh->job.world; i++)
+        blocks[i % FIT_WAYS] = std::max(blocks[i % FIT_WAYS], of_ranks[i]);
+    free(of_ranks);
     for (int i = 0; i < FIT_WAYS; i++) {
-        if (fails >> i & 1) continue;
-        fit_way(p, asked, i, &o);
+        if (blocks[i] == FIT_NONE) continue;
+        fit_way(p, asked, i, blocks[i], &o);
         if (best >= 0 && fit_cost(p, &o, peak) >= fit_cost(p, &chosen, peak)) continue;
         chosen = o;
         best = i;
@@ -147,11 +167,16 @@ static size_t run_reserve(const Plan *p) {
 // What was chosen, what it costs, and what would save that.
 static void fit_print(const Plan *p, const Options *chosen, MemoryBytes room, double peak, FILE *f) {
     char with[128], text[256] = "";
-    options_that_differ(chosen, &p->options, with, sizeof with);
+    Options other = *chosen;
+    other.recompute_blocks = p->options.recompute_blocks;
+    options_that_differ(&other, &p->options, with, sizeof with);
+    if (chosen->recompute_blocks != other.recompute_blocks)
+        append_text(with, sizeof with, "%s %lld of %d blocks made again whole", *with ? " and" : "",
+                    chosen->recompute_blocks, p->config.num_layers);
     if (!*with) return;
     const int one = run_fits(p, &p->options, 1, room), B = one ? batch_that_fits(p, room) : 0;
     if (B) append_text(text, sizeof text, " --batch-size %d", B);
-    Options other = p->options;
+    other = p->options;
     other.state_dtype = "bf16";
     const int states = p->trains && !p->bf16_states && run_fits(p, &other, p->B, room);
     if (states) append_text(text, sizeof text, "%s --state-dtype bf16", *text ? " or" : "");

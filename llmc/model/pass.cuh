@@ -46,6 +46,8 @@ typedef struct {
     int C;                 // channels
     int accumulate;        // backward adds to the gradients instead of writing them
     int sum;               // GradSum: what becomes of a unit's gradients when they are complete
+    float balance;         // of the loss that keeps a block's experts evenly used
+    int counts;            // forward counts their rows
     int reduce;            // backward gives each unit's gradients to zero.cuh when they are complete
     const float *cos_sin;  // rotary angles of the T positions (T,HD/2,2)
     const int *positions;  // (N) of each row, in device memory; NULL: those in the row

@@ -5,6 +5,7 @@
 
 #include "../muon.h"
 #include "../quant.h"
+#include "experts.cuh"
 #include "linear.cuh"
 
 typedef struct {
@@ -33,7 +34,7 @@ typedef struct {
     int zero_stage;             // what a rank keeps a share of; 0 if there is no other data-parallel rank
     int recomputes_activation;  // backward makes the activation again, from what it read
     int recomputes_norms;       // and h1, h2, normalised q and k
-    int recomputes_blocks;      // all of a block but its input
+    int whole_blocks;           // of so many of the first blocks all but their inputs
     int offload;                // what is in host memory while it is not used: bits of backend.h
     int head_rows;              // the head runs on so many rows at a time
     int compacts_rows;          // a micro-step's head runs on the rows that are learned alone
@@ -49,6 +50,11 @@ static const ParamTable *plan_table(const Plan *p, Slot s) { return s == SLOT_FR
 static Slot plan_base_slot(const Plan *p) { return p->base == p->table ? SLOT_WEIGHT : SLOT_FROZEN; }
 // Products then read blocks' matrices from a buffer into which they are widened, or merged with adapters.
 static int plan_merges(const Plan *p) { return p->weights != WEIGHTS_FP32 || p->lora.rank; }
+// Rows of an MLP's activations.
+static size_t plan_mlp_rows(const Plan *p) {
+    const Config *c = &p->config;
+    return c->num_experts ? experts_room(p->N, c->num_experts, c->active_experts) : p->N;
+}
 static int plan_is_split(const Plan *p) { return p->mesh->tp.world > 1; }
 // Then attention reads other rows than the product gave, and its backward neither rotates back nor takes absmax or
 // column sums: the norm's gradient comes between.
@@ -64,6 +70,7 @@ static int plan_activation_fused(const Plan *p) {
             "multiple of 64\n"
             "leave it out",
             asked);
+    if (p->config.num_experts) return 0;
     if (asked >= 0) return asked;
     return can && p->N >= MATMUL_FUSION_ROWS ? 2 : 0;
 }
@@ -146,10 +153,32 @@ static int plan_offload(const Plan *p) {
             "leave states and master out; --zero-stage 1 shards them over GPUs");
     require(p->has_master || !(asked & OFFLOAD_MASTER),
             "--offload master has none: weights are fp32 already, or --master-weights is 0\nleave master out");
-    require(p->recomputes_blocks || !(asked & OFFLOAD_ACTIVATIONS),
+    require(p->options.recompute == 3 || !(asked & OFFLOAD_ACTIVATIONS),
             "--offload activations moves the input of each block, all that --recompute 3 keeps\n"
             "add --recompute 3, or leave activations out");
     return asked;
+}
+// What a mixture of experts has not on a GPU so far: the CPU trainer has it.
+static void plan_require_experts(const Config *c, const Options *o, const Mesh *mesh, const Lora *lora) {
+    unsigned experts = 0;
+    for (int i = 0; i < NUM_BLOCK_KINDS; i++)
+        if (block_kinds[i].role == ROLE_FCW || block_kinds[i].role == ROLE_FCPROJW) experts |= 1u << i;
+    const struct {
+        int asked;
+        const char *what;
+    } lacks[] = {{c->qk_norm == QK_NORM_WHOLE, "q and k normalised over all heads"},
+                 {mesh->tp.world > 1, "--tp"},
+                 {o->gelu_fusion > 0, "--debug gelu-fusion"},
+                 {matmul_is_fp8(o), "--matmul-dtype fp8"},
+                 {weights_are_quantised(o), "--weights"},
+                 {(lora->targets & experts) != 0,
+                  "adapters of experts (--lora-targets q_proj,k_proj,v_proj,o_proj has none)"},
+                 {writes_text(o), "generated texts (--sample-every 0 makes none)"}};
+    for (int i = 0; i < COUNT_OF(lacks) && c->num_experts; i++)
+        require(!lacks[i].asked, "a mixture of experts has no %s on a GPU so far\nuse ./train_gpt2 (make train_gpt2)",
+                lacks[i].what);
+    require(c->num_experts % VecX::size == 0, "%d experts are no multiple of %d\nuse ./train_gpt2 (make train_gpt2)",
+            c->num_experts, VecX::size);
 }
 // table, base (NULL: the same), mesh: must outlive the plan. Sizes that cannot be computed stop with a message; nothing
 // is allocated.
@@ -171,7 +200,7 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     p.rows = p.N / (size_t)ranks;
     p.trains = !forward_only(o);
     p.ranged = o->documents > 0 || o->window > 0;
-    require(!c->num_experts, "mixtures of experts are trained on a CPU so far\nuse ./train_gpt2 (make train_gpt2)");
+    plan_require_experts(c, o, mesh, &p.lora);
     matmul_check(&mesh->job, &p.local, o);
     require(strcmp(o->matmul_dtype, "bf16") || sizeof(floatX) == 2,
             "--matmul-dtype bf16 needs a bf16 build\nleave it out");
@@ -190,7 +219,7 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     const long long recompute = p.options.recompute;
     p.recomputes_activation = recompute == 1 || recompute == 2;
     p.recomputes_norms = recompute == 2;
-    p.recomputes_blocks = recompute == 3;
+    p.whole_blocks = whole_blocks(&p.options, c->num_layers);
     p.offload = plan_offload(&p);
     p.head_rows = (int)head_rows(o, p.B, p.T);
     p.compacts_rows = p.trains && ranks == 1;
@@ -223,8 +252,6 @@ static int plan_logit_rows(const Plan *p, size_t learned) {
 // A line a subject, for the console and the log.
 static void plan_print(const Plan *p, FILE *f) {
     static const char *const fused[] = {"of its own", "in the forward product", "in the products"};
-    static const char *const recompute[] = {"nothing", "the activation", "the activation and the norms",
-                                            "whole blocks"};
     static const char *const shares[] = {"", " | a rank has a share of m, v and masters", ", and of blocks' gradients",
                                          " and weights"};
     static const char *const paths[] = {"fp32", "mma.sync", "wgmma"};
@@ -245,8 +272,9 @@ static void plan_print(const Plan *p, FILE *f) {
         fprintf(f, "\n");
         return;
     }
-    fprintf(f, "\nplan      backward recomputes %s | head in %zu part%s | %s %s%s, gradients %s%s, m and v %s",
-            recompute[p->options.recompute], ceil_div(p->N, (size_t)p->head_rows),
+    fprintf(f, "\nplan      ");
+    print_recomputed((int)p->options.recompute, p->whole_blocks, p->config.num_layers, f);
+    fprintf(f, " | head in %zu part%s | %s %s%s, gradients %s%s, m and v %s", ceil_div(p->N, (size_t)p->head_rows),
             ceil_div(p->N, (size_t)p->head_rows) == 1 ? "" : "s", p->lora.rank ? "adapters" : "weights", FLOATX_NAME,
             p->has_master ? " and fp32" : "", FLOATX_NAME, p->sums_in_fp32 ? ", added up in fp32" : "",
             p->bf16_states ? "bf16" : "fp32");

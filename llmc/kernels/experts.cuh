@@ -1,0 +1,352 @@
+// A mixture of experts' rows: which experts a token has, where its rows are, and the way there and back. train_gpt2.c
+// has the same in loops (Routing). The products between are matmul.cuh's, for which each expert's rows begin at a
+// multiple of EXPERT_ROWS; rows behind its last are zeros.
+//
+//   forward    route: logits (N,E) -> experts, shares, rows      gather: rows (R,C) of h      sum: of a token's rows
+//   backward   gather: rows of dout, times their shares          activation: its gradient, and that of the shares
+//              route_backward: gradient of the logits            sum: of a token's rows
+//
+// Rows are sorted by counting, in chunks of tokens: within an expert they keep the order of the tokens, and every sum
+// has a fixed order, so results depend on shapes and values alone. A router that is not finite gives K experts, too.
+// Ladder: dev/cuda/experts.cu. Not supported: E above 1024 or no multiple of 8, K above 32, C or F no multiple of 8.
+#ifndef LLMC_EXPERTS_CUH
+#define LLMC_EXPERTS_CUH
+
+#include "../cuda/common.cuh"
+#include "matmul_schedule.cuh"
+
+enum { EXPERTS_THREADS = 256, EXPERTS_WARPS = EXPERTS_THREADS / WARP, CHUNK_TOKENS = 64, CHUNK_WARPS = 4 };
+
+// N tokens, K of E experts each, R rows of room. All on the device.
+typedef struct {
+    int N, E, K, R;
+    float *probs;   // (N,E) softmax of the logits
+    float *shares;  // (N,K), falling
+    int *experts;   // (N,K); of equally probable ones the first
+    int *rows;      // (N,K) the rows of a token
+    int *entries;   // (R) a row's place in the three above, n * K + k; -1: zeros
+    int *groups;    // MatmulSchedule.experts: (E+1), (R/EXPERT_ROWS)
+    int *counts;    // (E) rows of an expert that are a token's
+} ExpertRows;
+// What a step's report says, added to: rows of each expert (E) of a block, and its balance (route_balance_cpu).
+typedef struct { float *rows, *balance; } ExpertLoad;
+
+static size_t experts_room(size_t N, int E, int K) {
+    return round_up(N * (size_t)K + (size_t)E * EXPERT_ROWS, EXPERT_ROWS);
+}
+static size_t experts_chunks(size_t N) { return ceil_div(N, CHUNK_TOKENS); }
+// Of each chunk and expert: rows, then where they begin; and the sum of probabilities.
+typedef struct {
+    int *rows;
+    float *probs;
+} ExpertChunks;
+static size_t experts_scratch_bytes(size_t N, int E) {
+    return experts_chunks(N) * (size_t)E * (sizeof(int) + sizeof(float));
+}
+
+// ---- route
+
+__device__ inline float experts_total(float x) {
+    #pragma unroll
+    for (int mask = WARP / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
+    return x;
+}
+__device__ inline float experts_highest(float x) {
+    #pragma unroll
+    for (int mask = WARP / 2; mask > 0; mask /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, mask));
+    return x;
+}
+// A warp has a token, of which a lane has every 32nd expert.
+__global__ void __launch_bounds__(EXPERTS_THREADS)
+    route_kernel(const ExpertRows r, const floatX *logits, int renormalise) {
+    extern __shared__ int4 experts_shared[];  // (EXPERTS_WARPS,E) floats
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n = blockIdx.x * EXPERTS_WARPS + warp;
+    if (n >= r.N) return;
+    float *p = (float *)experts_shared + warp * r.E, highest = -INFINITY, sum = 0;
+    for (int e = lane; e < r.E; e += WARP) {
+        p[e] = (float)logits[(size_t)n * r.E + e];
+        highest = fmaxf(highest, p[e]);
+    }
+    highest = experts_highest(highest);
+    for (int e = lane; e < r.E; e += WARP) sum += p[e] = expf(p[e] - highest);
+    sum = 1 / experts_total(sum);
+    for (int e = lane; e < r.E; e += WARP) r.probs[(size_t)n * r.E + e] = p[e] *= sum;
+    float share = 0, shares = 0;
+    int expert = 0;
+    for (int k = 0; k < r.K; k++) {
+        float best = -1;
+        int at = r.E;
+        for (int e = lane; e < r.E; e += WARP)
+            if (p[e] > best) {
+                best = p[e];
+                at = e;
+            }
+        for (int mask = WARP / 2; mask > 0; mask /= 2) {
+            const float other = __shfl_xor_sync(0xffffffffu, best, mask);
+            const int other_at = __shfl_xor_sync(0xffffffffu, at, mask);
+            if (other > best || (other == best && other_at < at)) {
+                best = other;
+                at = other_at;
+            }
+        }
+        if (at == r.E) {  // the logits are not finite
+            at = k;
+            best = sum;
+        }
+        if (at % WARP == lane) p[at] = -2;
+        if (lane == k) {
+            share = best;
+            expert = at;
+        }
+        shares += best;
+    }
+    if (lane >= r.K) return;
+    r.shares[(size_t)n * r.K + lane] = renormalise ? share / shares : share;
+    r.experts[(size_t)n * r.K + lane] = expert;
+}
+
+// How many of an expert's rows come before this lane's in the chunk. counts: of those so far, and of no expert (E).
+__device__ inline int experts_rank(int *counts, int expert) {
+    const unsigned same = __match_any_sync(0xffffffffu, expert), lane = threadIdx.x % WARP;
+    const int before = __popc(same & ((1u << lane) - 1)), first = counts[expert];
+    __syncwarp();
+    if (before == 0) counts[expert] = first + __popc(same);
+    __syncwarp();
+    return first + before;
+}
+// A warp has a chunk. PLACES: gives each row its place, from where the expert's rows of this chunk begin on; else
+// counts rows and sums probabilities.
+template <bool PLACES>
+__global__ void __launch_bounds__(CHUNK_WARPS *WARP) experts_chunk_kernel(const ExpertRows r, const ExpertChunks c) {
+    extern __shared__ int4 experts_shared[];  // (CHUNK_WARPS,E+1) ints
+    const int lane = threadIdx.x % WARP, chunk = blockIdx.x * CHUNK_WARPS + threadIdx.x / WARP;
+    int *counts = (int *)experts_shared + threadIdx.x / WARP * (r.E + 1);
+    const int first = chunk * CHUNK_TOKENS, end = min(first + CHUNK_TOKENS, r.N);
+    if (first >= r.N) return;
+    for (int e = lane; e <= r.E; e += WARP) counts[e] = PLACES && e < r.E ? c.rows[(size_t)chunk * r.E + e] : 0;
+    __syncwarp();
+    for (int i = first * r.K; i < end * r.K; i += WARP) {
+        const bool mine = i + lane < end * r.K;
+        const int row = experts_rank(counts, mine ? r.experts[i + lane] : r.E);
+        if (!PLACES || !mine) continue;
+        r.rows[i + lane] = row;
+        r.entries[row] = i + lane;
+    }
+    for (int e = lane; !PLACES && e < r.E; e += WARP) {
+        float sum = 0;
+        for (int n = first; n < end; n++) sum += r.probs[(size_t)n * r.E + e];
+        c.rows[(size_t)chunk * r.E + e] = counts[e];
+        c.probs[(size_t)chunk * r.E + e] = sum;
+    }
+}
+// One block, a thread for each expert: where its rows begin, and those of each chunk.
+__global__ void __launch_bounds__(1024)
+    experts_groups_kernel(const ExpertRows r, const ExpertChunks c, ExpertLoad load) {
+    __shared__ int begins[1024];
+    __shared__ float parts[1024];
+    const int e = threadIdx.x, chunks = (r.N + CHUNK_TOKENS - 1) / CHUNK_TOKENS;
+    const bool mine = e < r.E;
+    int count = 0;
+    float probs = 0;
+    for (int i = 0; i < chunks && mine; i++) {
+        count += c.rows[(size_t)i * r.E + e];
+        probs += c.probs[(size_t)i * r.E + e];
+    }
+    const int room = mine ? (max(count, 1) + EXPERT_ROWS - 1) / EXPERT_ROWS * EXPERT_ROWS : 0;
+    begins[e] = room;
+    parts[e] = (float)count * probs;
+    __syncthreads();
+    for (int by = 1; by < 1024; by *= 2) {  // sums of all up to this one
+        const int before = e >= by ? begins[e - by] : 0;
+        const float part = e >= by ? parts[e - by] : 0;
+        __syncthreads();
+        begins[e] += before;
+        parts[e] += part;
+        __syncthreads();
+    }
+    if (!mine) return;
+    const int begin = begins[e] - room;
+    r.groups[e] = begin;
+    r.counts[e] = count;
+    if (e == r.E - 1) r.groups[r.E] = begins[e];
+    for (int i = 0; i < room / EXPERT_ROWS; i++) r.groups[r.E + 1 + begin / EXPERT_ROWS + i] = e;
+    for (int i = count; i < room; i++) r.entries[begin + i] = -1;
+    for (int i = 0, at = begin; i < chunks; i++) {
+        int *rows = &c.rows[(size_t)i * r.E + e];
+        const int here = *rows;
+        *rows = at;
+        at += here;
+    }
+    if (!load.rows) return;
+    load.rows[e] += (float)count;
+    if (e == r.E - 1) *load.balance += parts[e] * r.E / ((float)r.N * r.N);
+}
+
+// ---- rows
+
+// out (R,C): each row is that of its token in inp (N,C), times its share if SHARED.
+template <bool SHARED>
+__global__ void __launch_bounds__(EXPERTS_THREADS)
+    gather_rows_kernel(floatX *out, const floatX *inp, const ExpertRows r, int C) {
+    const int lane = threadIdx.x % WARP, row = blockIdx.x * EXPERTS_WARPS + threadIdx.x / WARP;
+    if (row >= r.groups[r.E]) return;
+    const int entry = r.entries[row];
+    const float share = SHARED && entry >= 0 ? r.shares[entry] : 1;
+    for (int at = lane * VecX::size; at < C; at += WARP * VecX::size) {
+        VecX x;
+        if (entry >= 0) x = vec_load(inp + (size_t)(entry / r.K) * C + at);
+        #pragma unroll
+        for (int i = 0; i < VecX::size; i++)
+            x.v[i] = entry < 0 ? (floatX)0.0f : SHARED ? (floatX)(share * (float)x.v[i]) : x.v[i];
+        vec_store(out + (size_t)row * C + at, x);
+    }
+}
+// out (N,C) = [x +] sum over a token's rows (R,C), times their shares if SHARED, in the order of its experts.
+template <bool SHARED>
+__global__ void __launch_bounds__(EXPERTS_THREADS)
+    sum_rows_kernel(floatX *out, const floatX *x /*NULL: none*/, const floatX *rows, const ExpertRows r, int C) {
+    const size_t i = (size_t)blockIdx.x * EXPERTS_THREADS + threadIdx.x, vectors = (size_t)C / VecX::size;
+    const size_t n = i / vectors, at = i % vectors * VecX::size;
+    if (n >= (size_t)r.N) return;
+    float sum[VecX::size];
+    VecX v;
+    if (x) v = vec_load(x + n * C + at);
+    #pragma unroll
+    for (int j = 0; j < VecX::size; j++) sum[j] = x ? (float)v.v[j] : 0;
+    for (int k = 0; k < r.K; k++) {
+        const float share = SHARED ? r.shares[n * r.K + k] : 1;
+        v = vec_load(rows + (size_t)r.rows[n * r.K + k] * C + at);
+        #pragma unroll
+        for (int j = 0; j < VecX::size; j++) sum[j] += share * (float)v.v[j];
+    }
+    #pragma unroll
+    for (int j = 0; j < VecX::size; j++) v.v[j] = (floatX)sum[j];
+    vec_store(out + n * C + at, v);
+}
+
+// ---- backward
+
+// df (R,INPUTS*F) = da (R,F) times the slopes of each input; dshares (N,K) = da a / share: da has the share in it.
+template <int INPUTS>
+__global__ void __launch_bounds__(EXPERTS_THREADS)
+    experts_activation_kernel(floatX *df, float *dshares, const floatX *da, const floatX *a, const floatX *slopes,
+                              const ExpertRows r, int F) {
+    const int lane = threadIdx.x % WARP, row = blockIdx.x * EXPERTS_WARPS + threadIdx.x / WARP;
+    if (row >= r.groups[r.E]) return;
+    float dot = 0;
+    for (int at = lane * VecX::size; at < F; at += WARP * VecX::size) {
+        const VecX d = vec_load(da + (size_t)row * F + at), y = vec_load(a + (size_t)row * F + at);
+        #pragma unroll
+        for (int i = 0; i < VecX::size; i++) dot += (float)d[i] * (float)y[i];
+        #pragma unroll
+        for (int input = 0; input < INPUTS; input++) {
+            const size_t place = ((size_t)row * INPUTS + input) * F + at;
+            VecX x = vec_load(slopes + place);
+            #pragma unroll
+            for (int i = 0; i < VecX::size; i++) x.v[i] = (floatX)((float)d[i] * (float)x[i]);
+            vec_store(df + place, x);
+        }
+    }
+    dot = experts_total(dot);
+    const int entry = r.entries[row];
+    if (lane || entry < 0) return;
+    const float share = r.shares[entry];
+    dshares[entry] = share == 0 ? 0 : dot / share;
+}
+// dlogits (N,E) from dshares (N,K) and `balance` times the loss of route_balance_cpu. A warp has a token.
+__global__ void __launch_bounds__(EXPERTS_THREADS)
+    route_backward_kernel(floatX *dlogits, const float *dshares, const ExpertRows r, float balance, int renormalise) {
+    const int lane = threadIdx.x % WARP, n = blockIdx.x * EXPERTS_WARPS + threadIdx.x / WARP;
+    if (n >= r.N) return;
+    const float *p = r.probs + (size_t)n * r.E, even = balance * r.E / ((float)r.N * r.N);
+    const size_t entry = (size_t)n * r.K + lane;
+    const int expert = lane < r.K ? r.experts[entry] : -1;
+    float d = lane < r.K ? dshares[entry] : 0;
+    if (renormalise) {
+        const float chosen = experts_total(lane < r.K ? p[expert] : 0);
+        d = (d - experts_total(lane < r.K ? d * r.shares[entry] : 0)) / chosen;
+    }
+    const auto of = [&](int e) {  // the gradient of p[e]
+        float x = e < r.E ? even * (float)r.counts[e] : 0;
+        for (int k = 0; k < r.K; k++) {
+            const float dk = __shfl_sync(0xffffffffu, d, k);
+            if (__shfl_sync(0xffffffffu, expert, k) == e) x += dk;
+        }
+        return x;
+    };
+    float along = 0;
+    for (int e = lane; e - lane < r.E; e += WARP) {
+        const float x = of(e);
+        if (e < r.E) along += p[e] * x;
+    }
+    along = experts_total(along);
+    for (int e = lane; e - lane < r.E; e += WARP) {
+        const float x = of(e);
+        if (e < r.E) dlogits[(size_t)n * r.E + e] = (floatX)(p[e] * (x - along));
+    }
+}
+
+#ifdef __CUDACC__  // not where a CPU runs the kernels (dev/test/experts.cpp)
+// ---- launchers
+
+// logits (N,E) -> r. scratch: experts_scratch_bytes. load: NULL pointers: nothing is reported.
+static void route(const ExpertRows *r, const floatX *logits, int renormalise, ExpertLoad load, void *scratch,
+                  cudaStream_t stream) {
+    const size_t chunks = experts_chunks((size_t)r->N);
+    int *const rows = (int *)scratch;
+    const ExpertChunks c = {rows, (float *)(rows + chunks * (size_t)r->E)};
+    const size_t counts = (size_t)CHUNK_WARPS * (size_t)(r->E + 1) * sizeof(int);
+    require(r->E <= 1024 && r->E % VecX::size == 0 && r->K <= WARP && r->K <= r->E,
+            "%d of %d experts\nuse at most 1024 experts, a multiple of %d, of which 32 are active", r->K, r->E,
+            VecX::size);
+    route_kernel<<<blocks_for((size_t)r->N, EXPERTS_WARPS), EXPERTS_THREADS,
+                   (size_t)EXPERTS_WARPS *(size_t)r->E * sizeof(float), stream>>>(*r, logits, renormalise);
+    experts_chunk_kernel<false><<<blocks_for(chunks, CHUNK_WARPS), CHUNK_WARPS * WARP, counts, stream>>>(*r, c);
+    experts_groups_kernel<<<1, 1024, 0, stream>>>(*r, c, load);
+    experts_chunk_kernel<true><<<blocks_for(chunks, CHUNK_WARPS), CHUNK_WARPS * WARP, counts, stream>>>(*r, c);
+    launchCheck();
+    timing_lap("router", 0, 2.0 * r->N * r->E * (sizeof(floatX) + sizeof(float)), stream);
+}
+// out (R,C) from inp (N,C). shared: times the shares.
+static void gather_rows(const ExpertRows *r, floatX *out, const floatX *inp, int shared, int C, cudaStream_t stream) {
+    const unsigned blocks = blocks_for((size_t)r->R, EXPERTS_WARPS);
+    if (shared)
+        gather_rows_kernel<true><<<blocks, EXPERTS_THREADS, 0, stream>>>(out, inp, *r, C);
+    else
+        gather_rows_kernel<false><<<blocks, EXPERTS_THREADS, 0, stream>>>(out, inp, *r, C);
+    launchCheck();
+    timing_lap("experts' rows", 0, 2.0 * r->N * r->K * C * sizeof(floatX), stream);
+}
+// out (N,C) = [x +] sums of rows (R,C)
+static void sum_rows(const ExpertRows *r, floatX *out, const floatX *x, const floatX *rows, int shared, int C,
+                     cudaStream_t stream) {
+    const unsigned blocks = blocks_for((size_t)r->N * (size_t)C / VecX::size, EXPERTS_THREADS);
+    if (shared)
+        sum_rows_kernel<true><<<blocks, EXPERTS_THREADS, 0, stream>>>(out, x, rows, *r, C);
+    else
+        sum_rows_kernel<false><<<blocks, EXPERTS_THREADS, 0, stream>>>(out, x, rows, *r, C);
+    launchCheck();
+    timing_lap("experts' rows", 0, (double)r->N * (r->K + 1) * C * sizeof(floatX), stream);
+}
+// inputs: of the activation, 1 or 2 (gate and up).
+static void experts_activation_backward(const ExpertRows *r, floatX *df, float *dshares, const floatX *da,
+                                        const floatX *a, const floatX *slopes, int inputs, int F, cudaStream_t stream) {
+    const unsigned blocks = blocks_for((size_t)r->R, EXPERTS_WARPS);
+    if (inputs == 2)
+        experts_activation_kernel<2><<<blocks, EXPERTS_THREADS, 0, stream>>>(df, dshares, da, a, slopes, *r, F);
+    else
+        experts_activation_kernel<1><<<blocks, EXPERTS_THREADS, 0, stream>>>(df, dshares, da, a, slopes, *r, F);
+    launchCheck();
+    timing_lap("activation backward", 0, (2.0 + 2 * inputs) * r->N * r->K * F * sizeof(floatX), stream);
+}
+static void route_backward(const ExpertRows *r, floatX *dlogits, const float *dshares, float balance, int renormalise,
+                           cudaStream_t stream) {
+    route_backward_kernel<<<blocks_for((size_t)r->N, EXPERTS_WARPS), EXPERTS_THREADS, 0, stream>>>(dlogits, dshares, *r,
+                                                                                                   balance,
+                                                                                                   renormalise);
+    launchCheck();
+    timing_lap("router", 0, (double)r->N * r->E * (sizeof(floatX) + sizeof(float)), stream);
+}
+#endif
+
+#endif
