@@ -353,6 +353,24 @@ def test_the_cache_changes_no_token(family, more):
     assert several[0] == cached[0] and len(set(several)) == 3
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_neighbours_change_nothing(family):
+    """How many rows an expert has depends on them: log-probabilities are the same to the last bit."""
+    asked = [{"id": str(i), "tokens": [(7 * i + j) % 250 for j in range(1 + 9 * i % 70)]} for i in range(10)]
+    asked = [r | {"max_tokens": 12 + i, "seed": i, "n": 1 + i % 3, "temperature": i % 2} for i, r in enumerate(asked)]
+
+    def ask(slots, groups):
+        found, server = {}, test_generate.Server(slots, "--threads", 1, "-e", MODELS[family])
+        for group in groups:
+            server.send(*group)
+            found |= test_generate.sequences(server.until_ended(sum(r["n"] for r in group)))
+        server.close()
+        return found
+
+    together = ask(16, [asked])
+    assert ask(3, [[r] for r in asked]) == together and len(together) == 19
+
+
 @needs_mpi
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_ranks_that_share_a_model(folders, data, family):
