@@ -440,20 +440,21 @@ def base_lr(o):
 
 
 def param_groups(model, o):
-    """Weights by what updates them: matrices of blocks, embeddings, head, vectors."""
+    """Weights by what updates them: matrices of blocks, routers, embeddings, head, vectors."""
     groups = {}
     for p in model.trained:
         in_block = 0 < p.unit <= model.config.num_layers
-        kind = "vector" if len(p.shape) == 1 else "matrix" if in_block else "head" if p.role == "headw" else "embedding"
+        kind = "matrix" if in_block else "head" if p.role == "headw" else "embedding"
+        kind = "vector" if len(p.shape) == 1 else "router" if p.role == "routerw" else kind
         groups.setdefault(kind, []).append(p)
-    rates = {"matrix": lr_of_matrices(o), "embedding": o.lr_embedding, "head": o.lr_head, "vector": -1}
+    rates = {"matrix": lr_of_matrices(o), "embedding": o.lr_embedding, "head": o.lr_head}
     decays = {"matrix": o.decay_matrix if o.decay_matrix >= 0 else o.weight_decay, "vector": o.decay_vector}
     base = base_lr(o)
     return {
         kind: {
             "table": table,
             "params": [model.get_parameter(p.name) for p in table],
-            "rate": (rates[kind] if rates[kind] >= 0 else o.learning_rate) / base if base else 1.0,
+            "rate": (rates[kind] if rates.get(kind, -1) >= 0 else o.learning_rate) / base if base else 1.0,
             "weight_decay": decays.get(kind, o.weight_decay),
         }
         for kind, table in groups.items()
