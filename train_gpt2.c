@@ -213,19 +213,6 @@ typedef struct {
     size_t sequence, head, token;
 } KeysValues;
 
-// x (n) = softmax(scale x). Returns the logarithm of the sum of exponentials.
-static float softmax(float *x, int n, float scale) {
-    float highest = -INFINITY, sum = 0;
-    #pragma omp simd reduction(max : highest)
-    for (int s = 0; s < n; s++) highest = x[s] > highest ? x[s] : highest;
-    #pragma omp simd reduction(+ : sum)
-    for (int s = 0; s < n; s++) {
-        x[s] = fast_exp((x[s] - highest) * scale);
-        sum += x[s];
-    }
-    for (int s = 0; s < n; s++) x[s] *= 1 / sum;
-    return highest * scale + logf(sum);
-}
 // T queries in each of B sequences. The i-th is the token at + i of its sequence: it sees the keys up to its own.
 static void attend(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, const float *qkv, KeysValues kv,
                    const int *first, int at, int B, int T, int NH, int NKV, int HD) {

@@ -2,9 +2,10 @@
 //   p = softmax(logits)        share_k = p of the k-th [/ the sum of the K]
 //     out = sum over k of share_k expert_k(x)
 // It has a row for each of its experts. The N*K rows are sorted by expert, within one by token.
-// train_gpt2.c includes it behind softmax.
 #ifndef LLMC_CPU_EXPERTS_H
 #define LLMC_CPU_EXPERTS_H
+
+#include "vector.h"
 
 typedef struct {
     float *probs;   // (N, E)

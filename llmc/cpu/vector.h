@@ -47,6 +47,19 @@ static inline float fast_exp(float x) {
     return p * scale;
 }
 
+// x (n) = softmax(scale x). Returns the logarithm of the sum of exponentials.
+static float softmax(float *x, int n, float scale) {
+    float highest = -INFINITY, sum = 0;
+    #pragma omp simd reduction(max : highest)
+    for (int s = 0; s < n; s++) highest = x[s] > highest ? x[s] : highest;
+    #pragma omp simd reduction(+ : sum)
+    for (int s = 0; s < n; s++) {
+        x[s] = fast_exp((x[s] - highest) * scale);
+        sum += x[s];
+    }
+    for (int s = 0; s < n; s++) x[s] *= 1 / sum;
+    return highest * scale + logf(sum);
+}
 static int min_int(int a, int b) { return a < b ? a : b; }
 static size_t area(int rows, int cols) { return (size_t)rows * cols; }  // elements; int would overflow
 static void copy_floats(float *to, const float *from, size_t n) { memcpy(to, from, n * sizeof(float)); }
