@@ -18,11 +18,11 @@ import test_generate
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from stress_models import write_shards
 from test_mixtures import batch, options, their_model, transformers
 from test_ranks import MPIRUN, checkpoint, curve, events, same_curve
 from test_serve import Server as WebServer
 from test_serve import complete
+from test_train_gpt2 import write_shard
 
 import llmc
 import train_gpt2 as core
@@ -53,9 +53,16 @@ def run(*arguments, ranks=0, status=0, program=TRAINER):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Shards of bytes, their tokenizer, and conversations of which little is learned."""
-    folder = tmp_path_factory.mktemp("data")
-    write_shards(folder)
-    draw, chats = np.random.default_rng(1), []
+    folder, draw, chats = tmp_path_factory.mktemp("data"), np.random.default_rng(1), []
+    words = "the sea of a grey ship and no wind under it for seven long days, trainer python dev/ xxxx".split()
+    text, tokens = " ".join(draw.choice(words, 30000)).encode(), []
+    while text:
+        length = draw.choice([1, 3, 10, 30, 60])
+        tokens += [256, *text[:length]]
+        text = text[length:]
+    write_shard(folder / "train.bin", np.array(tokens[8000:]), V, kind=1, eot=256)
+    write_shard(folder / "val.bin", np.array(tokens[:8000]), V, kind=1, eot=256)
+    test_generate.write_tokenizer(folder / "bytes.bin", [b"<|endoftext|>"])
     for _ in range(400):
         n, learned = draw.integers(4, 30), draw.random()
         marks = (draw.random(n) > learned).astype(np.int64) << 30 | (np.arange(n) == 0).astype(np.int64) << 31
@@ -67,10 +74,11 @@ def data(tmp_path_factory):
 
 
 def words_of(data, output, **changes):
-    """Options of a run of six steps of 12 rows."""
+    """Options of a run of six steps of 12 rows. With a smaller epsilon AdamW makes gradients that are 0 but for
+    rounding as large as the others, and then a token chooses other experts."""
     o = {"train_data": data / "train.bin", "val_data": data / "val.bin", "batch_size": 12, "seq_len": T}
     o |= {"total_batch": 12 * T, "max_steps": 6, "eval_every": 0, "sample_every": 0, "learning_rate": 1e-3}
-    o |= {"recipe": "none", "output": output, "tokenizer": data / "bytes.bin"} | changes
+    o |= {"recipe": "none", "adam_eps": 1e-5, "output": output, "tokenizer": data / "bytes.bin"} | changes
     return o
 
 
@@ -193,7 +201,7 @@ def test_muon(data, folders, tmp_path, family):
     )
     for name in old:
         a, b = (x[name] - old[name] for x in (ours, theirs))
-        assert (a - b).norm() < 2e-3 * b.norm(), name
+        assert (a - b).norm() <= 2e-3 * b.norm(), name  # an expert may have no rows
     train(data, tmp_path / "whole", state_dtype="bf16", save_every=3, **how)
     whole = checkpoint(tmp_path / "whole", 6)
     shutil.rmtree(tmp_path / "whole/step_00000006")
