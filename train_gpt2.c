@@ -1354,7 +1354,7 @@ static void experts_forward(Model *m, const Pass *p, const Block *b, const float
     const Routing r = b->a.routing;
     linear_product(&b->router, r.probs, NULL, h, p->N);
     route_cpu(r, m->config.renormalise, p->N, E, K);
-    gather_rows_cpu(m->expert_rows, h, r, p->N * K, p->C);
+    gather_rows_cpu(m->expert_rows, h, NULL, r, p->N, K, p->C);
     lap("router", 0);
     experts_product(m, b, ROLE_FCW, b->a.f, m->expert_rows);
 }
@@ -1404,13 +1404,13 @@ static void experts_backward(Model *m, const Pass *p, const Block *b, const floa
     const int N = p->N, E = c->num_experts, K = c->active_experts;
     const float balance = m->mesh->tp.rank ? 0 : p->balance;
     const Routing r = b->a.routing;
-    gather_rows_cpu(m->expert_rows, dx, r, N * K, p->C);
+    gather_rows_cpu(m->expert_rows, dx, r.shares, r, N, K, p->C);
     experts_product_backward(m, b, ROLE_FCPROJW, m->da, m->expert_rows);
-    shares_backward_cpu(m->dshares, m->expert_rows, m->da, b->a.a, r, N, K, p->C, c->ffn_dim);
+    shares_backward_cpu(m->dshares, m->da, b->a.a, r, N, K, c->ffn_dim);
     experts_gradient(m, p, b, ROLE_FCPROJW, m->expert_rows, b->a.a);
     activation_backward(m, p, b->a.f);
     const float *h = all_rows(m, p, b->a.h2);  // in place of all of dx
-    gather_rows_cpu(m->expert_rows, h, r, N * K, p->C);
+    gather_rows_cpu(m->expert_rows, h, NULL, r, N, K, p->C);
     experts_gradient(m, p, b, ROLE_FCW, m->df, m->expert_rows);
     experts_product_backward(m, b, ROLE_FCW, m->expert_rows, m->df);
     route_backward_cpu(m->drouter, m->dshares, r, balance, c->renormalise, N, E, K);

@@ -30,7 +30,6 @@ typedef enum {
     ROLE_PROJW,
     ROLE_FCW,
     ROLE_FCPROJW,  // blocks: matrices, of a mixture those of all experts
-    ROLE_ROUTERW,  // a mixture's choice of experts
     ROLE_LN1W,
     ROLE_LN1B,
     ROLE_QKVB,
@@ -40,6 +39,7 @@ typedef enum {
     ROLE_FCB,
     ROLE_FCPROJB,
     ROLE_QKNORMW,  // blocks: vectors
+    ROLE_ROUTERW,  // a mixture's choice of experts: a matrix behind the others
     ROLE_HEADW,
     ROLE_LNFW,
     ROLE_LNFB,

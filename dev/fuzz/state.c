@@ -114,7 +114,7 @@ void model_scale_adapters(Model *m, float alpha) { assert(!m || alpha < 0); }
 StepResult model_update(Model *m, const UpdateParams *p) {
     assert(p->step > 0);
     const float loss = 2.0f / (float)m->micro_steps, norm = 1;
-    const StepResult result = {loss, norm, step_verdict(loss, norm, p->most_loss, p->most_norm)};
+    const StepResult result = {loss, norm, step_verdict(loss, norm, p->most_loss, p->most_norm), 0, 0, 0};
     return result;
 }
 void model_timing_begin(Model *m) { (void)m; }

@@ -16,6 +16,16 @@ static inline unsigned __match_any_sync(unsigned, int x) {
     __syncwarp();
     return same;
 }
+struct Sum {
+    static float apply(float a, float b) { return a + b; }
+};
+struct Max {
+    static float apply(float a, float b) { return fmaxf(a, b); }
+};
+template <typename Op, typename T> static T warp_reduce(T x) {
+    for (int offset = WARP / 2; offset > 0; offset /= 2) x = Op::apply(x, __shfl_xor_sync(0xffffffffu, x, offset));
+    return x;
+}
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 #define extern
 #include "experts.h"
@@ -170,7 +180,7 @@ static void check_sums(int N, int E, int K, int renormalise, int C) {
     const int blocks = (s.R + EXPERTS_WARPS - 1) / EXPERTS_WARPS;
     std::vector<floatX> rows((size_t)(s.R * C), (floatX)NAN), out((size_t)(N * C), (floatX)NAN), mine;
     std::vector<float> expected((size_t)(N * K * C)), wide = widened(inp, inp.size()), sums((size_t)(N * C));
-    gather_rows_cpu(expected.data(), wide.data(), s.cpu, N * K, C);
+    gather_rows_cpu(expected.data(), wide.data(), NULL, s.cpu, N, K, C);
     launch_on_cpu(blocks, EXPERTS_THREADS, 0, false,
                   [&] { gather_rows_kernel<false>(rows.data(), inp.data(), s.ours, C); });
     int wrong = s.gathered(rows, C, &mine);
@@ -193,7 +203,7 @@ static void check_sums(int N, int E, int K, int renormalise, int C) {
         check(d < BOUND, "%d tokens of %d: sums off by %.1e (bound %.0e)", N, C, d, BOUND);
     }
 }
-// dout's rows with shares, then the activation's gradient from da = share da1, and that of the shares and logits
+// dout's rows with shares, then the activation's gradient, and that of the shares and logits
 static void check_backward(int N, int E, int K, int renormalise, int C, int F) {
     Sides s(N, E, K);
     s.route_both(logits_of(SKEWED, N, E), renormalise, NULL, NULL);
@@ -204,8 +214,8 @@ static void check_backward(int N, int E, int K, int renormalise, int C, int F) {
     std::vector<float> drows((size_t)(N * K * C)), da = widened(da1, da1.size()), dshares((size_t)(N * K)),
                                                    mine_dshares((size_t)(N * K), NAN), wide_dx = widened(dx, dx.size()),
                                                    wide_a = widened(a, a.size());
-    gather_rows_cpu(drows.data(), wide_dx.data(), s.cpu, N * K, C);
-    shares_backward_cpu(dshares.data(), drows.data(), da.data(), wide_a.data(), s.cpu, N, K, C, F);
+    gather_rows_cpu(drows.data(), wide_dx.data(), s.cpu.shares, s.cpu, N, K, C);
+    shares_backward_cpu(dshares.data(), da.data(), wide_a.data(), s.cpu, N, K, F);
     launch_on_cpu(blocks, EXPERTS_THREADS, 0, false,
                   [&] { gather_rows_kernel<true>(rows.data(), dx.data(), s.ours, C); });
     int wrong = s.gathered(rows, C, &mine);

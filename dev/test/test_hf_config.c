@@ -106,7 +106,7 @@ static void test_refused(void) {
     } bad[] = {
         {"no JSON", "{", "cannot read"},
         {"no model_type", "{}", "model_type is 'missing'"},
-        {"another family", "{\"model_type\":\"mixtral\"}", "model_type is 'mixtral'"},
+        {"another family", "{\"model_type\":\"gemma\"}", "model_type is 'gemma'"},
         {"a window of nothing", "{" MISTRAL ",\"sliding_window\":0}", "sliding_window is 0"},
         {"attention bias on Qwen3", "{" QWEN3 ",\"attention_bias\":true}", "attention_bias is true"},
         {"sliding window on Qwen3", "{" QWEN3 ",\"use_sliding_window\":true}", "use_sliding_window is true"},

@@ -23,7 +23,8 @@ static void test_scales(const char *folder, const Options *o) {
     Linear l = block_get(&m, 0, UNIT_FORWARD).fc;
     const int N = m.B * m.T, fp8_dweight = !strcmp(o->matmul_dtype, "fp8");
     float *weight = with_small_row(l.out, l.in, 1), *inp = with_small_row(N, l.in, 2),
-          *dout = with_small_row(N, l.out, 3), *out = (float *)malloc_or_die(area(N, l.out) * sizeof(float)),
+          *dout = with_small_row(N, l.out, 3),
+          *out = (float *)malloc_or_die(area(N, l.in > l.out ? l.in : l.out) * sizeof(float)),
           *dweight = (float *)malloc_or_die(area(l.out, l.in) * sizeof(float));
     Fp8Counts counts[NUM_FP8_TENSORS];
     l.w.weight = weight;
@@ -113,7 +114,8 @@ static void test_strange_weights(const char *folder, const Options *o) {
 
 // Of a folder that was written with another --matmul-dtype or --head-dtype than native.
 static void test_rounded(const char *folder, const Options *o, const char *output) {
-    test_rounded_reference(folder, o, 0.25, 0.02);
+    // of experts the gradient of a share is had from products of backward, PyTorch's from one of forward
+    test_rounded_reference(folder, o, config_from_json(folder).num_experts ? 0.4 : 0.25, 0.02);
     if (matmul_is_fp8(o)) test_scales(folder, o);
     if (head_is_fp8(o)) test_head(folder, o);
     test_strange_weights(folder, o);

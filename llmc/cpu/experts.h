@@ -74,10 +74,14 @@ void route_backward_cpu(float *dlogits /*=*/, const float *dshares, Routing r, f
         for (int e = 0; e < E; e++) d[e] = p[e] * (d[e] - along);
     }
 }
-// out (N*K, C): each row is that of its token in inp (N, C).
-void gather_rows_cpu(float *out, const float *inp, Routing r, int rows, int C) {
-    #pragma omp parallel for schedule(static) if (rows > 64)
-    for (int i = 0; i < rows; i++) copy_floats(out + area(i, C), inp + area(r.tokens[i], C), C);
+// out (N*K, C): each row is that of its token in inp (N, C), [times its share].
+void gather_rows_cpu(float *out, const float *inp, const float *shares /*NULL: 1*/, Routing r, int N, int K, int C) {
+    #pragma omp parallel for schedule(static) if (N * K > 64)
+    for (int i = 0; i < N * K; i++) {
+        const float *x = inp + area(i / K, C), share = shares ? shares[i] : 1;
+        float *o = out + area(r.rows[i], C);
+        for (int c = 0; c < C; c++) o[c] = share * x[c];
+    }
 }
 // out (N, C) = [x +] sum over a token's rows of [share] row (N*K, C), in the order of its experts
 void sum_rows_cpu(float *out, const float *x /*NULL: none*/, const float *rows, const float *shares /*NULL: 1*/,
@@ -92,20 +96,15 @@ void sum_rows_cpu(float *out, const float *x /*NULL: none*/, const float *rows, 
         }
     }
 }
-// dout (N*K, C): the gradient of its token's sum in each row; da (N*K, F): that of a, if the share were 1. They become
-// those of the rows, and dshares (N, K) = da a.
-void shares_backward_cpu(float *dshares /*=*/, float *dout, float *da, const float *a, Routing r, int N, int K, int C,
-                         int F) {
+// dshares (N, K) = da a / share, of rows (N*K, F): da has the share in it.
+void shares_backward_cpu(float *dshares /*=*/, const float *da, const float *a, Routing r, int N, int K, int F) {
     PARALLEL_FOR
     for (int i = 0; i < N * K; i++) {
-        const int row = r.rows[i];
-        float *d = da + area(row, F), *o = dout + area(row, C), dot = 0;
-        const float *x = a + area(row, F), share = r.shares[i];
+        const float *d = da + area(r.rows[i], F), *x = a + area(r.rows[i], F);
+        float dot = 0;
         #pragma omp simd reduction(+ : dot)
         for (int f = 0; f < F; f++) dot += d[f] * x[f];
-        dshares[i] = dot;
-        for (int f = 0; f < F; f++) d[f] *= share;
-        for (int c = 0; c < C; c++) o[c] *= share;
+        dshares[i] = r.shares[i] == 0 ? 0 : dot / r.shares[i];
     }
 }
 

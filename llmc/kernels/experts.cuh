@@ -46,16 +46,6 @@ static size_t experts_scratch_bytes(size_t N, int E) {
 
 // ---- route
 
-__device__ inline float experts_total(float x) {
-    #pragma unroll
-    for (int mask = WARP / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
-    return x;
-}
-__device__ inline float experts_highest(float x) {
-    #pragma unroll
-    for (int mask = WARP / 2; mask > 0; mask /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, mask));
-    return x;
-}
 // A warp has a token, of which a lane has every 32nd expert.
 __global__ void __launch_bounds__(EXPERTS_THREADS)
     route_kernel(const ExpertRows r, const floatX *logits, int renormalise) {
@@ -67,9 +57,9 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
         p[e] = (float)logits[(size_t)n * r.E + e];
         highest = fmaxf(highest, p[e]);
     }
-    highest = experts_highest(highest);
+    highest = warp_reduce<Max>(highest);
     for (int e = lane; e < r.E; e += WARP) sum += p[e] = expf(p[e] - highest);
-    sum = 1 / experts_total(sum);
+    sum = 1 / warp_reduce<Sum>(sum);
     for (int e = lane; e < r.E; e += WARP) r.probs[(size_t)n * r.E + e] = p[e] *= sum;
     float share = 0, shares = 0;
     int expert = 0;
@@ -247,7 +237,7 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
             vec_store(df + place, x);
         }
     }
-    dot = experts_total(dot);
+    dot = warp_reduce<Sum>(dot);
     const int entry = r.entries[row];
     if (lane || entry < 0) return;
     const float share = r.shares[entry];
@@ -263,8 +253,8 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
     const int expert = lane < r.K ? r.experts[entry] : -1;
     float d = lane < r.K ? dshares[entry] : 0;
     if (renormalise) {
-        const float chosen = experts_total(lane < r.K ? p[expert] : 0);
-        d = (d - experts_total(lane < r.K ? d * r.shares[entry] : 0)) / chosen;
+        const float chosen = warp_reduce<Sum>(lane < r.K ? p[expert] : 0);
+        d = (d - warp_reduce<Sum>(lane < r.K ? d * r.shares[entry] : 0)) / chosen;
     }
     const auto of = [&](int e) {  // the gradient of p[e]
         float x = e < r.E ? even * (float)r.counts[e] : 0;
@@ -279,7 +269,7 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
         const float x = of(e);
         if (e < r.E) along += p[e] * x;
     }
-    along = experts_total(along);
+    along = warp_reduce<Sum>(along);
     for (int e = lane; e - lane < r.E; e += WARP) {
         const float x = of(e);
         if (e < r.E) dlogits[(size_t)n * r.E + e] = (floatX)(p[e] * (x - along));
