@@ -448,7 +448,7 @@ def test_python(folders, tmp_path, family):
     """Of one's own loss the gradient is that of the loss alone; the built-in one adds the balance."""
     draw = np.random.default_rng(2)
     tokens, targets = draw.integers(0, V, (4, T)), draw.integers(0, V, (4, T))
-    base = copy(folders[family], tmp_path / "base", router_aux_loss_coef=0.5)
+    base = copy(folders[family], tmp_path / "base", router_aux_loss_coef=20.0)
     model = ref.make_model(str(base), 0)
     rows = torch.from_numpy(tokens), model.rope_table(T, "cpu"), torch.from_numpy(targets)
     loss, balance = model(*rows, with_balance=True)
