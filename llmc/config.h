@@ -39,7 +39,7 @@ typedef struct {
     int num_experts;        // E: MLPs of a block, of which each token has some; 0: one MLP
     int active_experts;     // K of them
     int renormalise;        // a token's K shares are divided by their sum
-    float balance;          // coefficient of the loss that keeps experts evenly used (train_gpt2.c)
+    float balance;          // coefficient of the loss that keeps experts evenly used (cpu/experts.h)
     NormKind norm;
     float norm_eps;
     PositionKind position;

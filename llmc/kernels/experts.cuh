@@ -1,6 +1,6 @@
-// A mixture of experts' rows: which experts a token has, where its rows are, and the way there and back. train_gpt2.c
-// has the same in loops (Routing). The products between are matmul.cuh's, for which each expert's rows begin at a
-// multiple of EXPERT_ROWS; rows behind its last are zeros.
+// A mixture of experts' rows: which experts a token has, where its rows are, and the way there and back.
+// llmc/cpu/experts.h has the same in loops (Routing). The products between are matmul.cuh's, for which each expert's
+// rows begin at a multiple of EXPERT_ROWS; rows behind its last are zeros.
 //
 //   forward    route: logits (N,E) -> experts, shares, rows      gather: rows (R,C) of h      sum: of a token's rows
 //   backward   gather: rows of dout, times their shares          activation: its gradient, and that of the shares
