@@ -94,17 +94,19 @@ static const floatX *block_input(const Model *m, int l) { return l == 0 ? m->b.x
 // A pass of generation keeps nothing for backward: all its blocks use the first one's place, and a cache of keys and
 // values may have that of the others (decoder_place).
 static const BlockActs *block_acts(const Model *m, const Pass *p, int l) { return &m->b.blocks[p->cache ? 0 : l]; }
-static Experts experts_of(const Model *m, const Pass *p, const Unit *u, const BlockActs *a, int l) {
+// fc, fcproj: the layers of all experts.
+static Experts experts_of(const Model *m, const Pass *p, const Unit *u, const Linear *fc, const Linear *fcproj,
+                          const BlockActs *a, int l) {
     const Config *c = &m->config;
     const Buffers *b = &m->b;
     Experts x = {c->channels, c->ffn_dim, c->renormalise, m->plan.recomputes_activation, c->mlp, a->experts};
     x.rows.N = p->N;
     x.router = unit_param(u, u->weights, ROLE_ROUTERW);
-    x.fc = unit_param(u, u->weights, ROLE_FCW);
-    x.fcproj = unit_param(u, u->weights, ROLE_FCPROJW);
+    x.fc = fc->weight;
+    x.fcproj = fcproj->weight;
     x.drouter = unit_param(u, u->grads, ROLE_ROUTERW);
-    x.dfc = unit_param(u, u->grads, ROLE_FCW);
-    x.dfcproj = unit_param(u, u->grads, ROLE_FCPROJW);
+    x.dfc = fc->dweight;
+    x.dfcproj = fcproj->dweight;
     x.f = a->f;
     x.a = a->a;
     x.logits = b->router_logits;
@@ -140,12 +142,9 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     b.norm2 = norm_of(m, &u, ROLE_LN2W, ROLE_LN2B, a->mean2, a->rstd2, a->x_mid);
     b.qkv = layer(&plan->qkv, ROLE_QKVW, ROLE_QKVB, attention, normalises_qk ? a->qkv : NULL);
     b.proj = layer(&plan->proj, ROLE_PROJW, ROLE_PROJB, stream, NULL);
-    if (m->config.num_experts) {
-        b.experts = experts_of(m, p, &u, a, l);
-    } else {
-        b.fc = layer(&plan->fc, ROLE_FCW, ROLE_FCB, df_sums, a->f);
-        b.fcproj = layer(&plan->fcproj, ROLE_FCPROJW, ROLE_FCPROJB, stream, NULL);
-    }
+    b.fc = layer(&plan->fc, ROLE_FCW, ROLE_FCB, df_sums, a->f);
+    b.fcproj = layer(&plan->fcproj, ROLE_FCPROJW, ROLE_FCPROJB, stream, NULL);
+    if (m->config.num_experts) b.experts = experts_of(m, p, &u, &b.fc, &b.fcproj, a, l);
     m->b.merged_block = u.number;
     b.h1 = a->h1;
     b.q_k_v = a->q_k_v;

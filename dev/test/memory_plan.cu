@@ -472,7 +472,8 @@ static void check_orders(void) {
 static int quantised;
 static void check_quantised(const char *format) {
     Options o = options_default();
-    o.generate = 1;
+    o.generate = !config.num_experts;
+    o.evaluate = !o.generate;
     o.batch_size = mesh.tp.world;
     o.weights = format;
     const int heads = config.num_heads * config.head_dim;
@@ -555,13 +556,14 @@ static void check_lora(const char *format, int rank, const char *targets, int st
     Options o = options_default();
     o.weights = format;
     o.lora = rank;
+    o.sample_every = 0;
     o.lora_targets = targets;
     o.zero_stage = stage;
     o.batch_size = 4;
     o.seq_len = 512;
     o.total_batch = 1 << 20;
     const int heads = config.num_heads * config.head_dim;
-    const int fp8 = sizeof(floatX) == 2 && stage == 2 && config.ffn_dim / mesh.tp.world % 16 == 0;
+    const int fp8 = sizeof(floatX) == 2 && stage == 2 && config.ffn_dim / mesh.tp.world % 16 == 0 && !config.num_experts;
     if (fp8) o.matmul_dtype = "fp8";
     if (!strcmp(format, "int4") && (heads | config.ffn_dim) / mesh.tp.world % INT4_GROUP) return;
     begin(&r, &o);
@@ -743,13 +745,13 @@ static void check_model(const char *name, int tp, int dp) {
     mesh.tp.world = tp;
     mesh.tp.rank = tp - 1;
     const int mixes = config.num_experts > 0;
-    for (const char *format : {"int8", "int4", "fp8"})
-        if (!mixes) check_quantised(format);
-    const char *some = strncmp(name, "gpt2", 4) ? "v_proj,up_proj" : "c_attn";
-    if (config.ffn_dim % (8 * tp) == 0 && !mixes) {
-        check_lora("native", 16, "all", 1);
+    for (const char *format : {"int8", "int4", "fp8"}) check_quantised(format);
+    const char *all = mixes ? "q_proj,k_proj,v_proj,o_proj" : "all";
+    const char *some = mixes ? "k_proj,v_proj" : strncmp(name, "gpt2", 4) ? "v_proj,up_proj" : "c_attn";
+    if (config.ffn_dim % (8 * tp) == 0) {
+        check_lora("native", 16, all, 1);
         check_lora("int8", 3, some, 2);
-        check_lora("int4", 8, "all", 0);
+        check_lora("int4", 8, all, 0);
     }
     const int sizes[][2] = {{2, 24}, {7, 64}, {4, 1024}, {9, 520}};
     for (int way = 0; way < 4 * 4 * 2 * 4 * 2; way++) {
@@ -819,7 +821,7 @@ int main() {
                                   "qwen2.5:1.5B,layers=4,channels=512,heads=8,kv_heads=2,ffn=2048",
                                   "qwen3:0.6B,layers=3,channels=512,heads=8,kv_heads=4,vocab=500,ffn=1536",
                                   "modern:d4,channels=512,heads=4,vocab=500",
-                                  "qwen3:30B-A3B,layers=3,channels=512,heads=8,vocab=500,experts=16,active=3"};
+                                  "qwen3:30B-A3B,layers=3,channels=512,heads=8,ffn=128,vocab=500,experts=16,active=3"};
     for (const char *model : models) {
         const int before = faults, had = layouts, said = hints, mixes = strstr(model, "experts") != NULL;
         check_model(model, 1, 1);

@@ -199,7 +199,7 @@ static size_t reduce_bytes(const Plan *p, int spans) {
         bias_backward_scratch_bytes(fc_width(c)),
         bias_backward_scratch_bytes(qkv_width(c)),
         embedding_backward_scratch_bytes(p->B, p->T),
-        qk_norm_scratch_bytes(c->head_dim),
+        qk_norm_scratch_bytes(dim_size(c, DIM_Q_GAINS) + dim_size(c, DIM_K_GAINS)),
         c->head_bias ? bias_backward_scratch_bytes(c->padded_vocab_size) : 0,
         adapters_scratch_bytes(p),
         experts_scratch_bytes(p->N, c->num_experts),

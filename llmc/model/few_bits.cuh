@@ -1,9 +1,10 @@
 // --weights on a GPU: the blocks' four matrices and the head in few bits (quant.h), quantised on the host while they
-// are loaded. The device keeps codes and scales alone. A step of generation reads them as they are (decode_stream.cuh);
+// are loaded. Of a mixture the matrices of all experts are one: rows below each other. The device keeps codes and scales
+// alone. A step of generation reads them as they are (decode_stream.cuh);
 // prompts, --evaluate and --lora widen a block's matrices into one buffer before its products, each weight rounded to
 // floatX (kernels/lora.cuh).
 // (Not fp8 products, --matmul-dtype: those are linear.cuh and kernels/quantise.cuh.)
-// Everything else stays native: the embedding, which a head that is tied to it has a copy of, norms, biases.
+// Everything else stays native: the embedding, which a head that is tied to it has a copy of, routers, norms, biases.
 #ifndef LLMC_MODEL_FEW_BITS_CUH
 #define LLMC_MODEL_FEW_BITS_CUH
 
@@ -18,11 +19,18 @@ typedef struct {
 
 // ---- which
 
-// Elements of a unit that are quantised: its matrices, which come first. The embedding is kept besides.
+// Elements of a unit before a role's.
+static size_t elements_before(const Plan *p, int unit, Role role) {
+    return param_at(p->base, unit, role) - p->base->unit_begin[unit];
+}
+// Elements of a block's four matrices, which come first.
+static size_t block_matrices(const Plan *p) {
+    return elements_before(p, 1, p->config.num_experts ? ROLE_ROUTERW : ROLE_LN1W);
+}
+// Elements of a unit that are quantised, which come first. The embedding is kept besides.
 static size_t quantised_elements(const Plan *p, int unit) {
     if (p->weights == WEIGHTS_FP32 || unit == 0) return 0;
-    const Role vector = unit_is_block(p->base, unit) ? ROLE_LN1W : ROLE_LNFW;
-    return param_at(p->base, unit, vector) - p->base->unit_begin[unit];
+    return unit_is_block(p->base, unit) ? block_matrices(p) : elements_before(p, unit, ROLE_LNFW);
 }
 static int quantised_count(const Plan *p) { return 4 * p->config.num_layers + 1; }
 // Of the blocks' matrices and the head, in the order of use; -1: another tensor.
@@ -37,8 +45,9 @@ static int quantised_number(const Plan *p, int unit, Role role) {
 }
 static QuantMatrix quantised_matrix(const Plan *p, int number) {
     const Linear *layers[] = {&p->qkv, &p->proj, &p->fc, &p->fcproj};
-    const Linear *l = number == quantised_count(p) - 1 ? &p->head : layers[number % 4];
-    return {p->weights, l->out, l->in, NULL, NULL};
+    const int is_head = number == quantised_count(p) - 1, of_experts = !is_head && number % 4 >= 2;
+    const Linear *l = is_head ? &p->head : layers[number % 4];
+    return {p->weights, l->out * (of_experts ? block_mlps(&p->config) : 1), l->in, NULL, NULL};
 }
 
 // ---- by what a step of generation multiplies them
@@ -111,10 +120,11 @@ static void quantised_request(const Plan *p, Quantised *q, Memory *m) {
     memory_request(m, &q->codes, "quantised matrices", codes);
     memory_request(m, &q->scales, "their scales", scales);
 }
-// Elements of the buffer for matrices that are widened or merged: those of a block, and the head.
-static size_t block_matrices(const Plan *p) { return param_at(p->base, 1, ROLE_LN1W) - p->base->unit_begin[1]; }
+// Elements of the buffer for matrices that are widened or merged: those of a block, and the head. Native experts stay
+// where they are.
 static size_t merged_elements(const Plan *p) {
-    const size_t block = block_matrices(p), head = (size_t)p->head.out * (size_t)p->head.in;
+    const int has_experts = p->config.num_experts && p->weights == WEIGHTS_FP32;
+    const size_t block = has_experts ? elements_before(p, 1, ROLE_FCW) : block_matrices(p), head = (size_t)p->head.out * (size_t)p->head.in;
     // The head is widened for all but steps that read it as it is.
     const int has_kernel = plan_has_decode_kernel(p) && plan_has_rows_kernel(p) && !plan_is_split(p);
     const int has_head = p->weights != WEIGHTS_FP32 && (!p->options.generate || !has_kernel);

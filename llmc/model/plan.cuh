@@ -92,7 +92,7 @@ static void plan_layers(Plan *p) {
     p->qkv.output = c->qk_norm != QK_NORM_NONE     ? LINEAR_QK_NORM
                     : c->position == POSITION_ROPE ? LINEAR_ROPE
                                                    : LINEAR_PLAIN;
-    p->qkv.qk_norm = {NULL, NULL, c->norm_eps, query_scale(c)};
+    p->qkv.qk_norm = {NULL, NULL, c->norm_eps, query_scale(c), c->qk_norm == QK_NORM_WHOLE};
     p->qkv.epilogue = p->rope_fused ? EPILOGUE_ROPE : EPILOGUE_PLAIN;
     p->proj.in = Q;
     p->proj.out = C;
@@ -166,11 +166,9 @@ static void plan_require_experts(const Config *c, const Options *o, const Mesh *
     const struct {
         int asked;
         const char *what;
-    } lacks[] = {{c->qk_norm == QK_NORM_WHOLE, "q and k normalised over all heads"},
-                 {mesh->tp.world > 1, "--tp"},
+    } lacks[] = {{mesh->tp.world > 1, "--tp"},
                  {o->gelu_fusion > 0, "--debug gelu-fusion"},
                  {matmul_is_fp8(o), "--matmul-dtype fp8"},
-                 {weights_are_quantised(o), "--weights"},
                  {(lora->targets & experts) != 0,
                   "adapters of experts (--lora-targets q_proj,k_proj,v_proj,o_proj has none)"},
                  {writes_text(o), "generated texts (--sample-every 0 makes none)"}};
