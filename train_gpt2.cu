@@ -94,19 +94,25 @@ static const floatX *block_input(const Model *m, int l) { return l == 0 ? m->b.x
 // A pass of generation keeps nothing for backward: all its blocks use the first one's place, and a cache of keys and
 // values may have that of the others (decoder_place).
 static const BlockActs *block_acts(const Model *m, const Pass *p, int l) { return &m->b.blocks[p->cache ? 0 : l]; }
-// fc, fcproj: the layers of all experts.
-static Experts experts_of(const Model *m, const Pass *p, const Unit *u, const Linear *fc, const Linear *fcproj,
-                          const BlockActs *a, int l) {
+// fc and fcproj of a block are the layers of all its experts.
+static Experts experts_of(const Model *m, const Pass *p, const Block *of, const BlockActs *a, int l) {
     const Config *c = &m->config;
     const Buffers *b = &m->b;
+    const Unit *u = &of->unit;
     Experts x = {c->channels, c->ffn_dim, c->renormalise, m->plan.recomputes_activation, c->mlp, a->experts};
     x.rows.N = p->N;
+    x.rows.R = (int)experts_room((size_t)p->N, c->num_experts, c->active_experts);
     x.router = unit_param(u, u->weights, ROLE_ROUTERW);
-    x.fc = fc->weight;
-    x.fcproj = fcproj->weight;
+    x.fc = of->fc.weight;
+    x.fcproj = of->fcproj.weight;
+    x.fc_adapters = of->fc.adapters;
+    x.fcproj_adapters = of->fcproj.adapters;
+    x.kept_fc = of->fc.kept;
+    x.kept_fcproj = of->fcproj.kept;
+    x.by_rows = of->qkv.kept.weight != NULL;
     x.drouter = unit_param(u, u->grads, ROLE_ROUTERW);
-    x.dfc = fc->dweight;
-    x.dfcproj = fcproj->dweight;
+    x.dfc = of->fc.dweight;
+    x.dfcproj = of->fcproj.dweight;
     x.f = a->f;
     x.a = a->a;
     x.logits = b->router_logits;
@@ -144,7 +150,7 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     b.proj = layer(&plan->proj, ROLE_PROJW, ROLE_PROJB, stream, NULL);
     b.fc = layer(&plan->fc, ROLE_FCW, ROLE_FCB, df_sums, a->f);
     b.fcproj = layer(&plan->fcproj, ROLE_FCPROJW, ROLE_FCPROJB, stream, NULL);
-    if (m->config.num_experts) b.experts = experts_of(m, p, &u, &b.fc, &b.fcproj, a, l);
+    if (m->config.num_experts) b.experts = experts_of(m, p, &b, a, l);
     m->b.merged_block = u.number;
     b.h1 = a->h1;
     b.q_k_v = a->q_k_v;
@@ -721,6 +727,7 @@ static void merge_blocks(Model *m) {
         for (int i = 0; i < 4; i++) {
             const Role role = (Role)(ROLE_QKVW + i);
             Linear l = *layers[i];
+            if (!is_merged(plan, 4 * (unit - 1) + i)) continue;
             l.weight = unit_param(&u, u.weights, role);
             l.adapters = layer_adapters(plan, &u, role, l.in);
             merge_weight(decoder_matrix(plan, &m->decoder, unit, role), plan, &m->b, &u, &l, role, m->gpu.compute);
@@ -852,7 +859,7 @@ void model_decode(Model *m, const DecodeRow *rows, int count) {
     const int filled = decoder_filled(&m->plan, d, count, m->decode_matmul.part_rows);
     const int step = decoder_begin(d, rows, count, filled);
     // Of the training forward's work between ranks, and of products that choose their plans, there is no graph.
-    const int graphs = m->plan.options.cuda_graphs && (d->has_kernel || (d->kept && m->mesh->job.world == 1));
+    const int graphs = m->plan.options.cuda_graphs && (d->has_kernel || (d->has_rows && m->mesh->job.world == 1));
     watchdog_beat(PHASE_SAMPLE, -1);
     begin_turn(m);
     for (int u = 0; u < m->table.num_units && d->has_kernel; u++) zero_wait(&m->links.zero, u);

@@ -533,7 +533,13 @@ static void check_adapters(const Planned *r) {
         for (int role = ROLE_QKVW; role <= ROLE_FCPROJW; role++) {
             const Linear *layers[] = {&p->qkv, &p->proj, &p->fc, &p->fcproj}, *l = layers[role - ROLE_QKVW];
             const LayerAdapters x = layer_adapters(p, &unit, (Role)role, l->in);
-            for (const LayerAdapter *a = x.of; a < x.of + x.count; a++) {
+            for (int i = 0; i < x.count * lora_layers(&x); i++) {
+                const size_t expert = (size_t)(i / x.count);
+                LayerAdapter of = x.of[i % x.count], *a = &of;
+                of.a += expert * x.next_a;
+                of.b += expert * x.next_b;
+                of.da += expert * x.next_a;
+                of.db += expert * x.next_b;
                 fault_unless(a->row % 8 == 0 && a->rows % 8 == 0 && a->row + a->rows <= l->out, o, "rows of adapters");
                 fault_unless((size_t)a->a % 16 == 0 && a->da - r->b.grads == a->a - trained.weights &&
                                  a->db - r->b.grads == a->b - trained.weights,
@@ -563,7 +569,8 @@ static void check_lora(const char *format, int rank, const char *targets, int st
     o.seq_len = 512;
     o.total_batch = 1 << 20;
     const int heads = config.num_heads * config.head_dim;
-    const int fp8 = sizeof(floatX) == 2 && stage == 2 && config.ffn_dim / mesh.tp.world % 16 == 0 && !config.num_experts;
+    const int fp8 =
+        sizeof(floatX) == 2 && stage == 2 && config.ffn_dim / mesh.tp.world % 16 == 0 && !config.num_experts;
     if (fp8) o.matmul_dtype = "fp8";
     if (!strcmp(format, "int4") && (heads | config.ffn_dim) / mesh.tp.world % INT4_GROUP) return;
     begin(&r, &o);
@@ -746,12 +753,11 @@ static void check_model(const char *name, int tp, int dp) {
     mesh.tp.rank = tp - 1;
     const int mixes = config.num_experts > 0;
     for (const char *format : {"int8", "int4", "fp8"}) check_quantised(format);
-    const char *all = mixes ? "q_proj,k_proj,v_proj,o_proj" : "all";
-    const char *some = mixes ? "k_proj,v_proj" : strncmp(name, "gpt2", 4) ? "v_proj,up_proj" : "c_attn";
+    const char *some = mixes ? "q_proj,k_proj,v_proj,o_proj" : strncmp(name, "gpt2", 4) ? "v_proj,up_proj" : "c_attn";
     if (config.ffn_dim % (8 * tp) == 0) {
-        check_lora("native", 16, all, 1);
+        check_lora("native", 16, "all", 1);
         check_lora("int8", 3, some, 2);
-        check_lora("int4", 8, all, 0);
+        check_lora("int4", 8, "all", 0);
     }
     const int sizes[][2] = {{2, 24}, {7, 64}, {4, 1024}, {9, 520}};
     for (int way = 0; way < 4 * 4 * 2 * 4 * 2; way++) {

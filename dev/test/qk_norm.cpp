@@ -38,7 +38,8 @@ static std::vector<float> table_of(int T, int HD) {
 template <int N>
 static void check_heads(int HD, int NH, int NKV, int T, bool has_gains, bool rotates, float scale, bool whole = false) {
     const int B = 2, rows = B * T;
-    const size_t width = (size_t)((NH + 2 * NKV) * HD), all = (size_t)rows * width, pair = (size_t)((whole ? NH + NKV : 2) * HD);
+    const size_t width = (size_t)((NH + 2 * NKV) * HD), all = (size_t)rows * width,
+                 pair = (size_t)((whole ? NH + NKV : 2) * HD);
     std::vector<floatX> qkv(all), out(all, (floatX)NAN), d(all), gains(pair);
     std::vector<float> x(all), y(all), dx(all), w(pair), dw(pair, 0), cos_sin = table_of(T, HD);
     const float sizes[] = {1e-3f, 0.1f, 1, 300};
@@ -61,12 +62,13 @@ static void check_heads(int HD, int NH, int NKV, int T, bool has_gains, bool rot
     const QkRows heads = {rows, T, NH, NKV, HD, rotates ? cos_sin.data() : NULL};
     const int at_once = QK_NORM_THREADS / lanes;
     float *to = has_gains ? partial.data() : NULL;
-    launch_on_cpu(whole ? rows : (rows * (NH + 2 * NKV) + at_once - 1) / at_once, QK_NORM_THREADS, of_warps, false, [&] {
-        if (whole)
-            qk_norm_whole_forward_kernel<N>(out.data(), qkv.data(), norm, heads, lanes);
-        else
-            qk_norm_forward_kernel<N>(out.data(), qkv.data(), norm, heads, lanes);
-    });
+    launch_on_cpu(whole ? rows : (rows * (NH + 2 * NKV) + at_once - 1) / at_once, QK_NORM_THREADS, of_warps, false,
+                  [&] {
+                      if (whole)
+                          qk_norm_whole_forward_kernel<N>(out.data(), qkv.data(), norm, heads, lanes);
+                      else
+                          qk_norm_forward_kernel<N>(out.data(), qkv.data(), norm, heads, lanes);
+                  });
     launch_on_cpu(blocks, QK_NORM_THREADS, whole ? of_warps + 4 * (int)pair : shared, false, [&] {
         if (whole)
             qk_norm_whole_backward_kernel<N>(d.data(), to, qkv.data(), norm, heads, lanes, blocks);

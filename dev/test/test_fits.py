@@ -120,7 +120,6 @@ def test_a_cpu_has_no_gpu(tmp_path, option):
     "more, words",
     [
         (["--matmul-dtype", "fp8"], "--matmul-dtype fp8"),
-        (["-s", 5], "generated texts"),
         (["-e", "mixtral:8x7B,layers=1,experts=6"], "6 experts are no multiple of 8"),
     ],
 )

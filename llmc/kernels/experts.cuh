@@ -93,6 +93,7 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
     if (lane >= r.K) return;
     r.shares[(size_t)n * r.K + lane] = renormalise ? share / shares : share;
     r.experts[(size_t)n * r.K + lane] = expert;
+    r.rows[(size_t)n * r.K + lane] = n * r.K + lane;  // not sorted
 }
 
 // How many of an expert's rows come before this lane's in the chunk. counts: of those so far, and of no expert (E).
@@ -279,6 +280,15 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
 #ifdef __CUDACC__  // not where a CPU runs the kernels (dev/test/experts.cpp)
 // ---- launchers
 
+// logits (N,E) -> experts and shares; rows that are not sorted.
+static void choose(const ExpertRows *r, const floatX *logits, int renormalise, cudaStream_t stream) {
+    require(r->E <= 1024 && r->E % VecX::size == 0 && r->K <= WARP && r->K <= r->E,
+            "%d of %d experts\nuse at most 1024 experts, a multiple of %d, of which 32 are active", r->K, r->E,
+            VecX::size);
+    route_kernel<<<blocks_for((size_t)r->N, EXPERTS_WARPS), EXPERTS_THREADS,
+                   (size_t)EXPERTS_WARPS *(size_t)r->E * sizeof(float), stream>>>(*r, logits, renormalise);
+    launchCheck();
+}
 // logits (N,E) -> r. scratch: experts_scratch_bytes. load: NULL pointers: nothing is reported.
 static void route(const ExpertRows *r, const floatX *logits, int renormalise, ExpertLoad load, void *scratch,
                   cudaStream_t stream) {
@@ -286,11 +296,7 @@ static void route(const ExpertRows *r, const floatX *logits, int renormalise, Ex
     int *const rows = (int *)scratch;
     const ExpertChunks c = {rows, (float *)(rows + chunks * (size_t)r->E)};
     const size_t counts = (size_t)CHUNK_WARPS * (size_t)(r->E + 1) * sizeof(int);
-    require(r->E <= 1024 && r->E % VecX::size == 0 && r->K <= WARP && r->K <= r->E,
-            "%d of %d experts\nuse at most 1024 experts, a multiple of %d, of which 32 are active", r->K, r->E,
-            VecX::size);
-    route_kernel<<<blocks_for((size_t)r->N, EXPERTS_WARPS), EXPERTS_THREADS,
-                   (size_t)EXPERTS_WARPS *(size_t)r->E * sizeof(float), stream>>>(*r, logits, renormalise);
+    choose(r, logits, renormalise, stream);
     experts_chunk_kernel<false><<<blocks_for(chunks, CHUNK_WARPS), CHUNK_WARPS * WARP, counts, stream>>>(*r, c);
     experts_groups_kernel<<<1, 1024, 0, stream>>>(*r, c, load);
     experts_chunk_kernel<true><<<blocks_for(chunks, CHUNK_WARPS), CHUNK_WARPS * WARP, counts, stream>>>(*r, c);

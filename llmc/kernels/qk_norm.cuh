@@ -357,8 +357,10 @@ static void qk_norm_backward(const QkNorm *norm, const QkRows *r, floatX *dqkv, 
         const size_t each = (size_t)gains * sizeof(float), sums = (size_t)(QK_NORM_THREADS / lanes) * each;
         if (norm->whole)
             qk_norm_whole_backward_kernel<vector>
-                <<<(unsigned)blocks, QK_NORM_THREADS, 2 * QK_NORM_WARPS * sizeof(float) + each, stream>>>(
-                    dqkv, partial, qkv, *norm, *r, lanes, blocks);
+                <<<(unsigned)blocks, QK_NORM_THREADS, 2 * QK_NORM_WARPS * sizeof(float) + each, stream>>>(dqkv, partial,
+                                                                                                          qkv, *norm,
+                                                                                                          *r, lanes,
+                                                                                                          blocks);
         else
             qk_norm_backward_kernel<vector>
                 <<<(unsigned)blocks, QK_NORM_THREADS, partial ? sums : 0, stream>>>(dqkv, partial, qkv, *norm, *r,
