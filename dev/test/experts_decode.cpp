@@ -97,10 +97,11 @@ static void check_step(WeightFormat format, int N, int K, int E, int in, int out
             double x[2] = {};
             for (int part = 0; part < 1 + gated; part++)
                 for (int k = 0; k < in; k++)
-                    x[part] += (double)(float)row[k] *
-                               (double)w.wide[((size_t)experts[(size_t)i] * (size_t)out + (size_t)(c + part * width)) *
-                                                  (size_t)in +
-                                              (size_t)k];
+                    x[part] +=
+                        (double)(float)row[k] *
+                        (double)w
+                            .wide[((size_t)experts[(size_t)i] * (size_t)out + (size_t)(c + part * width)) * (size_t)in +
+                                  (size_t)k];
             if (rows[(size_t)(i / K)].slot < 0) {
                 touched += !isnan(y);
                 continue;
@@ -122,9 +123,8 @@ static void check_step(WeightFormat format, int N, int K, int E, int in, int out
     const double error = sqrt(d2 / r2);
     check(error < BOUND && !touched && !differ,
           "%s, %d rows, %d of %d experts, %d to %d%s%s%s: %.1e (bound %.0e), %d of nobody's, %d differ alone",
-          format == WEIGHTS_FP32 ? "native" : weight_format_names[format], N, K, E, in, out,
-          gated ? ", gated" : "", skewed ? ", one for all" : "", nobody ? ", some nobody's" : "", error, BOUND, touched,
-          differ);
+          format == WEIGHTS_FP32 ? "native" : weight_format_names[format], N, K, E, in, out, gated ? ", gated" : "",
+          skewed ? ", one for all" : "", nobody ? ", some nobody's" : "", error, BOUND, touched, differ);
 }
 
 int main() {

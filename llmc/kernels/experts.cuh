@@ -13,7 +13,7 @@
 #define LLMC_EXPERTS_CUH
 
 #include "../config.h"
-#include "../cuda/common.cuh"
+#include "../cuda/tile.cuh"
 
 enum { EXPERTS_THREADS = 256, EXPERTS_WARPS = EXPERTS_THREADS / WARP, CHUNK_TOKENS = 64, CHUNK_WARPS = 4 };
 
@@ -51,6 +51,8 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
     route_kernel(const ExpertRows r, const floatX *logits, int renormalise) {
     extern __shared__ int4 experts_shared[];  // (EXPERTS_WARPS,E) floats
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n = blockIdx.x * EXPERTS_WARPS + warp;
+    kernels_behind_begin();
+    kernels_before_wait();
     if (n >= r.N) return;
     float *p = (float *)experts_shared + warp * r.E, highest = -INFINITY, sum = 0;
     for (int e = lane; e < r.E; e += WARP) {
@@ -198,6 +200,8 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
     sum_rows_kernel(floatX *out, const floatX *x /*NULL: none*/, const floatX *rows, const ExpertRows r, int C) {
     const size_t i = (size_t)blockIdx.x * EXPERTS_THREADS + threadIdx.x, vectors = (size_t)C / VecX::size;
     const size_t n = i / vectors, at = i % vectors * VecX::size;
+    kernels_behind_begin();
+    kernels_before_wait();
     if (n >= (size_t)r.N) return;
     float sum[VecX::size];
     VecX v;
@@ -285,9 +289,8 @@ static void choose(const ExpertRows *r, const floatX *logits, int renormalise, c
     require(r->E <= 1024 && r->E % VecX::size == 0 && r->K <= WARP && r->K <= r->E,
             "%d of %d experts\nuse at most 1024 experts, a multiple of %d, of which 32 are active", r->K, r->E,
             VecX::size);
-    route_kernel<<<blocks_for((size_t)r->N, EXPERTS_WARPS), EXPERTS_THREADS,
-                   (size_t)EXPERTS_WARPS *(size_t)r->E * sizeof(float), stream>>>(*r, logits, renormalise);
-    launchCheck();
+    launch_early(route_kernel, blocks_for((size_t)r->N, EXPERTS_WARPS), EXPERTS_THREADS,
+                 EXPERTS_WARPS * r->E * (int)sizeof(float), 1, stream, *r, logits, renormalise);
 }
 // logits (N,E) -> r. scratch: experts_scratch_bytes. load: NULL pointers: nothing is reported.
 static void route(const ExpertRows *r, const floatX *logits, int renormalise, ExpertLoad load, void *scratch,
@@ -317,11 +320,8 @@ static void gather_rows(const ExpertRows *r, floatX *out, const floatX *inp, int
 static void sum_rows(const ExpertRows *r, floatX *out, const floatX *x, const floatX *rows, int shared, int C,
                      cudaStream_t stream) {
     const unsigned blocks = blocks_for((size_t)r->N * (size_t)C / VecX::size, EXPERTS_THREADS);
-    if (shared)
-        sum_rows_kernel<true><<<blocks, EXPERTS_THREADS, 0, stream>>>(out, x, rows, *r, C);
-    else
-        sum_rows_kernel<false><<<blocks, EXPERTS_THREADS, 0, stream>>>(out, x, rows, *r, C);
-    launchCheck();
+    launch_early(shared ? sum_rows_kernel<true> : sum_rows_kernel<false>, blocks, EXPERTS_THREADS, 0, 1, stream, out, x,
+                 rows, *r, C);
     timing_lap("experts' rows", 0, (double)r->N * (r->K + 1) * C * sizeof(floatX), stream);
 }
 // inputs: of the activation, 1 or 2 (gate and up).

@@ -6,8 +6,9 @@
 enum {
     EXPERTS_STEP_WARPS = 4,
     EXPERTS_STEP_THREADS = EXPERTS_STEP_WARPS * WARP,
-    EXPERTS_STEP_ROWS = 16,  // of the step, at a time
-    EXPERTS_STEP_AHEAD = 4,  // pieces of a warp that are on their way
+    EXPERTS_STEP_BLOCKS = 4,  // of an SM
+    EXPERTS_STEP_ROWS = 16,   // of the step, at a time
+    EXPERTS_STEP_AHEAD = 4,   // pieces of a warp that are on their way
 };
 struct ExpertsShared {
     int count, entries[MATMUL_ROWS];                                        // that have the block's expert
@@ -15,10 +16,9 @@ struct ExpertsShared {
 };
 
 static __host__ __device__ int experts_by_entry(const ExpertsProduct &q) { return q.N * q.K < q.E; }
-// Which expert a block has, and what entries of the step, in their order. -1: none, or an earlier block has it.
-__device__ inline int experts_of_block(const ExpertsProduct &q, ExpertsShared &s) {
-    const int slot = blockIdx.y, all = q.N * q.K, lane = threadIdx.x, by_entry = experts_by_entry(q);
-    const int expert = by_entry ? q.experts[slot] : slot;
+// Which entries of the step have an expert, in their order. false: none, or an earlier block has it.
+__device__ inline bool experts_find(const ExpertsProduct &q, ExpertsShared &s, int expert) {
+    const int all = q.N * q.K, lane = threadIdx.x;
     for (int i = 0, count = 0; lane < WARP && i < all; i += WARP) {
         const int at = i + lane;
         const bool mine = at < all && q.experts[at] == expert && q.rows[at / q.K].slot >= 0;
@@ -28,10 +28,50 @@ __device__ inline int experts_of_block(const ExpertsProduct &q, ExpertsShared &s
         if (lane == 0) s.count = count;
     }
     __syncthreads();
-    return s.count && (!by_entry || s.entries[0] == slot) ? expert : -1;
+    return s.count && (!experts_by_entry(q) || s.entries[0] == (int)blockIdx.y);
 }
 
-// What a lane reads: 16 bytes of two rows of the weight at a time, row g and row g + 8 of the block, and their scales.
+// What a lane reads of a piece: 16 bytes of two rows of the weight, row g and row g + 8 of the block, and their scales;
+// and what these are multiplied with of a row of a.
+template <typename W> struct ExpertsPiece {
+    static constexpr int STEPS = W::ELEMENTS / VecX::size;
+    int4 codes[2], row[STEPS];
+    uint16_t scales[2];
+
+    // row NULL: zeros
+    __device__ void load_row(int piece, const floatX *from, int in) {
+        #pragma unroll
+        for (int v = 0; v < STEPS; v++) {
+            const int k = ((piece * 4 + (int)threadIdx.x % 4) * STEPS + v) * VecX::size;
+            row[v] = from && k < in ? *(const int4 *)(from + k) : int4{0, 0, 0, 0};
+        }
+    }
+    // acc += the product with up to 8 rows
+    __device__ void multiply(float (&acc)[4]) const {
+        const unsigned offsets[4] = {W::OFFSET, W::OFFSET, W::OFFSET, W::OFFSET};
+        unsigned words[2][4];
+        float sum[4] = {};
+        decode_words(words[0], codes[0]);
+        decode_words(words[1], codes[1]);
+        #pragma unroll
+        for (int v = 0; v < STEPS; v++) {
+            unsigned w[2][4], b[4];
+            W::widen(w[0], words[0], v);
+            W::widen(w[1], words[1], v);
+            decode_words(b, W::SPREAD ? decode_spread(row[v]) : row[v]);
+            #pragma unroll
+            for (int s = 0; s < 2; s++) {
+                const unsigned a[4] = {w[0][2 * s], w[1][2 * s], w[0][2 * s + 1], w[1][2 * s + 1]};
+                decode_mma(W::GROUPED ? sum : acc, a, b[2 * s], b[2 * s + 1]);
+                if constexpr (W::OFFSET != 0) decode_mma(sum, offsets, b[2 * s], b[2 * s + 1]);
+            }
+        }
+        if constexpr (W::GROUPED)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) acc[e] = fmaf(sum[e], bits_float((unsigned)scales[e / 2] << 16), acc[e]);
+    }
+};
+// Where the two rows are. Behind their ends there are zeros.
 template <typename W> struct ExpertsOperand {
     const char *codes[2];
     const char *scales[2];
@@ -46,39 +86,17 @@ template <typename W> struct ExpertsOperand {
         }
     }
     __device__ int pieces() const { return (row_bytes + DECODE_PIECE - 1) / DECODE_PIECE; }
-    __device__ void load(int4 (&x)[2], int piece) const {
+    __device__ void load(ExpertsPiece<W> &x, int piece) const {
         const int at = piece * DECODE_PIECE + threadIdx.x % 4 * 16;
-        for (int i = 0; i < 2; i++) x[i] = at < row_bytes ? __ldg((const int4 *)(codes[i] + at)) : int4{0, 0, 0, 0};
-    }
-    // acc += the product of a piece with up to 8 rows; row: this lane's (NULL: zeros)
-    __device__ void multiply(float (&acc)[4], const int4 (&x)[2], int piece, const floatX *row, int in) const {
-        constexpr int STEPS = W::ELEMENTS / VecX::size;
-        const unsigned offsets[4] = {W::OFFSET, W::OFFSET, W::OFFSET, W::OFFSET};
-        unsigned words[2][4];
-        float sum[4] = {};
-        decode_words(words[0], x[0]);
-        decode_words(words[1], x[1]);
         #pragma unroll
-        for (int v = 0; v < STEPS; v++) {
-            const int k = ((piece * 4 + (int)threadIdx.x % 4) * STEPS + v) * VecX::size;
-            int4 y = {0, 0, 0, 0};
-            if (row && k < in) y = *(const int4 *)(row + k);
-            if constexpr (W::SPREAD) y = decode_spread(y);
-            unsigned w[2][4], b[4];
-            W::widen(w[0], words[0], v);
-            W::widen(w[1], words[1], v);
-            decode_words(b, y);
-            #pragma unroll
-            for (int s = 0; s < 2; s++) {
-                const unsigned a[4] = {w[0][2 * s], w[1][2 * s], w[0][2 * s + 1], w[1][2 * s + 1]};
-                decode_mma(W::GROUPED ? sum : acc, a, b[2 * s], b[2 * s + 1]);
-                if constexpr (W::OFFSET != 0) decode_mma(sum, offsets, b[2 * s], b[2 * s + 1]);
-            }
+        for (int i = 0; i < 2; i++) {
+            x.codes[i] = at < row_bytes ? __ldg((const int4 *)(codes[i] + at)) : int4{0, 0, 0, 0};
+            x.scales[i] = W::GROUPED && at < row_bytes ? ((const uint16_t *)scales[i])[piece] : (uint16_t)0;
         }
-        if constexpr (W::GROUPED)
-            #pragma unroll
-            for (int e = 0; e < 4; e++)
-                acc[e] = fmaf(sum[e], bits_float((unsigned)((const uint16_t *)scales[e / 2])[piece] << 16), acc[e]);
+    }
+    __device__ void prefetch(int piece) const {
+        const int at = piece * DECODE_PIECE + threadIdx.x % 4 * 16;
+        for (int i = 0; i < 2 && at < row_bytes; i++) prefetch_l2(codes[i] + at);
     }
 };
 
@@ -108,16 +126,19 @@ __device__ inline void experts_finish(const ExpertsProduct &q, const ExpertsShar
     }
 }
 template <typename W, bool GATED>
-__global__ void __launch_bounds__(EXPERTS_STEP_THREADS) experts_decode_kernel(const ExpertsProduct q) {
+__global__ void __launch_bounds__(EXPERTS_STEP_THREADS, EXPERTS_STEP_BLOCKS)
+    experts_decode_kernel(const ExpertsProduct q) {
     __shared__ ExpertsShared s;
     kernels_behind_begin();
     kernels_before_wait();
-    const int expert = experts_of_block(q, s);
-    if (expert < 0) return;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+    constexpr int ROUND = EXPERTS_STEP_AHEAD * EXPERTS_STEP_WARPS;
+    const int by_entry = experts_by_entry(q), expert = by_entry ? q.experts[blockIdx.y] : blockIdx.y;
     const ExpertsTile tile(q, GATED);
     const int rows[2] = {tile.row(g), tile.row(8 + g)};
     const ExpertsOperand<W> weight(q, expert, rows);
+    for (int piece = warp; by_entry && piece < ROUND; piece += EXPERTS_STEP_WARPS) weight.prefetch(piece);
+    if (!experts_find(q, s, expert)) return;
     const int pieces = weight.pieces(), count = s.count;
     for (int first = 0; first < count; first += EXPERTS_STEP_ROWS) {
         float acc[2][4] = {};
@@ -126,16 +147,20 @@ __global__ void __launch_bounds__(EXPERTS_STEP_THREADS) experts_decode_kernel(co
             const int n = first + 8 * i + g;
             if (n < count) row[i] = q.a + (size_t)(q.by_entry ? s.entries[n] : s.entries[n] / q.K) * q.in;
         }
-        for (int piece = warp; piece < pieces; piece += EXPERTS_STEP_AHEAD * EXPERTS_STEP_WARPS) {
-            int4 x[EXPERTS_STEP_AHEAD][2];
-            #pragma unroll
-            for (int i = 0; i < EXPERTS_STEP_AHEAD; i++) weight.load(x[i], piece + i * EXPERTS_STEP_WARPS);
+        for (int piece = warp; piece < pieces; piece += ROUND) {
+            ExpertsPiece<W> x[EXPERTS_STEP_AHEAD];
             #pragma unroll
             for (int i = 0; i < EXPERTS_STEP_AHEAD; i++) {
-                const int at = piece + i * EXPERTS_STEP_WARPS;
-                if (at >= pieces) break;
-                weight.multiply(acc[0], x[i], at, row[0], q.in);
-                if (first + 8 < count) weight.multiply(acc[1], x[i], at, row[1], q.in);
+                weight.load(x[i], piece + i * EXPERTS_STEP_WARPS);
+                if (!W::GROUPED) x[i].load_row(piece + i * EXPERTS_STEP_WARPS, row[0], q.in);
+            }
+            #pragma unroll
+            for (int i = 0; i < EXPERTS_STEP_AHEAD; i++) {
+                if (W::GROUPED) x[i].load_row(piece + i * EXPERTS_STEP_WARPS, row[0], q.in);  // else too many registers
+                x[i].multiply(acc[0]);
+                if (first + 8 >= count) continue;
+                x[i].load_row(piece + i * EXPERTS_STEP_WARPS, row[1], q.in);
+                x[i].multiply(acc[1]);
             }
         }
         for (int i = 0; i < 8; i++) s.sums[warp][g + i % 4 / 2 * 8][i / 4 * 8 + 2 * t + i % 2] = acc[i / 4][i % 4];

@@ -15,7 +15,7 @@
 #ifndef LLMC_QK_NORM_CUH
 #define LLMC_QK_NORM_CUH
 
-#include "../cuda/common.cuh"
+#include "../cuda/tile.cuh"
 
 enum { QK_NORM_THREADS = 256, QK_NORM_BLOCKS = 512 };  // blocks of the backward pass at most
 enum { QK_NORM_WARPS = QK_NORM_THREADS / WARP };
@@ -144,6 +144,8 @@ __global__ void __launch_bounds__(QK_NORM_THREADS)
     const bool mine = row < r.rows && t.used;
     const size_t at = (size_t)item * r.HD + t.first;
     HeadPart<N> x;
+    kernels_behind_begin();
+    kernels_before_wait();
     x.fill(0, 0);
     if (mine) x.load(qkv + at, t.half);
     const float rstd = head_rstd(x, norm, r, head, lanes);
@@ -341,7 +343,8 @@ static void qk_norm_forward(const QkNorm *norm, const QkRows *r, floatX *out, co
             qk_norm_whole_forward_kernel<vector>
                 <<<(unsigned)r->rows, QK_NORM_THREADS, sums, stream>>>(out, qkv, *norm, *r, lanes);
         else
-            qk_norm_forward_kernel<vector><<<blocks, QK_NORM_THREADS, 0, stream>>>(out, qkv, *norm, *r, lanes);
+            launch_early(qk_norm_forward_kernel<vector>, blocks, QK_NORM_THREADS, 0, 1, stream, out, qkv, *norm, *r,
+                         lanes);
     });
     timing_lap("QK-norm", 0, 2.0 * r->rows * (r->NH + 2 * r->NKV) * r->HD * sizeof(floatX), stream);
 }
