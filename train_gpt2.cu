@@ -94,10 +94,15 @@ static const floatX *block_input(const Model *m, int l) { return l == 0 ? m->b.x
 // A pass of generation keeps nothing for backward: all its blocks use the first one's place, and a cache of keys and
 // values may have that of the others (decoder_place).
 static const BlockActs *block_acts(const Model *m, const Pass *p, int l) { return &m->b.blocks[p->cache ? 0 : l]; }
+// Whether block l leaves in f what the activation read. What is made again whole leaves slopes, unless the product of
+// the activation's gradient makes them from f.
+static int block_keeps_input(const Plan *p, int l) {
+    return p->recomputes_activation && (l >= p->whole_blocks || p->fcproj.gradient == EPILOGUE_GRADIENT_FROM_INPUT);
+}
 static Experts experts_of(const Model *m, const Pass *p, const Unit *u, const BlockActs *a, int l) {
     const Config *c = &m->config;
     const Buffers *b = &m->b;
-    Experts x = {c->channels, c->ffn_dim, c->renormalise, m->plan.recomputes_activation, c->mlp, a->experts};
+    Experts x = {c->channels, c->ffn_dim, c->renormalise, block_keeps_input(&m->plan, l), c->mlp, a->experts};
     x.rows.N = p->N;
     x.router = unit_param(u, u->weights, ROLE_ROUTERW);
     x.fc = unit_param(u, u->weights, ROLE_FCW);
@@ -143,7 +148,10 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     if (m->config.num_experts) {
         b.experts = experts_of(m, p, &u, a, l);
     } else {
-        b.fc = layer(&plan->fc, ROLE_FCW, ROLE_FCB, df_sums, a->f);
+        Linear fc = plan->fc;
+        fc.keeps_input = block_keeps_input(plan, l);
+        if (fc.epilogue == EPILOGUE_ACTIVATION_KEEPS_INPUT && !fc.keeps_input) fc.epilogue = EPILOGUE_ACTIVATION;
+        b.fc = layer(&fc, ROLE_FCW, ROLE_FCB, df_sums, a->f);
         b.fcproj = layer(&plan->fcproj, ROLE_FCPROJW, ROLE_FCPROJB, stream, NULL);
     }
     m->b.merged_block = u.number;

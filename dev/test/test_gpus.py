@@ -675,7 +675,7 @@ def test_mixtures_in_fp32_are_those_of_the_cpu(train, tmp_path, kind, more):
     close(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"), 1e-3)
     losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("bf16", "cpu"))
     close(*losses, 2e-2)
-    steps = [[e for e in events(tmp_path / run) if e["event"] == "step"] for run in ("fp32", "cpu")]
+    steps = [events(tmp_path / run, "step") for run in ("fp32", "cpu")]
     for ours, theirs in zip(*steps, strict=True):
         assert abs(ours["balance"] / theirs["balance"] - 1) < 1e-2, (ours, theirs)
         assert abs(ours["busiest"] - theirs["busiest"]) < 0.2 and abs(ours["idlest"] - theirs["idlest"]) < 0.2
