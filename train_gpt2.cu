@@ -188,6 +188,15 @@ static void residual_norm(const Pass *p, const Norm *n, floatX *out, floatX *sum
     norm_forward(n, sum, out, r->x, r->branch, p->rows, p->stream);
     if (r->branch) *r = {sum, NULL};
 }
+// A step's piece of a prompt, whose keys and values are in the cache.
+static void attend_piece(const Pass *p, const Block *b, int l, int NH, int NKV, int HD) {
+    const KvCache *k = p->cache;
+    const size_t width = (size_t)(NH + 2 * NKV) * HD, out = (size_t)NH * HD;
+    kv_prompt(k, b->q_k_v + k->first * width, l, k->piece, p->attention.T, NH, NKV, HD, p->stream);
+    attention_forward(&p->attention, k->y, k->lse, k->qkv, p->stream);
+    cudaCheck(cudaMemcpyAsync(b->y + k->first * out, k->y + k->at * out, k->piece * out * sizeof(floatX),
+                              cudaMemcpyDeviceToDevice, p->stream));
+}
 static void attend(const Model *m, const Pass *p, const Block *b, int l) {
     const Config *c = &m->plan.local;
     const int NH = c->num_heads, NKV = c->num_kv_heads, HD = c->head_dim;
@@ -199,9 +208,10 @@ static void attend(const Model *m, const Pass *p, const Block *b, int l) {
     if (!k->prompt) {
         const float *cos_sin = b->qkv.output == LINEAR_ROPE ? p->cos_sin : NULL;
         attention_decode(b->y, k, l, b->q_k_v, cos_sin, p->N, NH, NKV, HD, p->stream);
+        if (k->piece) attend_piece(p, b, l, NH, NKV, HD);
         return;
     }
-    kv_prompt(k, l, p->T, p->attention.T, NH, NKV, HD, p->stream);
+    kv_prompt(k, NULL, l, p->T, p->attention.T, NH, NKV, HD, p->stream);
     attention_forward(&p->attention, k->y, k->lse, k->qkv, p->stream);
 }
 // A block up to its activation: all that backward reads of it, so all that --recompute 3 makes again.
@@ -831,8 +841,12 @@ static void step_logits(Model *m, const Pass *p, float *logits) {
 static void step_forward(Model *m, int rows) {
     Decoder *d = &m->decoder;
     const int ranks = m->mesh->tp.world, Vp = m->plan.local.padded_vocab_size;
-    Pass p = decode_pass(m, 1, rows, 0);
+    const KvCache *k = &d->cache;
+    const int tokens = k->piece ? (int)round_up((size_t)(k->at + k->piece), PROMPT_ROWS) : 1;
+    Pass p = decode_pass(m, tokens, rows, 0);
     p.B = rows;
+    p.T = 1;
+    if (k->piece) p.attention.queries = tokens - k->at;
     p.positions = d->told->positions;
     step_tokens_kernel<<<blocks_for((size_t)rows, 64), 64, 0, p.stream>>>(m->b.tokens, d->told->inputs, d->drawn, rows);
     launchCheck();
@@ -860,8 +874,10 @@ void model_decode(Model *m, const DecodeRow *rows, int count) {
     Decoder *d = &m->decoder;
     const int filled = decoder_filled(&m->plan, d, count, m->decode_matmul.part_rows);
     const int step = decoder_begin(d, rows, count, filled);
-    // Of the training forward's work between ranks, and of products that choose their plans, there is no graph.
-    const int graphs = m->plan.options.cuda_graphs && (d->has_kernel || (d->kept && m->mesh->job.world == 1));
+    // Of the training forward's work between ranks, of products that choose their plans, and of a prompt's attention,
+    // whose sizes differ, there is no graph.
+    const int graphs =
+        m->plan.options.cuda_graphs && !d->cache.piece && (d->has_kernel || (d->kept && m->mesh->job.world == 1));
     watchdog_beat(PHASE_SAMPLE, -1);
     begin_turn(m);
     for (int u = 0; u < m->table.num_units && d->has_kernel; u++) zero_wait(&m->links.zero, u);

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import test_weights
-from test_generate import MODELS, samples
+from test_generate import MODELS, Server, samples, sequences
 from test_ranks import (
     CONFIG,
     MARGIN,
@@ -336,6 +336,37 @@ def test_tokens_depend_on_no_cache_no_graph_and_no_neighbour(model, cache, preci
     assert write(*options, "--samples", "70", "--debug", "cuda-graphs=0") == many
     if precision == "fp32":
         assert many[:5] == few
+
+
+def answers(program, requests, at_once, *options):
+    """The tokens of each, which are asked for at once or one after another."""
+    server, events = Server(9, *options, command=(program,)), []
+    for some in [requests] if at_once else [[r] for r in requests]:
+        server.send(*some)
+        events += server.until_ended(len(some))
+    server.close()
+    return sequences(events)
+
+
+@pytest.mark.parametrize("weights", ["native", "int8"])
+@pytest.mark.parametrize("cache", ["native", "fp8"])
+@pytest.mark.parametrize("precision", PROGRAMS)
+def test_prompts_beside_texts(precision, cache, weights):
+    """Prompts of up to 200 tokens are rows of steps, longer ones ride in them a piece at a time: whatever rides beside
+    them, and as on a CPU."""
+    model = "llama3.2:1B,layers=3,channels=256,heads=4,kv_heads=2,vocab=256,seq=2048"
+    options = ["-e", model, "--cache-dtype", cache, "--weights", weights, "--debug", "tf32=0,prompt-rows=200"]
+    draw = random.Random(1)
+    asked = [
+        {"id": str(n), "tokens": [draw.randrange(256) for _ in range(n)], "max_tokens": 40, "seed": n}
+        for n in (1500, 3, 150, 201, 700, 333)
+    ]
+    together = answers(PROGRAMS[precision], asked, True, *options)
+    assert together == answers(PROGRAMS[precision], asked, False, *options)
+    assert together == answers(PROGRAMS[precision], asked, True, *options, "--debug", "cuda-graphs=0")
+    if precision == "fp32":
+        cpu = answers(test_weights.TRAINER, asked, True, *options)
+        assert {s: [t for t, _ in of] for s, of in cpu.items()} == {s: [t for t, _ in of] for s, of in together.items()}
 
 
 @pytest.mark.parametrize("weights", ["native", "int8", "int4", "fp8"])
