@@ -67,8 +67,10 @@ typedef struct { const floatX *x, *branch; } Residual;
 // released (model/zero.cuh)
 
 static Unit unit_get(Model *m, const Pass *p, int unit, UnitUse use) {
-    const Unit u = zero_get(&m->links.zero, unit, use, p->fp8.weights);
-    return plan_merges(&m->plan) ? frozen_unit(&m->plan, &m->b, &u) : u;
+    Unit u = zero_get(&m->links.zero, unit, use, p->fp8.weights);
+    if (plan_merges(&m->plan)) u = frozen_unit(&m->plan, &m->b, &u);
+    unit_place_fp8(&m->plan, &m->b, use, &u);
+    return u;
 }
 static void unit_release(Model *m, const Pass *p, const Unit *u, UnitUse use) {
     zero_release(&m->links.zero, u, use, (GradSum)p->sum, p->reduce);
@@ -904,7 +906,7 @@ static void open_links(Model *m) {
         zero_reduces_last(&m->mesh->dp, &m->mesh->job, p->zero_stage, (int)o->dp_overlap, p->reduces_in_fp32, p->N);
     const Buffers *b = &m->b;
     ZeroBuffers buffers = {b->weights, b->grads, b->grad_sums, b->block_weights, b->block_grads, b->reduce_staging};
-    if (p->fp8_blocks && !p->lora.rank) {
+    if (p->fp8_blocks && p->zero_stage >= 3) {
         buffers.fp8 = b->weights_fp8;
         buffers.fp8_transposed = b->weights_fp8_transposed;
         buffers.absmax = b->absmax;

@@ -47,7 +47,7 @@ typedef struct {
 } Part;  // bytes
 static Config config;
 static Mesh mesh;
-static int faults, layouts, hints, choices, between, offloaded;
+static int faults, layouts, hints, choices, between, one_block, offloaded;
 static void fault_unless(int condition, const Options *o, const char *what) {
     if (condition || faults++ > 20) return;
     char options[256];
@@ -180,15 +180,17 @@ static double states_on(const Plan *p, int host, double count) {
 static int leaving(const Plan *p) {
     return strstr(p->options.offload, "activations") && p->config.num_layers > 2 ? p->config.num_layers - 2 : 0;
 }
-// Copies of weights, and scratch for the operands of one product. With ZeRO 3 two blocks' weights as they lie, instead
-// of those in floatX, and one block's transposed.
+// Copies of weights, of all blocks or of one, and scratch for the operands of one product. With ZeRO 3 two blocks'
+// weights as they lie, instead of those in floatX, and one block's transposed.
 static double fp8_sizes(const Plan *p, int stage, double block) {
     const Options *o = &p->options;
     const Config *c = &p->local;
     const int blocks = strcmp(o->matmul_dtype, "native") != 0, head = !strcmp(o->head_dtype, "fp8");
     const double N = blocks * (double)p->N, part = head * (double)head_rows(o, p->B, p->T), C = c->channels,
                  V = c->padded_vocab_size, H = c->num_heads * c->head_dim;
-    const double copies = stage >= 3 ? 2 + 1 - 2 * (double)sizeof(floatX) : 2 * c->num_layers,
+    const double copies = stage >= 3      ? 2 + 1 - 2 * (double)sizeof(floatX)
+                          : o->fp8_copies ? 2 * c->num_layers
+                                          : 2,
                  weights = blocks * copies * block + head * C * V;
     const double inputs = fmax(N * fmax(fmax(C, H), c->ffn_dim), part * C),
                  gradients = N * fmax(fmax(qkv_width(c), fc_width(c)), C);
@@ -238,6 +240,32 @@ static void check_sum(const Planned *r) {
     const double host = (double)r->memory.bytes.host, states = states_on(p, 1, (double)plan_kept(p, SLOT_M));
     fault_unless(host >= states + leave && host <= states + leave + 1e6 + (p->compacts_rows ? 36 : 20) * (double)p->N,
                  &p->options, "host memory is not what is offloaded");
+}
+// Each use of a block finds the fp8 copies that it reads: of all blocks each block's both, of one those alone that are
+// made then, from the first byte on.
+static int fp8_copies;
+static void check_fp8_copies(const Planned *r) {
+    const Plan *p = &r->plan;
+    const Options *o = &p->options;
+    const Buffers *b = &r->b;
+    const int blocks = config.num_layers, each = o->fp8_copies == 0, whole = whole_of(o);
+    const size_t block = param_unit(p->base, 1).count;
+    if (!strcmp(o->matmul_dtype, "native") || (mesh.dp.world > 1 && o->zero_stage >= 3)) return;
+    for (int n = 1; n <= 2 * blocks; n++) {
+        const int unit = (n + 1) / 2, backward = n % 2;
+        const size_t at = each ? 0 : (size_t)(unit - 1) * block;
+        Unit u = {p->base, unit};
+        unit_place_fp8(p, b, backward ? UNIT_BACKWARD : UNIT_FORWARD, &u);
+        const int lies = !each || !backward || unit <= whole, turned = !each || backward;
+        fault_unless(u.fp8 == (lies ? b->weights_fp8 + at : NULL), o, "a block's fp8 weights");
+        fault_unless(u.fp8_transposed == (turned ? b->weights_fp8_transposed + at : NULL), o,
+                     "a block's fp8 weights, transposed");
+    }
+    Unit head = {p->base, blocks + 1};
+    unit_place_fp8(p, b, UNIT_FORWARD, &head);
+    fault_unless(!head.fp8 && plan_fp8_block_weights(p, 0) == (each ? 1 : (size_t)blocks) * block, o,
+                 "the head's fp8 weights are not behind the blocks'");
+    fp8_copies += each;
 }
 // The head's rows are all that are learned and less than a sixteenth more, in whole tiles; never none, nor more than N.
 static void check_logit_rows(const Plan *p) {
@@ -335,11 +363,13 @@ static void check_choice(const Planned *r, const Options *o, double share) {
         asked.recompute = std::max(given, -1);
         asked.recompute_blocks = given == -2 ? 1 : -1;
         asked.offload = given == 1 ? "states" : "";
+        asked.fp8_copies = given == 2 ? 1 : -1;
         if (*asked.offload && r->table.muon) continue;
         const Options chosen = fit_options(p, &asked, room, 0);
         const int fits = run_fits(p, &chosen, p->B, room);
         fault_unless(chosen.recompute == given || given < 0, &chosen, "another --recompute than was given");
         fault_unless(!*asked.offload || !strcmp(chosen.offload, asked.offload), &chosen, "another --offload");
+        fault_unless(given != 2 || chosen.fp8_copies == 1, &chosen, "other fp8 copies");
         fault_unless(given == -1 || chosen.recompute_blocks == asked.recompute_blocks, &chosen, "other whole blocks");
         for (int i = 0; i < FIT_WAYS * std::max(config.num_layers - 1, 1); i++) {
             const int blocks = i / FIT_WAYS, can = fit_way(p, &asked, i % FIT_WAYS, blocks, &way);
@@ -349,6 +379,7 @@ static void check_choice(const Planned *r, const Options *o, double share) {
         }
         choices += fits;
         between += fits && given == -1 && chosen.recompute_blocks > 0;
+        one_block += fits && chosen.fp8_copies == 0;
     }
     mesh.job = job;
 }
@@ -774,11 +805,13 @@ static void check_model(const char *name, int tp, int dp) {
         if (mixes && o.gelu_fusion > 0) continue;
         o.matmul_dtype = dtypes[fp8 * (way / 3 % 3)];
         o.head_dtype = fp8 && way / 5 % 2 ? "fp8" : "native";
+        o.fp8_copies = way / 9 % 3 - 1;
         if (o.gelu_fusion > 0 && !matmul_can_fuse(config.mlp, config.ffn_dim / tp)) continue;
         static Planned m;
         begin(&m, &o);
         check_layout(&m);
         check_sum(&m);
+        check_fp8_copies(&m);
         check_pieces(&m);
         check_logit_rows(&m.plan);
         for (double share = 0.35; share < 1; share += 0.15) check_hints(&m, &o, share);
@@ -830,6 +863,8 @@ int main() {
     }
     check(offloaded > 100, "%d hints say --offload", offloaded);
     check(choices > 400 && between > 20, "%d runs chose what fits, %d some whole blocks", choices, between);
+    check(sizeof(floatX) == 4 || (one_block > 50 && fp8_copies > 100),
+          "%d runs chose fp8 copies of one block, %d layouts have them", one_block, fp8_copies);
     check(quantised > 40, "%d layouts of quantised weights", quantised);
     check(adapters > 60, "%d layouts of adapters", adapters);
     const int before_muon = faults;

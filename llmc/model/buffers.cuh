@@ -71,8 +71,9 @@ typedef struct {
     void *snapshots[NUM_SLOTS];  // --debug save-async: pinned copies of this rank's shards of a slot, unit after unit
     float *reduce_staging;       // a unit's gradients in fp32
     // fp8: weights as they lie, those of blocks in the layout of the table from block 1 on, with ZeRO 3 of two blocks,
-    // then the head's; the blocks' transposed, with ZeRO 3 of one; all blocks' vectors; absmax of each layer's weights,
-    // then of its inputs, then of its outputs' gradients: four in a block and the head's
+    // then the head's; the blocks' transposed, with ZeRO 3 of one; with fp8_each_pass both of one; all blocks' vectors;
+    // absmax of each layer's weights, then of its inputs, then of its outputs' gradients: four in a block and the
+    // head's
     uint8_t *weights_fp8, *weights_fp8_transposed;
     floatX *vectors;
     float *absmax;
@@ -529,9 +530,11 @@ static void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, (char **)&b->reduce, "partial sums, sorting", reduce_bytes(p, b->num_shards));
     memory_request(m, (char **)&b->matmul_workspace, "matmul workspace", MATMUL_WORKSPACE_BYTES);
 }
-// The blocks' weights in fp8, as they lie or transposed. With ZeRO 3 they are gathered so, block by block.
+// The blocks' weights in fp8, as they lie or transposed. With ZeRO 3 they are gathered so, block by block; with
+// fp8_each_pass made so.
 static size_t plan_fp8_block_weights(const Plan *p, int transposed) {
-    const size_t blocks = p->zero_stage < 3 ? (size_t)p->config.num_layers : transposed ? 1 : 2;
+    const int gathers = p->zero_stage >= 3, one = p->fp8_each_pass || (gathers && transposed);
+    const size_t blocks = one ? 1 : gathers ? 2 : (size_t)p->config.num_layers;
     return p->fp8_blocks ? blocks * param_unit(p->base, 1).count : 0;
 }
 static int plan_fp8_layers(const Plan *p) { return FP8_LAYERS * p->config.num_layers + 1; }
@@ -543,14 +546,17 @@ static void request_fp8(const Plan *p, Buffers *b, Memory *m) {
     const size_t in[] = {N * C, N * (size_t)(c->num_heads * c->head_dim), N * (size_t)c->ffn_dim, part * C};
     const size_t out[] = {N * (size_t)qkv_width(c), N * C, N * (size_t)fc_width(c)};
     const size_t inputs = LARGEST(in), gradients = LARGEST(out);
-    const int gathers = p->fp8_blocks && p->zero_stage >= 3;
+    const int gathers = p->fp8_blocks && p->zero_stage >= 3, each = p->fp8_each_pass;
     if (!p->fp8) return;
     memory_group(m, "fp8");
-    memory_request(m, &b->weights_fp8, gathers ? "weights, of two blocks" : "weights",
+    memory_request(m, &b->weights_fp8,
+                   each      ? "weights, of one block"
+                   : gathers ? "weights, of two blocks"
+                             : "weights",
                    plan_fp8_block_weights(p, 0) + head);
     if (p->trains && p->fp8_blocks)
         memory_request(m, &b->weights_fp8_transposed,
-                       gathers ? "one block's weights, transposed" : "blocks' weights, transposed",
+                       gathers || each ? "one block's weights, transposed" : "blocks' weights, transposed",
                        plan_fp8_block_weights(p, 1));
     if (gathers)
         memory_request(m, &b->vectors, "blocks' norms and biases",

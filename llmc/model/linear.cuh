@@ -18,8 +18,8 @@
 //   operands of the weight's gradient  that of the tensor
 // Who and when: linear_rows quantises an input in front of its product, and raises its tensor's absmax, which
 // linear_product_weight takes to quantise it again; clear_absmax (train_gpt2.cu) zeroes them before each forward.
-// Weights are quantised in the first forward after an update. An absmax is all that is kept: fp8_scale makes the same
-// scale of it for who quantises and for the product.
+// The absmax of weights is taken in the first forward after an update. An absmax is all that is kept: fp8_scale makes
+// the same scale of it for who quantises and for the product.
 // The head's gradients stay in floatX: those of its output are too far apart for e4m3 (doc/fp8.md).
 //
 // With --lora `weight` has the adapters merged into it (kernels/lora.cuh) and no gradient; linear_adapters gives
@@ -63,7 +63,7 @@ typedef struct {
     floatX *dweight, *dbias;                      // NULL: the weights are frozen
     LayerAdapters adapters;                       // which are merged into `weight`
     RowsWeight kept;                              // of a step of generation: the weight as it is kept; or without one
-    uint8_t *weight_fp8, *weight_fp8_transposed;  // (out,in), (in,out); NULL: not in backward, or not in fp8
+    uint8_t *weight_fp8, *weight_fp8_transposed;  // (out,in), (in,out); NULL: not read in this pass
     float *in_absmax, *dout_absmax, *weight_absmax;
     ColumnSums sums;  // of the gradient of its output
     floatX *aux;      // (N,out) the product, which the norm or the activation reads; then perhaps its slopes
@@ -90,11 +90,13 @@ typedef struct {
 
 // ---- operands
 
-// Makes the fp8 copies of a weight.
+// Makes the fp8 copies of a weight that the pass reads, and after an update its absmax.
 static void linear_quantise(const Pass *p, const Linear *l) {
     const bf16 *w = (const bf16 *)l->weight;
-    cudaCheck(cudaMemsetAsync(l->weight_absmax, 0, sizeof(float), p->stream));
-    absmax_tensor(l->weight_absmax, w, (size_t)l->out * (size_t)l->in, p->stream);
+    if (p->quantises_weights) {
+        cudaCheck(cudaMemsetAsync(l->weight_absmax, 0, sizeof(float), p->stream));
+        absmax_tensor(l->weight_absmax, w, (size_t)l->out * (size_t)l->in, p->stream);
+    }
     quantise(l->weight_fp8, l->weight_fp8_transposed, w, l->out, l->in, l->weight_absmax, p->fp8.weights, p->stream);
 }
 

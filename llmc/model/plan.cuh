@@ -29,6 +29,7 @@ typedef struct {
     int fp8_blocks;            // products of blocks forward and of inputs' gradients
     int fp8_weight_gradients;  // those of blocks' weights' gradients
     int fp8_head;              // logits
+    int fp8_each_pass;         // copies of one block's weights are made in each pass; else all, after an update
     WeightFormat weights;      // of the blocks' matrices and the head; WEIGHTS_FP32: as the build has all weights
     // memory
     int zero_stage;             // what a rank keeps a share of; 0 if there is no other data-parallel rank
@@ -135,6 +136,10 @@ static void plan_fp8(Plan *p) {
         "leave fp8 out",
         o->matmul_dtype, o->head_dtype);
 }
+// ZeRO 3 does so by itself.
+static int plan_fp8_each_pass(const Plan *p, const Options *o) {
+    return p->fp8_blocks && o->fp8_copies == 0 && zero_stage_of(o, &p->mesh->dp) < 3;
+}
 static WeightFormat plan_weights(const Plan *p) {
     const Config *c = &p->local;
     if (!weights_are_quantised(&p->options)) return WEIGHTS_FP32;
@@ -216,6 +221,7 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     p.sums_in_fp32 = sizeof(floatX) == 2 && p.trains && accumulates && !strcmp(o->grad_dtype, "fp32");
     p.reduces_in_fp32 = !strcmp(o->reduce_dtype, "fp32") && sizeof(floatX) < sizeof(float);
     p.zero_stage = zero_stage_of(o, &mesh->dp);
+    p.fp8_each_pass = plan_fp8_each_pass(&p, o);
     const long long recompute = p.options.recompute;
     p.recomputes_activation = recompute == 1 || recompute == 2;
     p.recomputes_norms = recompute == 2;
@@ -280,6 +286,7 @@ static void plan_print(const Plan *p, FILE *f) {
             p->bf16_states ? "bf16" : "fp32");
     for (int stage = 1; stage <= p->zero_stage; stage++) fprintf(f, "%s", shares[stage]);
     if (p->table->muon) fprintf(f, " | Muon in %d steps of %s", p->muon.steps, p->options.muon_polynomials);
+    if (p->fp8_each_pass) fprintf(f, " | fp8 copies of a block at a time");
     if (p->offload) fprintf(f, " | in host memory: %s", p->options.offload);
     fprintf(f, "\n");
 }
