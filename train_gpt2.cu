@@ -157,6 +157,11 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
         b.fcproj = layer(&plan->fcproj, ROLE_FCPROJW, ROLE_FCPROJB, stream, NULL);
     }
     m->b.merged_block = u.number;
+    if (!p->cache) {
+        b.qkv.in_transposed = a->h1_transposed;
+        b.fc.in_transposed = a->h2_transposed;
+        b.fcproj.in_transposed = a->a_transposed;
+    }
     b.h1 = a->h1;
     b.q_k_v = a->q_k_v;
     b.y = a->y;
@@ -339,7 +344,11 @@ static void norm_gradient(Model *m, const Pass *p, const Norm *n, const floatX *
 static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
     const Plan *plan = &m->plan;
     Residual x = {b->norm1.x, NULL}, x_mid = {b->norm2.x, NULL};
-    if (l < plan->whole_blocks) return block_inside(m, p, b, l, &x);
+    if (l < plan->whole_blocks) {
+        block_inside(m, p, b, l, &x);
+        linear_keep_input(p, &b->fcproj, b->a);
+        return;
+    }
     if (plan->recomputes_norms) {
         if (plan_normalises_qk(plan)) linear_output(p, &b->qkv, b->q_k_v);
         residual_norm(p, &b->norm1, b->h1, NULL, &x);

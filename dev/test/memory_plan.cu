@@ -105,6 +105,10 @@ static size_t mlp_rows(size_t N) {
     const size_t all = N * (size_t)config.active_experts + 128 * (size_t)config.num_experts;
     return config.num_experts ? (all + 127) / 128 * 128 : N;
 }
+// Then a block keeps h1, h2 and a in fp8.
+static int keeps_fp8_inputs(const Options *o) {
+    return !strcmp(o->matmul_dtype, "fp8") && mesh.tp.world == 1 && o->recompute != 2;
+}
 // What is alive together does not overlap, and lies inside; what is saved fills its buffer to the last element.
 static void check_layout(Planned *run) {
     const Plan *p = &run->plan;
@@ -114,7 +118,7 @@ static void check_layout(Planned *run) {
     const size_t N = p->N, rows = N / (size_t)mesh.tp.world, F = (size_t)c->ffn_dim, C = (size_t)c->channels;
     const Region r = region_of(p);
     const int again = o->recompute == 1 || o->recompute == 2, whole = whole_of(o), inside = c->num_layers - whole;
-    const int da_apart = c->mlp == MLP_SWIGLU && p->activation_fused < 2;
+    const int da_apart = c->mlp == MLP_SWIGLU && p->activation_fused < 2, in_fp8 = keeps_fp8_inputs(o);
     const size_t of_mlp = mlp_rows(N);
     buffers_place(p, m);
     const Part region = part("region", m->region, r.bytes / sizeof(floatX)),
@@ -128,7 +132,7 @@ static void check_layout(Planned *run) {
                      p->name);
     fault_unless(apart(&df, &da) && apart(&df, &a) && apart(&da, &a), o, "df, da, a overlap");
     fault_unless(apart(&dqkv, &D), o, "dqkv and attention's scratch overlap");
-    size_t used = 0, used_once = 0;
+    size_t used = 0, used_once = 0, inputs = 0;
     auto follows = [&](const floatX *buffer, size_t &used, const Part &p) {
         fault_unless(p.begin == p.end || (p.begin == (size_t)buffer + used && p.begin % 16 == 0), o, p.name);
         used += p.end - p.begin;
@@ -142,7 +146,8 @@ static void check_layout(Planned *run) {
         const BlockActs *y = &m->blocks[l];
         const Part saved[] = {part("qkv", y->qkv, N * (size_t)qkv_width(c)),
                               part("y", y->y, N * (size_t)(c->num_heads * c->head_dim)),
-                              part("f", y->f, of_mlp * (size_t)fc_width(c)), part("a", y->a, again ? 0 : of_mlp * F)};
+                              part("f", y->f, of_mlp * (size_t)fc_width(c)),
+                              part("a", y->a, again || in_fp8 ? 0 : of_mlp * F)};
         const Part norms[] = {part("h1", y->h1, rows * C), part("h2", y->h2, rows * C),
                               part("q_k_v", y->q_k_v, c->qk_norm ? N * (size_t)qkv_width(c) : 0)};
         for (const Part &p : saved) follows(m->saved_block, used, p);
@@ -155,11 +160,18 @@ static void check_layout(Planned *run) {
                      o, "a mixture's routing");
         used_once = 0;
         for (const Part &p : norms)
-            o->recompute == 2 ? follows(m->shared_norms, used_once, p) : follows(m->saved_block, used, p);
+            o->recompute == 2 || (in_fp8 && &p < norms + 2) ? follows(m->shared_norms, used_once, p)
+                                                            : follows(m->saved_block, used, p);
+        const Part halves[] = {part("h1", y->h1_transposed, N * C / 2), part("h2", y->h2_transposed, N * C / 2),
+                               part("a", y->a_transposed, again ? 0 : N * F / 2)};
+        for (const Part &p : halves)
+            if (in_fp8) follows((floatX *)m->saved_inputs, inputs, p);
+        fault_unless(!in_fp8 || again || y->a == m->df, o, "a lies elsewhere");
         fault_unless(c->qk_norm || y->q_k_v == y->qkv, o, "attention reads other rows than the product gave");
     }
     fault_unless(used == (size_t)inside * saved_block_size(p) * sizeof(floatX), o, "saved layers have another size");
-    fault_unless(used_once == (o->recompute == 2) * norms_size(p) * sizeof(floatX), o, "norms have another size");
+    fault_unless(used_once == norms_size(p, 1) * sizeof(floatX) && inputs == (size_t)inside * saved_inputs_size(p), o,
+                 "norms have another size");
     const int L = c->num_layers, leave = m->host_x != NULL, last = leave ? 1 + (L - 1) % 2 : L + inside - 1;
     fault_unless(m->blocks[L - 1].x_out == m->saved_x + (size_t)last * rows * C &&
                      (!leave || m->blocks[L - 3].x_out == m->blocks[L - 1].x_out),
@@ -220,10 +232,13 @@ static double sum_of_sizes(const Planned *r) {
                  share = 1.0 / mesh.dp.world, states = total * (stage ? share : 1),
                  sharded = total - L * block * (1 - share) + 2 * block;
     double bytes = b * (stage >= 3 ? sharded : total) + b * (stage >= 2 ? sharded : total) + states_on(p, 0, states);
-    const double norms = 2 * C / tp + (c->qk_norm ? W : 0);
-    bytes += b * N * C / tp * (3 + L - leaving(p) + inside) + b * N * norms * (o->recompute == 2 ? 1 : inside) +
+    const int in_fp8 = keeps_fp8_inputs(o), norms_once = o->recompute == 2 || in_fp8;
+    const double of_qk = c->qk_norm ? W : 0, a_kept = F - again;
+    bytes += b * N * C / tp * (3 + L - leaving(p) + inside) + b * N * 2 * C / tp * (norms_once ? 1 : inside) +
+             b * N * of_qk * (o->recompute == 2 ? 1 : inside) + in_fp8 * inside * N * (2 * C + a_kept) +
              b * N * fmax(C, H) + (c->embedding_norm ? b * N * C / tp : 0) +
-             inside * (b * N * (W + H) + b * M * (before + F - again) + 4 * N * (heads + 4 / tp)) + 8 * N / tp;
+             inside * (b * N * (W + H) + b * M * (before + (in_fp8 ? 0 : a_kept)) + 4 * N * (heads + 4 / tp)) +
+             8 * N / tp;
     bytes += fmax(b * (double)head_rows(o, p->B, p->T) * c->padded_vocab_size,
                   fmax(b * M * ((in_place ? 0 : before) + da_apart * F + again), N * (b * W + 4 * heads)));
     if (E > 0) bytes += b * (M * C + N * E) + 4 * N * K + inside * 4 * (N * (E + 3 * K) + M * (1 + 1 / 128.0) + 2 * E);

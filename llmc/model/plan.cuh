@@ -35,6 +35,7 @@ typedef struct {
     int zero_stage;             // what a rank keeps a share of; 0 if there is no other data-parallel rank
     int recomputes_activation;  // backward makes the activation again, from what it read
     int recomputes_norms;       // and h1, h2, normalised q and k
+    int keeps_fp8_inputs;       // of h1, h2 and a what weights' gradients read of them, in fp8; they have one place
     int whole_blocks;           // of so many of the first blocks all but their inputs
     int offload;                // what is in host memory while it is not used: bits of backend.h
     int head_rows;              // the head runs on so many rows at a time
@@ -56,6 +57,8 @@ static size_t plan_mlp_rows(const Plan *p) {
     const Config *c = &p->config;
     return c->num_experts ? experts_room(p->N, c->num_experts, c->active_experts) : p->N;
 }
+// h1 and h2 of all blocks are in one place.
+static int plan_shares_norms(const Plan *p) { return p->recomputes_norms || p->keeps_fp8_inputs; }
 static int plan_is_split(const Plan *p) { return p->mesh->tp.world > 1; }
 // Then attention reads other rows than the product gave, and its backward neither rotates back nor takes absmax or
 // column sums: the norm's gradient comes between.
@@ -225,6 +228,7 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     const long long recompute = p.options.recompute;
     p.recomputes_activation = recompute == 1 || recompute == 2;
     p.recomputes_norms = recompute == 2;
+    p.keeps_fp8_inputs = p.fp8_weight_gradients && ranks == 1 && !p.recomputes_norms;
     p.whole_blocks = whole_blocks(&p.options, c->num_layers);
     p.offload = plan_offload(&p);
     p.head_rows = (int)head_rows(o, p.B, p.T);
