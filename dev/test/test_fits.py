@@ -76,6 +76,17 @@ def test_fp8_copies_of_weights(tmp_path):
 
 
 @on_the_gpu_program
+@pytest.mark.parametrize("level, values, places", [(0, 22528, 32), (1, 8192, 32), (2, 0, 32), (3, 22528, 1)])
+def test_inputs_in_fp8(tmp_path, level, values, places):
+    """What weights' gradients read of a token in each block, by half; then the norms have one place beside it, and both
+    operands of such a product another layout."""
+    run = [*LLAMA, "-r", level, "--dry-run", "H200", "--matmul-dtype"]
+    bf16, fp8 = (mib(said(tmp_path, GPU_PROGRAM, *run, dtype)) for dtype in ("fp8-dw-bf16", "fp8"))
+    less = places * values - (2 * 8192 if values else 0) - (28672 + 14336)
+    assert abs(bf16 - fp8 - less * 8192 / 2**20) < 1
+
+
+@on_the_gpu_program
 def test_what_was_given_stays(tmp_path):
     text = said(tmp_path, GPU_PROGRAM, *LLAMA, "-b", 4, "-r", 1, "--dry-run", "H100", status=1)
     assert "this run needs" in text and "backward recomputes" not in text
