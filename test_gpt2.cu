@@ -100,6 +100,7 @@ static void test_fp8(const char *folder, const Options *base, const char *dtype,
         o.head_dtype = head;
         o.recompute = way < 4 ? way : way == 7 ? 2 : 0;
         o.recompute_blocks = way >= 6;
+        o.fp8_copies = way % 2 ? 0 : -1;
         o.gelu_fusion = way == 4 && can_fuse(folder) ? 2 : 0;
         o.head_chunks = way == 5 ? 2 : 0;
         double cosines = 0, sizes = 0, least = 1;

@@ -67,8 +67,10 @@ typedef struct { const floatX *x, *branch; } Residual;
 // released (model/zero.cuh)
 
 static Unit unit_get(Model *m, const Pass *p, int unit, UnitUse use) {
-    const Unit u = zero_get(&m->links.zero, unit, use, p->fp8.weights);
-    return plan_merges(&m->plan) ? frozen_unit(&m->plan, &m->b, &u) : u;
+    Unit u = zero_get(&m->links.zero, unit, use, p->fp8.weights);
+    if (plan_merges(&m->plan)) u = frozen_unit(&m->plan, &m->b, &u);
+    unit_place_fp8(&m->plan, &m->b, use, &u);
+    return u;
 }
 static void unit_release(Model *m, const Pass *p, const Unit *u, UnitUse use) {
     zero_release(&m->links.zero, u, use, (GradSum)p->sum, p->reduce);
@@ -155,6 +157,11 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
         b.fcproj = layer(&plan->fcproj, ROLE_FCPROJW, ROLE_FCPROJB, stream, NULL);
     }
     m->b.merged_block = u.number;
+    if (!p->cache) {
+        b.qkv.in_transposed = a->h1_transposed;
+        b.fc.in_transposed = a->h2_transposed;
+        b.fcproj.in_transposed = a->a_transposed;
+    }
     b.h1 = a->h1;
     b.q_k_v = a->q_k_v;
     b.y = a->y;
@@ -347,7 +354,11 @@ static void norm_gradient(Model *m, const Pass *p, const Norm *n, const floatX *
 static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
     const Plan *plan = &m->plan;
     Residual x = {b->norm1.x, NULL}, x_mid = {b->norm2.x, NULL};
-    if (l < plan->whole_blocks) return block_inside(m, p, b, l, &x);
+    if (l < plan->whole_blocks) {
+        block_inside(m, p, b, l, &x);
+        linear_keep_input(p, &b->fcproj, b->a);
+        return;
+    }
     if (plan->recomputes_norms) {
         if (plan_normalises_qk(plan)) linear_output(p, &b->qkv, b->q_k_v);
         residual_norm(p, &b->norm1, b->h1, NULL, &x);
@@ -920,7 +931,7 @@ static void open_links(Model *m) {
         zero_reduces_last(&m->mesh->dp, &m->mesh->job, p->zero_stage, (int)o->dp_overlap, p->reduces_in_fp32, p->N);
     const Buffers *b = &m->b;
     ZeroBuffers buffers = {b->weights, b->grads, b->grad_sums, b->block_weights, b->block_grads, b->reduce_staging};
-    if (p->fp8_blocks && !p->lora.rank) {
+    if (p->fp8_blocks && p->zero_stage >= 3) {
         buffers.fp8 = b->weights_fp8;
         buffers.fp8_transposed = b->weights_fp8_transposed;
         buffers.absmax = b->absmax;
