@@ -125,33 +125,70 @@ typedef struct {
     float *gathered_step;  // (ranks, STEP_SUMS) of all
 } Buffers;
 
-// What is never alive together shares one region: [logits], [df | da | a] of the MLP's backward, [dqkv | attention's
-// scratch]. Where a part begins, in bytes. With the activation computed again inside the gradient's product df takes
-// f's place, and a is alone.
+#define LARGEST(sizes) (*std::max_element(sizes, sizes + COUNT_OF(sizes)))
+enum { REGION_ALIGN = 1024 };
+// The blocks' weights in fp8, as they lie or transposed. With ZeRO 3 they are gathered so, block by block; with
+// fp8_each_pass made so.
+static size_t plan_fp8_block_weights(const Plan *p, int transposed) {
+    const int gathers = p->zero_stage >= 3, one = p->fp8_each_pass || (gathers && transposed);
+    const size_t blocks = one ? 1 : gathers ? 2 : (size_t)p->config.num_layers;
+    return p->fp8_blocks ? blocks * param_unit(p->base, 1).count : 0;
+}
+// Operands in fp8. Those of blocks alone, which the head has not, lie in the region.
+typedef struct {
+    struct {
+        uint8_t **to;
+        const char *name;
+        size_t bytes;
+        int in_region;
+    } of[5];
+} Fp8Operands;
+static Fp8Operands fp8_operands(const Plan *p, Buffers *b) {
+    const Config *c = &p->local;
+    const size_t C = (size_t)c->channels, head = p->fp8_head ? (size_t)c->padded_vocab_size * C : 0;
+    // in elements; the head's are of some rows
+    const size_t N = p->fp8_blocks ? p->N : 0, part = p->fp8_head ? (size_t)p->head_rows : 0;
+    const size_t in[] = {N * C, N * (size_t)(c->num_heads * c->head_dim), N * (size_t)c->ffn_dim, part * C};
+    const size_t out[] = {N * (size_t)qkv_width(c), N * C, N * (size_t)fc_width(c)};
+    const size_t inputs = LARGEST(in), gradients = LARGEST(out);
+    const int each = p->fp8_each_pass, gathers = p->fp8_blocks && p->zero_stage >= 3, shares = !p->fp8_head;
+    const char *lie = each ? "weights, of one block" : gathers ? "weights, of two blocks" : "weights";
+    return {
+        {{&b->weights_fp8, lie, plan_fp8_block_weights(p, 0) + head, shares && each},
+         {&b->weights_fp8_transposed, gathers || each ? "one block's, transposed" : "transposed",
+          p->trains ? plan_fp8_block_weights(p, 1) : 0, shares && each},
+         {&b->fp8.rows, "a product's input or gradient", p->trains && gradients > inputs ? gradients : inputs, shares},
+         {&b->fp8.dout_transposed, "an output's gradient, transposed", p->fp8_weight_gradients ? gradients : 0, shares},
+         {&b->fp8.in_transposed, "an input, transposed", p->fp8_weight_gradients ? inputs : 0, shares}}};
+}
+
+// What is never alive together shares one region: [logits] and, in blocks, [df | da | a] of the MLP's backward, [dqkv |
+// attention's scratch], with [operands in fp8] behind both. Where a part begins, in bytes. With the activation computed
+// again inside the gradient's product df takes f's place, and a is alone.
 // After backward it is Muon's scratch.
 typedef struct {
-    size_t da /*0: df is not here*/, a, attention, bytes;
+    size_t da /*0: df is not here*/, a, attention, fp8, bytes;
     MuonRoom muon;
 } Region;
-#define LARGEST(sizes) (*std::max_element(sizes, sizes + COUNT_OF(sizes)))
 static Region region_of(const Plan *p) {
-    enum { ALIGN = 1024 };
     const Config *c = &p->local;
     // GELU's da is df; SwiGLU's is in a product, or has a kernel of its own
     const int fused = p->activation_fused == 2, unfused_gate = activation_inputs(c->mlp) > 1 && !fused;
-    const size_t width = round_up(plan_mlp_rows(p) * (size_t)c->ffn_dim * sizeof(floatX), ALIGN);
+    const size_t width = round_up(plan_mlp_rows(p) * (size_t)c->ffn_dim * sizeof(floatX), REGION_ALIGN);
     Region r;
-    r.da = fused && p->recomputes_activation ? 0
-                                             : round_up(plan_mlp_rows(p) * (size_t)fc_width(c) * sizeof(floatX), ALIGN);
+    r.da = fused && p->recomputes_activation
+               ? 0
+               : round_up(plan_mlp_rows(p) * (size_t)fc_width(c) * sizeof(floatX), REGION_ALIGN);
     r.a = r.da + (unfused_gate ? width : 0);
-    r.attention = round_up(p->N * (size_t)qkv_width(c) * sizeof(floatX), ALIGN);
+    r.attention = round_up(p->N * (size_t)qkv_width(c) * sizeof(floatX), REGION_ALIGN);
     const AttentionProblem attention = attention_plan(p->B, p->T, c->num_heads, c->num_kv_heads, c->head_dim);
-    const size_t parts[] = {
-        r.a + (p->recomputes_activation ? width : 0),
-        r.attention + attention_scratch_bytes(&attention),
-        (size_t)p->head_rows * (size_t)c->padded_vocab_size * sizeof(floatX),
-    };
-    r.bytes = LARGEST(parts);
+    r.fp8 = round_up(std::max(r.a + (p->recomputes_activation ? width : 0),
+                              r.attention + attention_scratch_bytes(&attention)),
+                     REGION_ALIGN);
+    r.bytes = r.fp8;
+    Buffers none;
+    for (const auto &x : fp8_operands(p, &none).of) r.bytes += x.in_region ? round_up(x.bytes, REGION_ALIGN) : 0;
+    r.bytes = std::max(r.bytes, (size_t)p->head_rows * (size_t)c->padded_vocab_size * sizeof(floatX));
     r.muon = muon_room(p, r.bytes);
     r.bytes = std::max(r.bytes, r.muon.bytes);
     return r;
@@ -539,45 +576,22 @@ static void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, (char **)&b->reduce, "partial sums, sorting", reduce_bytes(p, b->num_shards));
     memory_request(m, (char **)&b->matmul_workspace, "matmul workspace", MATMUL_WORKSPACE_BYTES);
 }
-// The blocks' weights in fp8, as they lie or transposed. With ZeRO 3 they are gathered so, block by block; with
-// fp8_each_pass made so.
-static size_t plan_fp8_block_weights(const Plan *p, int transposed) {
-    const int gathers = p->zero_stage >= 3, one = p->fp8_each_pass || (gathers && transposed);
-    const size_t blocks = one ? 1 : gathers ? 2 : (size_t)p->config.num_layers;
-    return p->fp8_blocks ? blocks * param_unit(p->base, 1).count : 0;
-}
 static int plan_fp8_layers(const Plan *p) { return FP8_LAYERS * p->config.num_layers + 1; }
 static void request_fp8(const Plan *p, Buffers *b, Memory *m) {
-    const Config *c = &p->local;
-    const size_t C = (size_t)c->channels, head = p->fp8_head ? (size_t)c->padded_vocab_size * C : 0;
-    // of operands, in elements; the head's are of some rows
-    const size_t N = p->fp8_blocks ? p->N : 0, part = p->fp8_head ? (size_t)p->head_rows : 0;
-    const size_t in[] = {N * C, N * (size_t)(c->num_heads * c->head_dim), N * (size_t)c->ffn_dim, part * C};
-    const size_t out[] = {N * (size_t)qkv_width(c), N * C, N * (size_t)fc_width(c)};
-    const size_t inputs = LARGEST(in), gradients = LARGEST(out);
-    const int gathers = p->fp8_blocks && p->zero_stage >= 3, each = p->fp8_each_pass;
+    const Fp8Operands f = fp8_operands(p, b);
     if (!p->fp8) return;
     memory_group(m, "fp8");
-    memory_request(m, &b->weights_fp8,
-                   each      ? "weights, of one block"
-                   : gathers ? "weights, of two blocks"
-                             : "weights",
-                   plan_fp8_block_weights(p, 0) + head);
-    if (p->trains && p->fp8_blocks)
-        memory_request(m, &b->weights_fp8_transposed,
-                       gathers || each ? "one block's weights, transposed" : "blocks' weights, transposed",
-                       plan_fp8_block_weights(p, 1));
-    if (gathers)
+    for (const auto &x : f.of)
+        if (x.bytes && x.in_region)
+            memory_alias(m, x.to, x.name, &b->region, x.bytes);
+        else if (x.bytes)
+            memory_request(m, x.to, x.name, x.bytes);
+    if (p->fp8_blocks && p->zero_stage >= 3)
         memory_request(m, &b->vectors, "blocks' norms and biases",
-                       (size_t)c->num_layers * unit_vectors(p->table).count);
+                       (size_t)p->config.num_layers * unit_vectors(p->table).count);
     memory_request(m, &b->absmax, "largest values", 3 * (size_t)plan_fp8_layers(p));
     memory_request(m, &b->fp8_counts, "counts", NUM_FP8_TENSORS);
-    memory_request(m, &b->fp8.rows, "a product's input or gradient",
-                   p->trains && gradients > inputs ? gradients : inputs);
-    memory_request(m, &b->fp8.row_absmax, "largest values of its rows", p->N);
-    if (!p->fp8_weight_gradients) return;
-    memory_request(m, &b->fp8.dout_transposed, "an output's gradient, transposed", gradients);
-    memory_request(m, &b->fp8.in_transposed, "an input, transposed", inputs);
+    memory_request(m, &b->fp8.row_absmax, "largest values of rows", p->N);
 }
 // Integers of a pinned buffer in which a micro-step's tokens wait for the device.
 static size_t plan_token_buffer(const Plan *p) { return (2 + 3 * !!p->ranged + 2 * !!p->compacts_rows) * p->N; }
@@ -659,6 +673,12 @@ static void buffers_place(const Plan *p, Buffers *b) {
     // GELU's gradient is computed in place
     b->da = activation_inputs(c->mlp) > 1 ? (floatX *)(b->region + region.da) : b->df;
     b->attention = (float *)(b->region + region.attention);
+    size_t fp8 = region.fp8;
+    for (const auto &x : fp8_operands(p, b).of) {
+        if (!x.bytes || !x.in_region) continue;
+        *x.to = (uint8_t *)b->region + fp8;
+        fp8 += round_up(x.bytes, REGION_ALIGN);
+    }
     b->blocks = new_array(BlockActs, c->num_layers);
     for (int l = 0; l < c->num_layers; l++) {
         BlockActs *a = &b->blocks[l];
