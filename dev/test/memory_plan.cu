@@ -518,8 +518,7 @@ static void check_orders(void) {
 static int quantised;
 static void check_quantised(const char *format) {
     Options o = options_default();
-    o.generate = !config.num_experts;
-    o.evaluate = !o.generate;
+    o.generate = 1;
     o.batch_size = mesh.tp.world;
     o.weights = format;
     const int heads = config.num_heads * config.head_dim;
@@ -608,7 +607,6 @@ static void check_lora(const char *format, int rank, const char *targets, int st
     Options o = options_default();
     o.weights = format;
     o.lora = rank;
-    o.sample_every = 0;
     o.lora_targets = targets;
     o.zero_stage = stage;
     o.batch_size = 4;
@@ -799,7 +797,7 @@ static void check_model(const char *name, int tp, int dp) {
     mesh.tp.rank = tp - 1;
     const int mixes = config.num_experts > 0;
     for (const char *format : {"int8", "int4", "fp8"}) check_quantised(format);
-    const char *some = mixes ? "q_proj,k_proj,v_proj,o_proj" : strncmp(name, "gpt2", 4) ? "v_proj,up_proj" : "c_attn";
+    const char *some = strncmp(name, "gpt2", 4) ? "v_proj,up_proj" : "c_attn";
     if (config.ffn_dim % (8 * tp) == 0) {
         check_lora("native", 16, "all", 1);
         check_lora("int8", 3, some, 2);

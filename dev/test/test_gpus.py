@@ -879,11 +879,11 @@ def test_adapters_in_fp32_are_those_of_the_cpu(lora, tmp_path, kind, more):
 ATTENTION = ["--lora-targets", "q_proj,k_proj,v_proj,o_proj"]
 
 
-@pytest.mark.parametrize("weights", ["native", "int8", "int4"])
+@pytest.mark.parametrize("weights, targets", [("native", []), ("int8", ATTENTION), ("int4", []), ("native", ATTENTION)])
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_adapters_of_mixtures_in_fp32_are_those_of_the_cpu(lora, tmp_path, kind, weights):
-    """Samples read a base in few bits with adapters, evaluations besides."""
-    more = [*ATTENTION, "--weights", weights, *WATCHED]
+def test_adapters_of_mixtures_in_fp32_are_those_of_the_cpu(lora, tmp_path, kind, weights, targets):
+    """Of experts, too, and of attention alone. Samples and evaluations read a base in few bits with its adapters."""
+    more = [*targets, "--weights", weights, *WATCHED]
     PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
     for precision in ("fp32", "cpu", "bf16"):
         succeeds(lora(0, precision, kind, *more, precision=precision), 300)
