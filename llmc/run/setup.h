@@ -353,6 +353,7 @@ static void init_weights(Model *m, uint64_t seed) {
         const Param *p = &table->params[i];
         const Span mine = span_overlap(model_owned(m, SLOT_WEIGHT, p->unit), p->offset, p->size);
         for (size_t at = mine.begin, end = at + mine.count, n; at < end; at += n) {
+            watchdog_beat(PHASE_LOAD, p->unit - 1);
             n = PIECE / p->cols * p->cols;  // whole rows
             if (n > end - at) n = end - at;
             param_init(table, i, seed, at - p->offset, n, values);
