@@ -135,6 +135,7 @@ MATMUL_OBJECTS := $(patsubst %,$(CU)/llmc/kernels/matmul_hopper_%.o,forward back
 $(addprefix $(CU)/,train_gpt2cu test_gpt2cu $(addprefix dev/cuda/,experts lora matmul matmul_fp8 muon rope tp)): $(MATMUL_OBJECTS)
 $(addprefix $(CU)/,train_gpt2cu test_gpt2cu): $(patsubst %,$(CU)/llmc/%.o,kernels/attention kernels/attention_decode kernels/experts_decode kernels/matmul_rows kernels/norm model/decode)
 $(CU)/dev/cuda/matmul_rows: $(CU)/llmc/kernels/matmul_rows.o
+$(CU)/dev/cuda/experts_decode: $(CU)/llmc/kernels/experts_decode.o
 $(CU)/dev/cuda/attention_decode: $(CU)/llmc/kernels/attention_decode.o
 $(CU)/train_gpt2cu $(CU)/test_gpt2cu: $(CU)/%cu: $(CU)/%.o $(BUILD)/revision.o
 	$(NVCC) $(NVFLAGS) $^ -o $@.$(PARTIAL) $(CUDA_LIBS) $(MPI_LIBS) $(if $(MPI_LIBS),$(NCCL_LIBS)) && mv -f $@.$(PARTIAL) $@

@@ -8,7 +8,8 @@
 // depend on the rows beside it. Up to E rows of the result, blocks stand by these and not by experts: of one token K
 // experts are read, and no block comes for nothing.
 //
-// Not fast: fp32. Not supported: out no multiple of 16; in no multiple of 16 bytes, in int4 of 128.
+// Ladder: dev/cuda/experts_decode.cu; without a GPU: dev/test/experts_decode.cpp. Not fast: fp32. Not supported: out no
+// multiple of 16; in no multiple of 16 bytes, in int4 of 128.
 #ifndef LLMC_EXPERTS_DECODE_CUH
 #define LLMC_EXPERTS_DECODE_CUH
 
