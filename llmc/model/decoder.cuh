@@ -6,7 +6,7 @@
 //                  kernels/matmul_rows.cuh, its attention that of kernels/attention_decode.cuh. Rows are filled up to
 //                  64, 128 or 256. With --tp ranks exchange rows as in training.
 // A mixture of experts has the second one for all numbers of rows, filled up to a power of two, and
-// kernels/experts_decode.cuh for its experts.
+// kernels/decode_experts.cuh for its experts.
 // The second one also serves where the first does not: ranks that do not reach each other's memory, --zero-stage 3,
 // products in fp8, sizes that the kernel does not have. All ranks have the same logits and draw the same.
 // The three are a CUDA graph for each number of rows.

@@ -12,7 +12,7 @@
 
 #include "../kernels/activation.cuh"
 #include "../kernels/experts.cuh"
-#include "../kernels/experts_decode.cuh"
+#include "../kernels/decode_experts.cuh"
 #include "../kernels/matmul_experts.cuh"
 #include "linear.cuh"
 
@@ -65,13 +65,14 @@ static void experts_activation(const Pass *p, const Experts *x) {
 
 static void experts_step_product(const Pass *p, const Experts *x, int in, int out, const RowsWeight *w, int activates,
                                  floatX *to, const floatX *a) {
-    ExpertsProduct q = {p->N, x->rows.K, x->rows.E, x->rows.experts, p->cache->rows, in, out, *w};
+    ExpertsProduct q = {p->N, x->rows.K, x->rows.E, x->rows.experts, p->cache->rows,
+                        in,   out,       w->format, w->weight,       w->scales};
     q.activates = activates;
     q.by_entry = !activates;
     q.activation = x->mlp;
     q.a = a;
     q.result = to;
-    experts_decode(&q, p->stream);
+    decode_experts(&q, p->stream);
 }
 static void router_step(const Pass *p, const Experts *x, const floatX *h) {
     RowsProduct q = {p->N, x->rows.E, x->C, {WEIGHTS_FP32, x->router}};

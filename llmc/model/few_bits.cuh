@@ -8,7 +8,7 @@
 #define LLMC_MODEL_FEW_BITS_CUH
 
 #include "../kernels/decode.cuh"
-#include "../kernels/experts_decode.cuh"
+#include "../kernels/decode_experts.cuh"
 #include "../quant.h"
 #include "plan.cuh"
 
@@ -115,8 +115,8 @@ static int plan_has_experts_kernel(const Plan *p) {
         ExpertsProduct sizes = {};
         sizes.in = l->in;
         sizes.out = l->out;
-        sizes.w.format = p->weights;
-        fits = fits && experts_decode_fits(&sizes);
+        sizes.format = p->weights;
+        fits = fits && decode_experts_fits(&sizes);
     }
     return fits;
 }

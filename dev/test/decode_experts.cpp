@@ -19,7 +19,7 @@ static inline unsigned __ballot_sync(unsigned, bool x) {
     return who;
 }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
-#include "llmc/kernels/experts_decode.cu"
+#include "llmc/kernels/decode_experts.cu"
 #include "llmc/quant.h"
 #include "dev/test/check.h"
 
@@ -52,10 +52,10 @@ struct Weights {
 typedef void Kernel(ExpertsProduct);
 template <bool GATED> static Kernel *kernel_of(WeightFormat f) {
     switch (f) {
-    case WEIGHTS_INT8: return experts_decode_kernel<WeightsInt8, GATED>;
-    case WEIGHTS_FP8: return experts_decode_kernel<WeightsE4m3, GATED>;
-    case WEIGHTS_INT4: return experts_decode_kernel<WeightsInt4, GATED>;
-    default: return experts_decode_kernel<WeightsNative, GATED>;
+    case WEIGHTS_INT8: return decode_experts_kernel<WeightsInt8, GATED>;
+    case WEIGHTS_FP8: return decode_experts_kernel<WeightsE4m3, GATED>;
+    case WEIGHTS_INT4: return decode_experts_kernel<WeightsInt4, GATED>;
+    default: return decode_experts_kernel<WeightsNative, GATED>;
     }
 }
 static std::vector<floatX> run(const ExpertsProduct &q, int width) {
@@ -63,7 +63,7 @@ static std::vector<floatX> run(const ExpertsProduct &q, int width) {
     ExpertsProduct p = q;
     p.result = out.data();
     const int tiles = q.out / 16, slots = experts_by_entry(q) ? q.N * q.K : q.E;
-    Kernel *kernel = q.activates ? kernel_of<true>(q.w.format) : kernel_of<false>(q.w.format);
+    Kernel *kernel = q.activates ? kernel_of<true>(q.format) : kernel_of<false>(q.format);
     for (blockIdx.y = 0; blockIdx.y < slots; blockIdx.y++)
         launch_on_cpu(tiles, EXPERTS_STEP_THREADS, 0, false, [&] { kernel(p); });
     blockIdx.y = 0;
@@ -82,7 +82,7 @@ static void check_step(WeightFormat format, int N, int K, int E, int in, int out
         for (int k = 0; k < K; k++) experts[(size_t)(n * K + k)] = (first + k * (E / K)) % E;
     }
     for (size_t i = 0; i < a.size(); i++) a[i] = rand_normal(7, 1, i);
-    ExpertsProduct q = {N, K, E, experts.data(), rows.data(), in, out, {format, w.codes.data(), w.scales.data()}};
+    ExpertsProduct q = {N, K, E, experts.data(), rows.data(), in, out, format, w.codes.data(), w.scales.data()};
     q.activates = gated;
     q.activation = MLP_SWIGLU;
     q.a = a.data();
@@ -136,5 +136,5 @@ int main() {
         check_step(f, 40, 2, 8, 128, 32, false, false, 1);
         if (f != WEIGHTS_INT4) check_step(f, 3, 2, 8, 72, 32, true, false, 0);
     }
-    return checks_report("experts_decode");
+    return checks_report("decode_experts");
 }

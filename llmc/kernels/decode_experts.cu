@@ -1,7 +1,7 @@
-// The kernels of experts_decode.cuh, an object of their own.
+// The kernels of decode_experts.cuh, an object of their own.
 #include "activation_policy.cuh"
 #include "decode_product.cuh"
-#include "experts_decode.cuh"
+#include "decode_experts.cuh"
 
 enum {
     EXPERTS_STEP_WARPS = 4,
@@ -11,7 +11,7 @@ enum {
     EXPERTS_STEP_AHEAD = 4,   // pieces of a warp that are on their way
 };
 struct ExpertsShared {
-    int count, entries[MATMUL_ROWS];                                        // that have the block's expert
+    int count, entries[DECODE_EXPERTS_ROWS];                                // that have the block's expert
     float sums[EXPERTS_STEP_WARPS][DECODE_COLUMNS][EXPERTS_STEP_ROWS + 1];  // of each warp: row of the weight, entry
 };
 
@@ -81,8 +81,8 @@ template <typename W> struct ExpertsOperand {
         if (W::DTYPE != DECODE_NATIVE) row_bytes = (row_bytes + 15) / 16 * 16;
         for (int i = 0; i < 2; i++) {
             const size_t row = (size_t)expert * q.out + rows[i];
-            codes[i] = (const char *)q.w.weight + row * row_bytes;
-            scales[i] = (const char *)q.w.scales + row * (W::GROUPED ? decode_scale_bytes(q.in) : (int)sizeof(float));
+            codes[i] = (const char *)q.weight + row * row_bytes;
+            scales[i] = (const char *)q.scales + row * (W::GROUPED ? decode_scale_bytes(q.in) : (int)sizeof(float));
         }
     }
     __device__ int pieces() const { return (row_bytes + DECODE_PIECE - 1) / DECODE_PIECE; }
@@ -116,7 +116,7 @@ __device__ inline void experts_finish(const ExpertsProduct &q, const ExpertsShar
         float x = 0;
         for (int w = 0; w < EXPERTS_STEP_WARPS; w++) x = __fadd_rn(x, s.sums[w][i][n]);
         constexpr bool SCALED = W::DTYPE == DECODE_INT8 || W::DTYPE == DECODE_E4M3;
-        return SCALED ? __fmul_rn(x, ((const float *)q.w.scales)[(size_t)expert * q.out + tile.row(i)]) : x;
+        return SCALED ? __fmul_rn(x, ((const float *)q.scales)[(size_t)expert * q.out + tile.row(i)]) : x;
     };
     for (int i = threadIdx.x; i < count * tile.columns; i += EXPERTS_STEP_THREADS) {
         const int n = i / tile.columns, column = i % tile.columns;
@@ -127,7 +127,7 @@ __device__ inline void experts_finish(const ExpertsProduct &q, const ExpertsShar
 }
 template <typename W, bool GATED>
 __global__ void __launch_bounds__(EXPERTS_STEP_THREADS, EXPERTS_STEP_BLOCKS)
-    experts_decode_kernel(const ExpertsProduct q) {
+    decode_experts_kernel(const ExpertsProduct q) {
     __shared__ ExpertsShared s;
     kernels_behind_begin();
     kernels_before_wait();
@@ -170,25 +170,25 @@ __global__ void __launch_bounds__(EXPERTS_STEP_THREADS, EXPERTS_STEP_BLOCKS)
     }
 }
 
-#ifdef __CUDACC__  // not where a CPU runs the kernels (dev/test/experts_decode.cpp)
+#ifdef __CUDACC__  // not where a CPU runs the kernels (dev/test/decode_experts.cpp)
 static int experts_gated(const ExpertsProduct *q) { return q->activates && mlp_is_gated(q->activation); }
-int experts_decode_fits(const ExpertsProduct *q) {
-    const int group = q->w.format == WEIGHTS_INT4 ? INT4_GROUP : VecX::size;
+int decode_experts_fits(const ExpertsProduct *q) {
+    const int group = q->format == WEIGHTS_INT4 ? INT4_GROUP : VecX::size;
     return q->out % 16 == 0 && q->in % group == 0;
 }
 template <typename W> static void experts_launch(const ExpertsProduct *q, cudaStream_t stream) {
     const int gated = experts_gated(q), slots = experts_by_entry(*q) ? q->N * q->K : q->E;
-    launch_early(gated ? experts_decode_kernel<W, true> : experts_decode_kernel<W, false>,
+    launch_early(gated ? decode_experts_kernel<W, true> : decode_experts_kernel<W, false>,
                  dim3((unsigned)(q->out / 16), (unsigned)slots), EXPERTS_STEP_THREADS, 0, 1, stream, *q);
 }
-void experts_decode(const ExpertsProduct *q, cudaStream_t stream) {
-    assert(q->N <= MATMUL_ROWS && experts_decode_fits(q));
-    switch (q->w.format) {
+void decode_experts(const ExpertsProduct *q, cudaStream_t stream) {
+    assert(q->N <= DECODE_EXPERTS_ROWS && decode_experts_fits(q));
+    switch (q->format) {
     case WEIGHTS_FP32: experts_launch<WeightsNative>(q, stream); break;
     case WEIGHTS_INT8: experts_launch<WeightsInt8>(q, stream); break;
     case WEIGHTS_FP8: experts_launch<WeightsE4m3>(q, stream); break;
     case WEIGHTS_INT4: experts_launch<WeightsInt4>(q, stream); break;
-    default: unhandled(q->w.format);
+    default: unhandled(q->format);
     }
 }
 #endif

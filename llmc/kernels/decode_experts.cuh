@@ -8,20 +8,24 @@
 // depend on the rows beside it. Up to E rows of the result, blocks stand by these and not by experts: of one token K
 // experts are read, and no block comes for nothing.
 //
-// Ladder: dev/cuda/experts_decode.cu; without a GPU: dev/test/experts_decode.cpp. Not fast: fp32. Not supported: out no
+// Ladder: dev/cuda/decode_experts.cu; without a GPU: dev/test/decode_experts.cpp. Not fast: fp32. Not supported: out no
 // multiple of 16; in no multiple of 16 bytes, in int4 of 128.
-#ifndef LLMC_EXPERTS_DECODE_CUH
-#define LLMC_EXPERTS_DECODE_CUH
+#ifndef LLMC_DECODE_EXPERTS_CUH
+#define LLMC_DECODE_EXPERTS_CUH
 
+#include "../config.h"
+#include "../quant.h"
 #include "kv_cache.cuh"
-#include "matmul_rows.cuh"
+
+enum { DECODE_EXPERTS_ROWS = 256 };  // of a step, at most
 
 typedef struct {
     int N, K, E;              // rows of the step; experts that each has, of so many
     const int *experts;       // (N,K)
     const DecodeInput *rows;  // (N) nobody's have none
     int in, out;
-    RowsWeight w;  // (E,out,in)
+    WeightFormat format;          // WEIGHTS_FP32: floatX
+    const void *weight, *scales;  // (E,out,in) as RowsWeight has it
     int activates;
     MlpKind activation;
     const floatX *a;  // (N,in); by_entry: (N*K,in)
@@ -30,7 +34,7 @@ typedef struct {
 } ExpertsProduct;
 
 // Sizes and format alone are read.
-int experts_decode_fits(const ExpertsProduct *q);
-void experts_decode(const ExpertsProduct *q, cudaStream_t stream);
+int decode_experts_fits(const ExpertsProduct *q);
+void decode_experts(const ExpertsProduct *q, cudaStream_t stream);
 
 #endif
