@@ -102,7 +102,10 @@ static int block_keeps_input(const Plan *p, int l) {
 static Experts experts_of(const Model *m, const Pass *p, const Unit *u, const BlockActs *a, int l) {
     const Config *c = &m->config;
     const Buffers *b = &m->b;
-    Experts x = {c->channels, c->ffn_dim, c->renormalise, block_keeps_input(&m->plan, l), c->mlp, a->experts};
+    const Plan *plan = &m->plan;
+    const MatmulEpilogue gradient = plan->fcproj.gradient;
+    Experts x = {c->channels, c->ffn_dim,        c->renormalise, block_keeps_input(plan, l),
+                 c->mlp,      plan->fc.epilogue, gradient,       a->experts};
     x.rows.N = p->N;
     x.router = unit_param(u, u->weights, ROLE_ROUTERW);
     x.fc = unit_param(u, u->weights, ROLE_FCW);
@@ -114,9 +117,9 @@ static Experts experts_of(const Model *m, const Pass *p, const Unit *u, const Bl
     x.a = a->a;
     x.logits = b->router_logits;
     x.wide = b->expert_rows;
-    x.df = b->df;
+    x.df = gradient == EPILOGUE_PLAIN ? b->df : a->f;
     x.da = b->da;
-    x.dshares = b->dshares;
+    x.dots = b->dots;
     x.scratch = b->reduce;
     const size_t E = (size_t)c->num_experts;
     if (p->counts) x.load = {b->load + (size_t)l * E, b->load + (size_t)c->num_layers * E};
@@ -516,7 +519,7 @@ static void micro_step(Model *m, int micro, int num_micro, int reduce, int logit
     p.quantises_weights = m->plan.fp8 && micro == 0;  // not by weights_changed: a graph repeats what it saw
     model_forward(m, &p);
     head(m, &p, share, NULL, 1);
-    p.quantises_weights = 0;
+    p.quantises_weights = p.counts = 0;  // what backward makes again is there already
     loss_sum(&m->b.step->loss, m->b.losses, p.logit_rows, share, p.stream);
     model_backward(m, &p);
 }

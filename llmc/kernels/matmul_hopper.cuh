@@ -70,6 +70,7 @@ __device__ inline void matmul_math(const HopperWork &w, const MatmulSchedule &sc
             named_barrier(1 + out.warpgroup, WARPGROUP);
         }
         mma.complete(steps);
+        if constexpr (S::Epilogue::ADDS) epilogue.add(out, mma.acc);
         const float2 scale = matmul_row_scales<S>(w, out.row);
         #pragma unroll
         for (int n = 0; n < S::COLUMNS / 8; n++) {
@@ -163,8 +164,8 @@ template <typename S> static void hopper_launch(const MatmulProblem *q, const Ma
     schedule.experts = o->experts;
     schedule.num_experts = q->experts;
     const HopperWork w = {
-        M,       N,           K,           schedule,   (const bf16 *)o->bias, o->absmax, o->column_sums,
-        o->rope, o->a_absmax, o->b_absmax, o->a_by_row};
+        M,           N,           K,           schedule, (const bf16 *)o->bias, o->absmax, o->column_sums, o->rope,
+        o->a_absmax, o->b_absmax, o->a_by_row, o->dots};
     const CUtensorMap a = S::MN_A ? matrix_map<Element>(o->a, K, M, batch) : matrix_map<Element>(o->a, M, K, batch);
     const CUtensorMap b =
         S::MN_B ? matrix_map<Element>(o->b, K, N, weights) : matrix_map<Element>(o->b, z.N, K, weights);
@@ -193,7 +194,13 @@ constexpr HopperVariant hopper_row(MatmulEpilogue epilogue, MlpKind activation =
     constexpr MatmulDtype dtype = Dtype::SCALED ? MATMUL_E4M3 : MATMUL_FLOATX;
     return {dtype, FORM, epilogue, activation, COLUMNS, CLUSTER, hopper_launch<Tile>, OF_EXPERTS};
 }
-#define HOPPER_EXPERTS(form, columns) hopper_row<MmaBf16, form, columns, 1, Plain, true>(EPILOGUE_PLAIN)
+#define HOPPER_EXPERTS(form) hopper_row<MmaBf16, form, 256, 1, Plain, true>(EPILOGUE_PLAIN)
+#define HOPPER_EXPERTS_ADD() hopper_row<MmaBf16, MATMUL_BACKWARD_WEIGHT, 192, 1, Add, true>(EPILOGUE_ADD)
+#define HOPPER_EXPERTS_ACTIVATION(kind, Policy) \
+    hopper_row<MmaBf16, MATMUL_FORWARD, 256, 1, Activate<Policy, true>, true>(EPILOGUE_ACTIVATION_KEEPS_INPUT, kind)
+#define HOPPER_EXPERTS_GRADIENT(kind, Policy) \
+    hopper_row<MmaBf16, MATMUL_BACKWARD_INPUT, 256, 1, ActivationGradient<Policy, true, true>, true>( \
+        EPILOGUE_GRADIENT_FROM_INPUT, kind)
 #define HOPPER_PLAIN(Dtype, form, columns, cluster) hopper_row<Dtype, form, columns, cluster, Plain>(EPILOGUE_PLAIN)
 #define HOPPER_SYMMETRIC(Dtype, form, columns, cluster) \
     hopper_row<Dtype, form, columns, cluster, Symmetric>(EPILOGUE_SYMMETRIC)

@@ -99,11 +99,11 @@ typedef struct {
     // scratch
     char *region;  // see Region
     floatX *logits, *dqkv, *df, *da;
-    // of a mixture: what blocks keep of their routing; rows (R,C), logits (N,E), gradients of shares (N,K); rows of
-    // each expert of each block, then the blocks' balance, in the step so far (L*E+1)
+    // of a mixture: what blocks keep of their routing; rows (R,C), logits (N,E), dots (expert_parts,R); rows of each
+    // expert of each block, then the blocks' balance, in the step so far (L*E+1)
     int *saved_routing;
     floatX *expert_rows, *router_logits;
-    float *dshares, *load, *host_load;
+    float *dots, *load, *host_load;
     float *attention;  // its D
     AttentionTickets *tickets;
     floatX *dx, *branch;
@@ -175,7 +175,7 @@ static size_t saved_stats_size(const Plan *p) { return p->N * (size_t)p->local.n
 // 4-byte words of a block's routing.
 static size_t saved_routing_size(const Plan *p) {
     const size_t E = (size_t)p->config.num_experts, K = (size_t)p->config.active_experts, R = plan_mlp_rows(p);
-    return E ? p->N * (E + 3 * K) + R + E + 1 + R / EXPERT_ROWS + E : 0;
+    return E ? p->N * (E + 3 * K) + E + 1 + R / EXPERT_ROWS + E : 0;
 }
 // Of the adapters' products of one layer.
 static size_t adapters_scratch_bytes(const Plan *p) {
@@ -491,7 +491,8 @@ static void request_activations(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, &b->saved_x, leave ? "residuals (3,B,T,C)" : "residuals (L+kept,B,T,C)",
                    (streams + kept) * rows * C);
     if (leave && p->trains) memory_request_pinned(m, &b->host_x, "residuals (L-2,B,T,C)", (L - 2) * rows * C);
-    memory_request(m, &b->saved_block, names[p->options.recompute], kept * saved_block_size(p));
+    memory_request(m, &b->saved_block, names[std::max((int)p->options.recompute, p->recomputes_activation)],
+                   kept * saved_block_size(p));
     if (c->num_experts) memory_request(m, &b->saved_routing, "experts and their rows", kept * saved_routing_size(p));
     if (p->recomputes_norms) memory_request(m, &b->shared_norms, "what norms give, recomputed", norms_size(p));
     memory_request(m, &b->saved_stats, "lse, mean, 1/std", kept * saved_stats_size(p));
@@ -519,7 +520,7 @@ static void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     if (c->num_experts) {
         memory_request(m, &b->expert_rows, "experts' rows (R,C)", plan_mlp_rows(p) * (size_t)c->channels);
         memory_request(m, &b->router_logits, "router's logits (B,T,E)", p->N * (size_t)c->num_experts);
-        memory_request(m, &b->dshares, "gradients of shares (B,T,K)", p->N * (size_t)c->active_experts);
+        memory_request(m, &b->dots, "parts of shares' gradients", (size_t)expert_parts(c->ffn_dim) * plan_mlp_rows(p));
         memory_request(m, &b->load, "experts' load (L,E)", load_size(c));
         memory_request_pinned(m, &b->host_load, "experts' load", load_size(c));
     }
@@ -620,7 +621,6 @@ static ExpertRows experts_place(const Plan *p, int *next) {
     r.shares = (float *)take(p->N * (size_t)K);
     r.experts = take(p->N * (size_t)K);
     r.rows = take(p->N * (size_t)K);
-    r.entries = take((size_t)R);
     r.groups = take((size_t)(E + 1 + R / EXPERT_ROWS));
     r.counts = take((size_t)E);
     return r;

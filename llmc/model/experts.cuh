@@ -2,9 +2,10 @@
 //
 //   forward    logits = h Wrouter^T -> experts, shares      f = rows of h Wfc^T      a = activation(f)
 //              branch = sums by shares of a Wfcproj^T
-//   backward   rows of dout with their shares -> dWfcproj, da -> df, dshares         dWfc      dlogits -> dWrouter
+//   backward   rows of dout with their shares -> da -> df, a, dots      dWfcproj, dWfc      dlogits -> dWrouter
 //              branch = dlogits Wrouter + sums of df Wfc
 //
+// The activation is part of the products where the plan says so; then f becomes df.
 // One buffer holds the rows of h, and after their product the experts' outputs; in backward those of dout, of h, and
 // the gradient of h, each in place of the one before.
 #ifndef LLMC_MODEL_EXPERTS_CUH
@@ -18,29 +19,33 @@
 typedef struct {
     int C, F, renormalise, keeps_input;  // keeps_input: f stays what the activation read, else it becomes slopes
     MlpKind mlp;
+    MatmulEpilogue epilogue, gradient;  // of fc and of fcproj's gradient: the activation, or plain
     ExpertRows rows;
     const floatX *router, *fc, *fcproj;  // weights (E,C), (E,inputs F,C), (E,C,F)
     floatX *drouter, *dfc, *dfcproj;     // their gradients; NULL: frozen
     floatX *f, *a;                       // (R,inputs F), (R,F)
     floatX *logits, *wide;               // (N,E) and their gradient; (R,C) rows
     floatX *df, *da;                     // as f, a
-    float *dshares;                      // (N,K)
+    float *dots;                         // (expert_parts,R)
     void *scratch;                       // experts_scratch_bytes
     ExpertLoad load;                     // of the step's report
 } Experts;
 
 static int experts_fc_width(const Experts *x) { return x->F * activation_inputs(x->mlp); }
-// A product of all experts' rows, or a gradient of all their weights.
+// A product of all experts' rows, or a gradient of all their weights. An activation in it has f beside `to`.
 static void experts_product(const Pass *p, const Experts *x, MatmulForm form, int in, int out, floatX *to,
-                            const floatX *a, const floatX *b) {
-    MatmulProblem q = {form, x->rows.R, in, out};
+                            const floatX *a, const floatX *b, MatmulEpilogue epilogue = EPILOGUE_PLAIN) {
+    const int activates = epilogue >= EPILOGUE_ACTIVATION;
+    MatmulProblem q = {form, x->rows.R, in, out, epilogue, activates ? x->mlp : NO_ACTIVATION};
     MatmulOperands o = {};
+    if (form == MATMUL_BACKWARD_WEIGHT && p->accumulate) q.epilogue = EPILOGUE_ADD;
     q.experts = x->rows.E;
     o.out = to;
     o.a = a;
     o.b = b;
+    o.aux = activates ? x->f : NULL;
     o.experts = x->rows.groups;
-    o.accumulate = form == MATMUL_BACKWARD_WEIGHT && p->accumulate;
+    o.dots = x->dots;
     matmul_experts(p->matmul, &q, &o, p->stream);
 }
 static void router_product(const Pass *p, const Experts *x, MatmulForm form, floatX *to, const floatX *a,
@@ -53,17 +58,15 @@ static void router_product(const Pass *p, const Experts *x, MatmulForm form, flo
     o.accumulate = form == MATMUL_BACKWARD_WEIGHT && p->accumulate;
     matmul(p->matmul, &q, &o, p->stream);
 }
-// All rows that there is room for: of those behind the last expert's nobody reads.
-static void experts_activation(const Pass *p, const Experts *x) {
-    activation_forward(x->mlp, x->a, x->keeps_input ? NULL : x->f, x->f, x->rows.R, x->F, p->stream);
-}
 // h (N,C) -> f, a
 static void experts_forward(const Pass *p, const Experts *x, const floatX *h) {
     router_product(p, x, MATMUL_FORWARD, x->logits, h, x->router);
     route(&x->rows, x->logits, x->renormalise, x->load, x->scratch, p->stream);
     gather_rows(&x->rows, x->wide, h, 0, x->C, p->stream);
-    experts_product(p, x, MATMUL_FORWARD, x->C, experts_fc_width(x), x->f, x->wide, x->fc);
-    experts_activation(p, x);
+    floatX *to = x->epilogue == EPILOGUE_PLAIN ? x->f : x->a;
+    experts_product(p, x, MATMUL_FORWARD, x->C, experts_fc_width(x), to, x->wide, x->fc, x->epilogue);
+    // all rows that there is room for: of those behind the last expert's nobody reads
+    if (to == x->f) activation_forward(x->mlp, x->a, x->keeps_input ? NULL : x->f, x->f, x->rows.R, x->F, p->stream);
 }
 // a -> p->branch
 static const floatX *experts_project(const Pass *p, const Experts *x) {
@@ -71,20 +74,21 @@ static const floatX *experts_project(const Pass *p, const Experts *x) {
     sum_rows(&x->rows, p->branch, NULL, x->wide, 1, x->C, p->stream);
     return p->branch;
 }
-// dout (N,C): the gradient of the branch; that of h becomes p->branch. f holds slopes.
+// dout (N,C): the gradient of the branch; that of h becomes p->branch. f holds slopes, or inputs for x->gradient.
 static const floatX *experts_backward(const Pass *p, const Experts *x, const floatX *dout, const floatX *h) {
-    const int wide = experts_fc_width(x);
+    const int wide = experts_fc_width(x), fused = x->gradient != EPILOGUE_PLAIN;
     gather_rows(&x->rows, x->wide, dout, 1, x->C, p->stream);
-    experts_product(p, x, MATMUL_BACKWARD_INPUT, x->F, x->C, x->da, x->wide, x->fcproj);
+    experts_product(p, x, MATMUL_BACKWARD_INPUT, x->F, x->C, fused ? x->a : x->da, x->wide, x->fcproj, x->gradient);
     if (x->dfcproj) experts_product(p, x, MATMUL_BACKWARD_WEIGHT, x->F, x->C, x->dfcproj, x->wide, x->a);
-    experts_activation_backward(&x->rows, x->df, x->dshares, x->da, x->a, x->f, activation_inputs(x->mlp), x->F,
-                                p->stream);
+    if (!fused)
+        experts_activation_backward(&x->rows, x->df, x->dots, x->da, x->a, x->f, activation_inputs(x->mlp), x->F,
+                                    p->stream);
     if (x->dfc) {
         gather_rows(&x->rows, x->wide, h, 0, x->C, p->stream);
         experts_product(p, x, MATMUL_BACKWARD_WEIGHT, x->C, wide, x->dfc, x->df, x->wide);
     }
     experts_product(p, x, MATMUL_BACKWARD_INPUT, x->C, wide, x->wide, x->df, x->fc);
-    route_backward(&x->rows, x->logits, x->dshares, p->balance, x->renormalise, p->stream);
+    route_backward(&x->rows, x->logits, x->dots, x->F, p->balance, x->renormalise, p->stream);
     if (x->drouter) router_product(p, x, MATMUL_BACKWARD_WEIGHT, x->drouter, x->logits, h);
     router_product(p, x, MATMUL_BACKWARD_INPUT, p->branch, x->logits, x->router);
     sum_rows(&x->rows, p->branch, p->branch, x->wide, 0, x->C, p->stream);

@@ -63,16 +63,15 @@ static int plan_normalises_qk(const Plan *p) { return p->qkv.output == LINEAR_QK
 // Where the activation is part of a product. Our kernel has the bits of a product with the activation apart and is
 // faster (dev/cuda/matmul.cu).
 static int plan_activation_fused(const Plan *p) {
-    const int can = matmul_can_fuse(p->local.mlp, p->local.ffn_dim);
+    const int experts = p->config.num_experts, can = matmul_can_fuse(p->local.mlp, p->local.ffn_dim, experts);
     const int asked = (int)p->options.gelu_fusion;
     require(asked <= 0 || can,
             "--debug gelu-fusion=%d needs a bf16 build and a Hopper GPU, and with SwiGLU an MLP width that is a "
             "multiple of 64\n"
             "leave it out",
             asked);
-    if (p->config.num_experts) return 0;
     if (asked >= 0) return asked;
-    return can && p->N >= MATMUL_FUSION_ROWS ? 2 : 0;
+    return can && (experts || p->N >= MATMUL_FUSION_ROWS) ? 2 : 0;
 }
 static void plan_layers(Plan *p) {
     const Config *c = &p->local;
@@ -168,7 +167,6 @@ static void plan_require_experts(const Config *c, const Options *o, const Mesh *
         const char *what;
     } lacks[] = {{c->qk_norm == QK_NORM_WHOLE, "q and k normalised over all heads"},
                  {mesh->tp.world > 1, "--tp"},
-                 {o->gelu_fusion > 0, "--debug gelu-fusion"},
                  {matmul_is_fp8(o), "--matmul-dtype fp8"},
                  {weights_are_quantised(o), "--weights"},
                  {(lora->targets & experts) != 0,
@@ -217,13 +215,14 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     p.reduces_in_fp32 = !strcmp(o->reduce_dtype, "fp32") && sizeof(floatX) < sizeof(float);
     p.zero_stage = zero_stage_of(o, &mesh->dp);
     const long long recompute = p.options.recompute;
-    p.recomputes_activation = recompute == 1 || recompute == 2;
+    p.activation_fused = plan_activation_fused(&p);
+    // the products of experts make it again for nothing
+    p.recomputes_activation = recompute == 1 || recompute == 2 || (c->num_experts && p.activation_fused);
     p.recomputes_norms = recompute == 2;
     p.whole_blocks = whole_blocks(&p.options, c->num_layers);
     p.offload = plan_offload(&p);
     p.head_rows = (int)head_rows(o, p.B, p.T);
     p.compacts_rows = p.trains && ranks == 1;
-    p.activation_fused = plan_activation_fused(&p);
     p.rope_fused = p.local.position == POSITION_ROPE && p.local.qk_norm == QK_NORM_NONE &&
                    matmul_can_rotate(p.local.head_dim) && p.N >= MATMUL_FUSION_ROWS;
     p.may_overlap = ranks > 1 && (o->tp_overlap > 0 || (o->tp_overlap < 0 && p.trains));
