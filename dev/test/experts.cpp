@@ -60,7 +60,7 @@ static std::vector<floatX> normal(size_t n, uint64_t seed) {
 struct Sides {
     int N, E, K, R;
     std::vector<float> probs, shares, cpu_probs, cpu_shares;
-    std::vector<int> experts, rows, groups, counts, cpu_experts, cpu_rows, tokens, begin, chunk_rows;
+    std::vector<int> experts, rows, groups, cpu_experts, cpu_rows, tokens, begin, chunk_rows;
     std::vector<float> chunk_probs;
     ExpertRows ours;
     Routing cpu;
@@ -69,12 +69,11 @@ struct Sides {
         probs = cpu_probs = std::vector<float>(ne);
         shares = cpu_shares = std::vector<float>(nk);
         experts = rows = cpu_experts = cpu_rows = tokens = std::vector<int>(nk, -7);
-        groups = std::vector<int>((size_t)(E + 1 + R / EXPERT_ROWS), -7);
-        counts = std::vector<int>((size_t)E, -7);
+        groups = std::vector<int>(experts_groups((size_t)R, E), -7);
         begin = std::vector<int>((size_t)E + 1);
         chunk_rows = std::vector<int>(chunks);
         chunk_probs = std::vector<float>(chunks);
-        ours = {N, E, K, R, probs.data(), shares.data(), experts.data(), rows.data(), groups.data(), counts.data()};
+        ours = {N, E, K, R, probs.data(), shares.data(), experts.data(), rows.data(), groups.data()};
         cpu = {cpu_probs.data(), cpu_shares.data(), cpu_experts.data(), cpu_rows.data(), tokens.data(), begin.data()};
     }
     void route_both(const std::vector<floatX> &logits, int renormalise, float *load, float *balance) {
@@ -95,9 +94,9 @@ struct Sides {
         for (int e = 0; e < E; e++) {
             const int count = begin[(size_t)e + 1] - begin[(size_t)e], first = groups[(size_t)e];
             const int room = groups[(size_t)e + 1] - first;
-            wrong += counts[(size_t)e] != count || first != at || room % EXPERT_ROWS != 0 || room < count ||
-                     room < EXPERT_ROWS || (room - count >= EXPERT_ROWS && room > EXPERT_ROWS);
-            for (int i = 0; i < room; i++) wrong += groups[(size_t)(E + 1 + (first + i) / EXPERT_ROWS)] != e;
+            wrong += groups[(size_t)(E + 1 + e)] != first + count || first != at || room % EXPERT_ROWS != 0 ||
+                     room < count || room < EXPERT_ROWS || (room - count >= EXPERT_ROWS && room > EXPERT_ROWS);
+            for (int i = 0; i < room; i++) wrong += groups[(size_t)(2 * E + 1 + (first + i) / EXPERT_ROWS)] != e;
             at += room;
         }
         for (size_t i = 0; i < rows.size(); i++) {
@@ -265,7 +264,7 @@ template <MatmulForm FORM> static void check_product(int N, int E, int K, int ou
     size_t wrong = 0;
     for (size_t at = 0; at < to.size(); at++) {
         const size_t r = at / columns, c = at % columns;
-        const size_t e = of_k ? r / o : r < used ? (size_t)s.groups[(size_t)(E + 1) + r / EXPERT_ROWS] : 0;
+        const size_t e = of_k ? r / o : r < used ? (size_t)s.groups[(size_t)(2 * E + 1) + r / EXPERT_ROWS] : 0;
         const size_t first = of_k ? (size_t)s.groups[e] : 0;
         const size_t end = of_k ? (size_t)s.groups[e + 1] : r < used ? (size_t)width : 0;
         float sum = 0;

@@ -107,6 +107,7 @@ struct Mixture {
             experts.push_back(experts.back() + whole * EXPERT_ROWS);
         }
         used = experts.back();
+        for (int e = 0; e < E; e++) experts.push_back(experts[(size_t)e] + counts[(size_t)e]);
         rows = used + 2 * EXPERT_ROWS;
         experts.insert(experts.end(), tiles.begin(), tiles.end());
     }
@@ -247,6 +248,8 @@ int main(void) {
     check_experts<MATMUL_BACKWARD_INPUT, 256>({1, 260, 0}, 72, 328, 3);
     check_experts<MATMUL_BACKWARD_WEIGHT, 256>({0, 200, 3}, 136, 264, 2);
     check_experts<MATMUL_BACKWARD_WEIGHT, 256>({700}, 72, 24, 1);
+    matmul_group_rows = 256;  // an expert has several groups, the last with one tile
+    check_experts<MATMUL_FORWARD, 256>({10, 350, 700}, 520, 24, 3);
     check_experts<MATMUL_BACKWARD_WEIGHT, 192, Add>({0, 200, 3}, 136, 264, 2);
     check_experts<MATMUL_BACKWARD_WEIGHT, 192, Add>({700, 1}, 72, 24, 1);
     check_experts_activation({130, 0, 5}, 320, 72, 2);

@@ -365,7 +365,7 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
     [
         ("attention_mma", (), 126),
         ("attention_hopper", (), 42),
-        ("matmul", (), 79),
+        ("matmul", (), 80),
         ("qk_norm", (), 10),
         ("qk_norm", ("-DPRECISION_FP32",), 10),
         ("experts", (), 24),

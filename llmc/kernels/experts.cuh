@@ -24,8 +24,7 @@ typedef struct {
     float *shares;  // (N,K), falling
     int *experts;   // (N,K); of equally probable ones the first
     int *rows;      // (N,K) the rows of a token
-    int *groups;    // MatmulSchedule.experts: (E+1), (R/EXPERT_ROWS)
-    int *counts;    // (E) rows of an expert that are a token's
+    int *groups;    // MatmulSchedule.experts: (E+1), (E), (R/EXPERT_ROWS)
 } ExpertRows;
 // What a step's report says, added to: rows of each expert (E) of a block, and its balance (route_balance_cpu).
 typedef struct { float *rows, *balance; } ExpertLoad;
@@ -33,6 +32,7 @@ typedef struct { float *rows, *balance; } ExpertLoad;
 static size_t experts_room(size_t N, int E, int K) {
     return round_up(N * (size_t)K + (size_t)E * EXPERT_ROWS, EXPERT_ROWS);
 }
+static size_t experts_groups(size_t R, int E) { return 2 * (size_t)E + 1 + R / EXPERT_ROWS; }
 static int expert_parts(int F) { return (F + EXPERT_PART - 1) / EXPERT_PART; }
 static size_t experts_chunks(size_t N) { return ceil_div(N, CHUNK_TOKENS); }
 // Of each chunk and expert: rows, then how many are in chunks before it; and the sum of probabilities.
@@ -168,9 +168,9 @@ __global__ void __launch_bounds__(1024)
     if (!mine) return;
     const int begin = begins[e] - room;
     r.groups[e] = begin;
-    r.counts[e] = count;
+    r.groups[r.E + 1 + e] = begin + count;
     if (e == r.E - 1) r.groups[r.E] = begins[e];
-    for (int i = 0; i < room / EXPERT_ROWS; i++) r.groups[r.E + 1 + begin / EXPERT_ROWS + i] = e;
+    for (int i = 0; i < room / EXPERT_ROWS; i++) r.groups[2 * r.E + 1 + begin / EXPERT_ROWS + i] = e;
     if (!load.rows) return;
     load.rows[e] += (float)count;
     if (e == r.E - 1) *load.balance += parts[e] * r.E / ((float)r.N * r.N);
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
     const int n = blockIdx.x * EXPERTS_WARPS + threadIdx.x / WARP, expert = (n - r.N) / EXPERT_ROWS;
     const bool of_token = n < r.N;
     if (!of_token && expert >= r.E) return;
-    const int behind = of_token ? 0 : r.groups[expert] + r.counts[expert] + (n - r.N) % EXPERT_ROWS;
+    const int behind = of_token ? 0 : r.groups[r.E + 1 + expert] + (n - r.N) % EXPERT_ROWS;
     if (!of_token && behind >= r.groups[expert + 1]) return;
     for (int at = threadIdx.x % WARP * VecX::size; at < C; at += WARP * VecX::size) {
         VecX x = {};
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
         d = (d - warp_reduce<Sum>(d * share)) / chosen;
     }
     const auto of = [&](int e) {  // the gradient of p[e]
-        float x = e < r.E ? even * (float)r.counts[e] : 0;
+        float x = e < r.E ? even * (float)(r.groups[r.E + 1 + e] - r.groups[e]) : 0;
         for (int k = 0; k < r.K; k++) {
             const float dk = __shfl_sync(0xffffffffu, d, k);
             if (__shfl_sync(0xffffffffu, expert, k) == e) x += dk;

@@ -19,8 +19,8 @@ __global__ void __launch_bounds__(EXPERTS_TILE_THREADS)
     const int across = (N + TILE - 1) / TILE, down = (M + TILE - 1) / TILE, tile = blockIdx.x / across;
     const int row0 = tile % down * TILE, column0 = blockIdx.x % across * TILE;
     if (!of_k && row0 >= x.experts[q.experts]) return;
-    const int expert = of_k ? tile / down : x.experts[q.experts + 1 + row0 / EXPERT_ROWS];
-    const int begin = of_k ? x.experts[expert] : 0, end = of_k ? x.experts[expert + 1] : width;
+    const int expert = of_k ? tile / down : x.experts[2 * q.experts + 1 + row0 / EXPERT_ROWS];
+    const int begin = of_k ? x.experts[expert] : 0, end = of_k ? x.experts[q.experts + 1 + expert] : width;
     const size_t weight = (size_t)expert * q.in * q.out;
     const floatX *a_from = (const floatX *)x.a, *b_from = (const floatX *)x.b + (of_k ? 0 : weight);
     const int column = threadIdx.x % TILE, row = threadIdx.x / TILE;

@@ -45,8 +45,8 @@ __device__ inline void matmul_math(const HopperWork &w, const MatmulSchedule &sc
     for (int i = blockIdx.x / S::CLUSTER;; i += clusters) {
         // In the last round the tile before is finished, by the same code.
         if (S::GROUPS == GROUPED_K && i < schedule.tiles()) {
-            const int expert = schedule.tile(i).product;
-            steps = (schedule.first_of(expert + 1) - schedule.first_of(expert)) / S::Dtype::STAGE_K;
+            const int expert = schedule.tile(i).product, rows = schedule.end_of(expert) - schedule.first_of(expert);
+            steps = (rows + S::Dtype::STAGE_K - 1) / S::Dtype::STAGE_K;
         }
         const int here = i < schedule.tiles() ? steps : 0;
         #pragma unroll
@@ -56,7 +56,7 @@ __device__ inline void matmul_math(const HopperWork &w, const MatmulSchedule &sc
             if (waiting) epilogue.finish(out, s);
         }
         if (!here) break;
-        const MatmulSchedule::Tile t = schedule.tile(i);
+        const MatmulSchedule::Tile t = schedule.tile<S::GROUPS>(i);
         out.product = S::GROUPS == GROUPED_ROWS ? 0 : t.product;
         out.row = (t.row * S::CLUSTER + rank) * S::ROWS + out.warpgroup * BOX_ROWS;
         out.column = t.column * S::OUT_COLUMNS;

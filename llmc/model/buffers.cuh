@@ -175,7 +175,7 @@ static size_t saved_stats_size(const Plan *p) { return p->N * (size_t)p->local.n
 // 4-byte words of a block's routing.
 static size_t saved_routing_size(const Plan *p) {
     const size_t E = (size_t)p->config.num_experts, K = (size_t)p->config.active_experts, R = plan_mlp_rows(p);
-    return E ? p->N * (E + 3 * K) + E + 1 + R / EXPERT_ROWS + E : 0;
+    return E ? p->N * (E + 3 * K) + experts_groups(R, (int)E) : 0;
 }
 // Of the adapters' products of one layer.
 static size_t adapters_scratch_bytes(const Plan *p) {
@@ -621,8 +621,7 @@ static ExpertRows experts_place(const Plan *p, int *next) {
     r.shares = (float *)take(p->N * (size_t)K);
     r.experts = take(p->N * (size_t)K);
     r.rows = take(p->N * (size_t)K);
-    r.groups = take((size_t)(E + 1 + R / EXPERT_ROWS));
-    r.counts = take((size_t)E);
+    r.groups = take(experts_groups((size_t)R, E));
     return r;
 }
 // Cuts the saved buffers into blocks and the region into its parts.
