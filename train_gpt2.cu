@@ -102,10 +102,7 @@ static int block_keeps_input(const Plan *p, int l) {
 static Experts experts_of(const Model *m, const Pass *p, const Unit *u, const BlockActs *a, int l) {
     const Config *c = &m->config;
     const Buffers *b = &m->b;
-    const Plan *plan = &m->plan;
-    const MatmulEpilogue gradient = plan->fcproj.gradient;
-    Experts x = {c->channels, c->ffn_dim,        c->renormalise, block_keeps_input(plan, l),
-                 c->mlp,      plan->fc.epilogue, gradient,       a->experts};
+    Experts x = {c->channels, c->ffn_dim, c->renormalise, m->plan.activation_fused, c->mlp, a->experts};
     x.rows.N = p->N;
     x.router = unit_param(u, u->weights, ROLE_ROUTERW);
     x.fc = unit_param(u, u->weights, ROLE_FCW);
@@ -117,7 +114,6 @@ static Experts experts_of(const Model *m, const Pass *p, const Unit *u, const Bl
     x.a = a->a;
     x.logits = b->router_logits;
     x.wide = b->expert_rows;
-    x.df = gradient == EPILOGUE_PLAIN ? b->df : a->f;
     x.da = b->da;
     x.dots = b->dots;
     x.scratch = b->reduce;
@@ -346,9 +342,10 @@ static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
         residual_norm(p, &b->norm1, b->h1, NULL, &x);
         residual_norm(p, &b->norm2, b->h2, NULL, &x_mid);
     }
-    if (plan->recomputes_activation && plan->fcproj.gradient == EPILOGUE_PLAIN)  // else in the gradient's product
-        activation_forward(m->config.mlp, b->a, b->activation.slopes, b->activation.slopes,
-                           m->config.num_experts ? b->experts.rows.R : p->N, m->plan.local.ffn_dim, p->stream);
+    // else beside its gradient
+    if (plan->recomputes_activation && plan->fcproj.gradient == EPILOGUE_PLAIN && !m->config.num_experts)
+        activation_forward(m->config.mlp, b->a, b->activation.slopes, b->activation.slopes, p->N, m->plan.local.ffn_dim,
+                           p->stream);
 }
 // m->b.dx: the gradient of the MLP's output. Returns that of its input.
 static const floatX *mlp_backward(Model *m, const Pass *p, const Block *b) {

@@ -94,7 +94,7 @@ static Oracle host_oracle(const Shape *s) {
 // Weights and gradients are set by the caller.
 static Experts device_experts(const Shape *s) {
     const size_t N = (size_t)s->N, E = (size_t)s->E, K = (size_t)s->K, R = experts_room(N, s->E, s->K);
-    Experts x = {s->C, s->F, s->renormalise, 0, MLP_SWIGLU, EPILOGUE_PLAIN, EPILOGUE_PLAIN};
+    Experts x = {s->C, s->F, s->renormalise, 0, MLP_SWIGLU};
     x.rows = {s->N, s->E, s->K, (int)R};
     x.rows.probs = device_new<float>(N * E);
     x.rows.shares = device_new<float>(N * K);
@@ -105,7 +105,6 @@ static Experts device_experts(const Shape *s) {
     x.a = device_new<floatX>(R * (size_t)s->F);
     x.logits = device_new<floatX>(N * E);
     x.wide = device_new<floatX>(R * (size_t)s->C);
-    x.df = device_new<floatX>(R * 2 * (size_t)s->F);
     x.da = device_new<floatX>(R * (size_t)s->F);
     x.dots = device_new<float>((size_t)expert_parts(s->F) * R);
     x.scratch = device_new<char>(experts_scratch_bytes(N, s->E));
@@ -118,10 +117,7 @@ static Experts device_experts(const Shape *s) {
 // With the activation in its products.
 static Experts fused_experts(const Experts *apart) {
     Experts x = *apart;
-    x.epilogue = EPILOGUE_ACTIVATION_KEEPS_INPUT;
-    x.gradient = EPILOGUE_GRADIENT_FROM_INPUT;
-    x.keeps_input = 1;
-    x.df = x.f;
+    x.fused = 2;
     return x;
 }
 static Matmul open_matmul(void) {
@@ -226,23 +222,24 @@ static void bench_mixture(const char *name, Shape s) try {
           [&] { sum_rows(&x.rows, p.branch, NULL, x.wide, 1, s.C, p.stream); });
     product_beside(&p, &x, "fc", MATMUL_FORWARD, s.C, 2 * s.F, x.f, x.wide, x.fc);
     product_beside(&p, &x, "fcproj", MATMUL_FORWARD, s.F, s.C, x.wide, x.a, x.fcproj);
-    product_beside(&p, &x, "fc dX", MATMUL_BACKWARD_INPUT, s.C, 2 * s.F, x.wide, x.df, x.fc);
+    product_beside(&p, &x, "fc dX", MATMUL_BACKWARD_INPUT, s.C, 2 * s.F, x.wide, x.f, x.fc);
     product_beside(&p, &x, "fcproj dX", MATMUL_BACKWARD_INPUT, s.F, s.C, x.da, x.wide, x.fcproj);
-    product_beside(&p, &x, "fc dW", MATMUL_BACKWARD_WEIGHT, s.C, 2 * s.F, x.dfc, x.df, x.wide);
+    product_beside(&p, &x, "fc dW", MATMUL_BACKWARD_WEIGHT, s.C, 2 * s.F, x.dfc, x.f, x.wide);
     product_beside(&p, &x, "fcproj dW", MATMUL_BACKWARD_WEIGHT, s.F, s.C, x.dfcproj, x.wide, x.a);
     p.accumulate = 1;
-    product_beside(&p, &x, "fc dW, added", MATMUL_BACKWARD_WEIGHT, s.C, 2 * s.F, x.dfc, x.df, x.wide);
+    product_beside(&p, &x, "fc dW, added", MATMUL_BACKWARD_WEIGHT, s.C, 2 * s.F, x.dfc, x.f, x.wide);
     product_beside(&p, &x, "fcproj dW, added", MATMUL_BACKWARD_WEIGHT, s.F, s.C, x.dfcproj, x.wide, x.a);
     p.accumulate = 0;
     const Experts fused = fused_experts(&x);
     const int can = matmul_can_fuse(MLP_SWIGLU, s.F, s.E);
     if (can) {
-        product_beside(&p, &fused, "fc, swiglu", MATMUL_FORWARD, s.C, 2 * s.F, x.a, x.wide, x.fc, fused.epilogue);
+        product_beside(&p, &fused, "fc, swiglu", MATMUL_FORWARD, s.C, 2 * s.F, x.a, x.wide, x.fc,
+                       EPILOGUE_ACTIVATION_KEEPS_INPUT);
         product_beside(&p, &fused, "fcproj dX, swiglu", MATMUL_BACKWARD_INPUT, s.F, s.C, x.a, x.wide, x.fcproj,
-                       fused.gradient);
+                       EPILOGUE_GRADIENT_FROM_INPUT);
     }
     bench("activation's gradient apart", 0, 0,
-          [&] { experts_activation_backward(&x.rows, x.df, x.dots, x.da, x.a, x.f, 2, s.F, p.stream); });
+          [&] { experts_activation_backward(&x.rows, MLP_SWIGLU, x.f, x.a, x.dots, x.da, s.F, p.stream); });
     for (int fuses = 0; fuses <= can; fuses++) {
         const Experts *m = fuses ? &fused : &x;
         bench(fuses ? "forward" : "forward, activation apart", 0, flops, [&] {

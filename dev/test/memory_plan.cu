@@ -110,10 +110,10 @@ static size_t mlp_rows(size_t N) {
     const size_t all = N * (size_t)config.active_experts + 128 * (size_t)config.num_experts;
     return config.num_experts ? (all + 127) / 128 * 128 : N;
 }
-// Whether backward makes the activation again: as asked, and where it is in experts' products.
+// Whether backward makes the activation again: as asked, and of experts.
 static int again_of(const Plan *p) {
     const long long level = p->options.recompute;
-    return level == 1 || level == 2 || (config.num_experts > 0 && p->activation_fused > 0);
+    return level == 1 || level == 2 || config.num_experts > 0;
 }
 // What is alive together does not overlap, and lies inside; what is saved fills its buffer to the last element.
 static void check_layout(Planned *run) {
@@ -217,7 +217,7 @@ static double sum_of_sizes(const Planned *r) {
     const int can = b == 2 && c->ffn_dim % (c->mlp == MLP_SWIGLU ? 64 : 8) == 0;
     const int fused = o->gelu_fusion >= 0 ? (int)o->gelu_fusion : can && (E > 0 || N >= MATMUL_FUSION_ROWS) ? 2 : 0;
     const int da_apart = c->mlp == MLP_SWIGLU && fused < 2;
-    const int in_place = again > 0 && fused == 2;  // df takes f's place
+    const int in_place = E > 0 || (again > 0 && fused == 2);  // df takes f's place
     const int stage = mesh.dp.world > 1 ? (int)o->zero_stage : 0;
     const double total = (double)r->table.total, block = (double)param_unit(&r->table, 1).count,
                  share = 1.0 / mesh.dp.world, states = total * (stage ? share : 1),

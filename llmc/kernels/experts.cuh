@@ -37,12 +37,10 @@ static int expert_parts(int F) { return (F + EXPERT_PART - 1) / EXPERT_PART; }
 static size_t experts_chunks(size_t N) { return ceil_div(N, CHUNK_TOKENS); }
 // Of each chunk and expert: rows, then how many are in chunks before it; and the sum of probabilities.
 typedef struct {
-    int *rows;
-    float *probs;
-} ExpertChunks;
-static size_t experts_scratch_bytes(size_t N, int E) {
-    return experts_chunks(N) * (size_t)E * (sizeof(int) + sizeof(float));
-}
+    int rows;
+    float probs;
+} ExpertChunk;
+static size_t experts_scratch_bytes(size_t N, int E) { return experts_chunks(N) * (size_t)E * sizeof(ExpertChunk); }
 
 // ---- route
 
@@ -107,14 +105,14 @@ __device__ inline int experts_rank(int *counts, int expert) {
 // A warp has a chunk. PLACES: gives each row its place, from where the expert's rows of this chunk begin; else counts
 // rows and sums probabilities.
 template <bool PLACES>
-__global__ void __launch_bounds__(CHUNK_WARPS *WARP) experts_chunk_kernel(const ExpertRows r, const ExpertChunks c) {
+__global__ void __launch_bounds__(CHUNK_WARPS *WARP) experts_chunk_kernel(const ExpertRows r, ExpertChunk *chunks) {
     extern __shared__ int4 experts_shared[];  // (CHUNK_WARPS,E+1) ints
     const int lane = threadIdx.x % WARP, chunk = blockIdx.x * CHUNK_WARPS + threadIdx.x / WARP;
     int *counts = (int *)experts_shared + threadIdx.x / WARP * (r.E + 1);
     const int first = chunk * CHUNK_TOKENS, end = min(first + CHUNK_TOKENS, r.N);
+    ExpertChunk *const here = chunks + (size_t)chunk * r.E;
     if (first >= r.N) return;
-    for (int e = lane; e <= r.E; e += WARP)
-        counts[e] = PLACES && e < r.E ? r.groups[e] + c.rows[(size_t)chunk * r.E + e] : 0;
+    for (int e = lane; e <= r.E; e += WARP) counts[e] = PLACES && e < r.E ? r.groups[e] + here[e].rows : 0;
     __syncwarp();
     for (int i = first * r.K; i < end * r.K; i += WARP) {
         const bool mine = i + lane < end * r.K;
@@ -124,33 +122,27 @@ __global__ void __launch_bounds__(CHUNK_WARPS *WARP) experts_chunk_kernel(const 
     for (int e = lane; !PLACES && e < r.E; e += WARP) {
         float sum = 0;
         for (int n = first; n < end; n++) sum += r.probs[(size_t)n * r.E + e];
-        c.rows[(size_t)chunk * r.E + e] = counts[e];
-        c.probs[(size_t)chunk * r.E + e] = sum;
+        here[e] = {counts[e], sum};
     }
 }
 // One block, a thread for each expert: where its rows begin, and how many are before each chunk.
 __global__ void __launch_bounds__(1024)
-    experts_groups_kernel(const ExpertRows r, const ExpertChunks c, ExpertLoad load) {
+    experts_groups_kernel(const ExpertRows r, ExpertChunk *chunks, ExpertLoad load) {
     __shared__ int begins[1024];
     __shared__ float parts[1024];
     constexpr int AHEAD = 8;  // loads that are under way together
-    const int e = threadIdx.x, chunks = (r.N + CHUNK_TOKENS - 1) / CHUNK_TOKENS;
+    const int e = threadIdx.x, num_chunks = (r.N + CHUNK_TOKENS - 1) / CHUNK_TOKENS;
     const bool mine = e < r.E;
     int count = 0;
     float probs = 0;
-    for (int first = 0; first < chunks && mine; first += AHEAD) {
-        int rows[AHEAD];
-        float sums[AHEAD];
+    for (int first = 0; first < num_chunks && mine; first += AHEAD) {
+        ExpertChunk c[AHEAD];
         #pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            const size_t at = (size_t)min(first + i, chunks - 1) * r.E + e;
-            rows[i] = c.rows[at];
-            sums[i] = c.probs[at];
-        }
-        for (int i = 0; i < AHEAD && first + i < chunks; i++) {
-            c.rows[(size_t)(first + i) * r.E + e] = count;
-            count += rows[i];
-            probs += sums[i];
+        for (int i = 0; i < AHEAD; i++) c[i] = chunks[(size_t)min(first + i, num_chunks - 1) * r.E + e];
+        for (int i = 0; i < AHEAD && first + i < num_chunks; i++) {
+            chunks[(size_t)(first + i) * r.E + e].rows = count;
+            count += c[i].rows;
+            probs += c[i].probs;
         }
     }
     const int room = mine ? (max(count, 1) + EXPERT_ROWS - 1) / EXPERT_ROWS * EXPERT_ROWS : 0;
@@ -225,24 +217,28 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
 
 // ---- backward
 
-// df (R,inputs F) = da (R,F) times the slopes of each input; dots (parts,R): sums of da a over EXPERT_PART columns.
-// Four threads have a row, and add in the order of ActivationGradient (matmul_epilogue.cuh).
+// f (R,INPUTS F): the activation's inputs become their gradients, from da (R,F). a (R,F): the activation again. dots
+// (parts,R): sums of da a over EXPERT_PART columns. Four threads have a row, and all digits are those of
+// ActivationGradient (matmul_epilogue.cuh), so are the orders of sums.
+template <typename Act>
 __global__ void __launch_bounds__(EXPERTS_THREADS)
-    experts_activation_kernel(floatX *df, float *dots, const floatX *da, const floatX *a, const floatX *slopes,
-                              const ExpertRows r, int inputs, int F) {
+    experts_activation_kernel(floatX *f, floatX *a, float *dots, const floatX *da, const ExpertRows r, int F) {
+    constexpr int INPUTS = Act::INPUTS;
     const size_t row = ((size_t)blockIdx.x * EXPERTS_THREADS + threadIdx.x) / 4;
     const int begin = threadIdx.x % 4 * 2;
     if (row >= (size_t)r.groups[r.E]) return;
     for (int part = 0; part * EXPERT_PART < F; part++) {
         float dot = 0;
         for (int at = part * EXPERT_PART + begin; at < min((part + 1) * EXPERT_PART, F); at += 8)
-            for (int f = at; f < at + 2; f++) {
-                const float d = (float)da[row * F + f];
-                dot = fmaf(d, (float)a[row * F + f], dot);
-                for (int input = 0; input < inputs; input++) {
-                    const size_t place = (row * inputs + input) * F + f;
-                    df[place] = (floatX)(d * (float)slopes[place]);
-                }
+            for (int c = at; c < at + 2; c++) {
+                const float d = (float)da[row * F + c];
+                floatX *place = f + row * INPUTS * F + c;
+                float inputs[INPUTS], slopes[INPUTS];
+                for (int p = 0; p < INPUTS; p++) inputs[p] = (float)place[p * F];
+                const floatX y = (floatX)Act::apply(slopes, inputs);
+                for (int p = 0; p < INPUTS; p++) place[p * F] = (floatX)(d * (float)(floatX)slopes[p]);
+                a[row * F + c] = y;
+                dot = fmaf(d, (float)y, dot);
             }
         dot += __shfl_xor_sync(0xffffffffu, dot, 1);
         dot += __shfl_xor_sync(0xffffffffu, dot, 2);
@@ -289,14 +285,15 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
 }
 
 #ifdef __CUDACC__  // not where a CPU runs the kernels (dev/test/experts.cpp)
+#include "activation_policy.cuh"
+
 // ---- launchers
 
 // logits (N,E) -> r. scratch: experts_scratch_bytes. load: NULL pointers: nothing is reported.
 static void route(const ExpertRows *r, const floatX *logits, int renormalise, ExpertLoad load, void *scratch,
                   cudaStream_t stream) {
     const size_t chunks = experts_chunks((size_t)r->N);
-    int *const rows = (int *)scratch;
-    const ExpertChunks c = {rows, (float *)(rows + chunks * (size_t)r->E)};
+    ExpertChunk *const c = (ExpertChunk *)scratch;
     const size_t counts = (size_t)CHUNK_WARPS * (size_t)(r->E + 1) * sizeof(int);
     require(r->E <= 1024 && r->E % VecX::size == 0 && r->K <= WARP && r->K <= r->E,
             "%d of %d experts\nuse at most 1024 experts, a multiple of %d, of which 32 are active", r->K, r->E,
@@ -324,15 +321,14 @@ static void sum_rows(const ExpertRows *r, floatX *out, const floatX *x, const fl
     launchCheck();
     timing_lap("experts' rows", 0, (double)r->N * (r->K + 1) * C * sizeof(floatX), stream);
 }
-// inputs: of the activation, 1 or 2 (gate and up).
-static void experts_activation_backward(const ExpertRows *r, floatX *df, float *dots, const floatX *da, const floatX *a,
-                                        const floatX *slopes, int inputs, int F, cudaStream_t stream) {
-    experts_activation_kernel<<<blocks_for((size_t)r->R * 4, EXPERTS_THREADS), EXPERTS_THREADS, 0, stream>>>(df, dots,
-                                                                                                             da, a,
-                                                                                                             slopes, *r,
-                                                                                                             inputs, F);
+static void experts_activation_backward(const ExpertRows *r, MlpKind mlp, floatX *f, floatX *a, float *dots,
+                                        const floatX *da, int F, cudaStream_t stream) {
+    const unsigned blocks = blocks_for((size_t)r->R * 4, EXPERTS_THREADS);
+    with_activation(mlp, [&](auto policy) {
+        experts_activation_kernel<decltype(policy)><<<blocks, EXPERTS_THREADS, 0, stream>>>(f, a, dots, da, *r, F);
+    });
     launchCheck();
-    timing_lap("activation backward", 0, (2.0 + 2 * inputs) * r->N * r->K * F * sizeof(floatX), stream);
+    timing_lap("activation backward", 0, (2.0 + 2 * activation_inputs(mlp)) * r->N * r->K * F * sizeof(floatX), stream);
 }
 static void route_backward(const ExpertRows *r, floatX *dlogits, const float *dots, int F, float balance,
                            int renormalise, cudaStream_t stream) {

@@ -122,8 +122,8 @@ typedef struct {
 } Buffers;
 
 // What is never alive together shares one region: [logits], [df | da | a] of the MLP's backward, [dqkv | attention's
-// scratch]. Where a part begins, in bytes. With the activation computed again inside the gradient's product df takes
-// f's place, and a is alone.
+// scratch]. Where a part begins, in bytes. With the activation computed again beside its gradient, as inside the
+// product, df takes f's place.
 // After backward it is Muon's scratch.
 typedef struct {
     size_t da /*0: df is not here*/, a, attention, bytes;
@@ -137,8 +137,8 @@ static Region region_of(const Plan *p) {
     const int fused = p->activation_fused == 2, unfused_gate = activation_inputs(c->mlp) > 1 && !fused;
     const size_t width = round_up(plan_mlp_rows(p) * (size_t)c->ffn_dim * sizeof(floatX), ALIGN);
     Region r;
-    r.da = fused && p->recomputes_activation ? 0
-                                             : round_up(plan_mlp_rows(p) * (size_t)fc_width(c) * sizeof(floatX), ALIGN);
+    const int in_place = p->recomputes_activation && (fused || p->config.num_experts);
+    r.da = in_place ? 0 : round_up(plan_mlp_rows(p) * (size_t)fc_width(c) * sizeof(floatX), ALIGN);
     r.a = r.da + (unfused_gate ? width : 0);
     r.attention = round_up(p->N * (size_t)qkv_width(c) * sizeof(floatX), ALIGN);
     const AttentionProblem attention = attention_plan(p->B, p->T, c->num_heads, c->num_kv_heads, c->head_dim);

@@ -216,8 +216,7 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     p.zero_stage = zero_stage_of(o, &mesh->dp);
     const long long recompute = p.options.recompute;
     p.activation_fused = plan_activation_fused(&p);
-    // the products of experts make it again for nothing
-    p.recomputes_activation = recompute == 1 || recompute == 2 || (c->num_experts && p.activation_fused);
+    p.recomputes_activation = recompute == 1 || recompute == 2 || c->num_experts;
     p.recomputes_norms = recompute == 2;
     p.whole_blocks = whole_blocks(&p.options, c->num_layers);
     p.offload = plan_offload(&p);
