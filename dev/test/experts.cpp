@@ -26,6 +26,15 @@ template <typename Op, typename T> static T warp_reduce(T x) {
     for (int offset = WARP / 2; offset > 0; offset /= 2) x = Op::apply(x, __shfl_xor_sync(0xffffffffu, x, offset));
     return x;
 }
+static float block_sum[WARP];  // of warps
+template <typename Op> static float block_reduce(float x, float *) {
+    block_sum[fiber->index / WARP] = warp_reduce<Op>(x);
+    __syncthreads();
+    x = 0;
+    for (int warp = 0; warp < (int)fibers.size() / WARP; warp++) x += block_sum[warp];
+    return x;
+}
+static inline unsigned __float_as_uint(float x) { return float_bits(x); }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 #define extern
 #include "experts.h"

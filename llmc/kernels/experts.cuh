@@ -62,31 +62,19 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
     float share = 0, shares = 0;
     int expert = 0;
     for (int k = 0; k < r.K; k++) {
-        float best = -1;
-        int at = r.E;
+        unsigned long long best = 0;  // probability, then how early the expert is; NaN, without its sign, is above all
         for (int e = lane; e < r.E; e += WARP)
-            if (p[e] > best) {
-                best = p[e];
-                at = e;
-            }
-        for (int mask = WARP / 2; mask > 0; mask /= 2) {
-            const float other = __shfl_xor_sync(0xffffffffu, best, mask);
-            const int other_at = __shfl_xor_sync(0xffffffffu, at, mask);
-            if (other > best || (other == best && other_at < at)) {
-                best = other;
-                at = other_at;
-            }
-        }
-        if (at == r.E) {  // the logits are not finite
-            at = k;
-            best = sum;
-        }
-        if (at % WARP == lane) p[at] = -2;
+            if (!(p[e] < 0))
+                best = max(best, (__float_as_uint(p[e]) & 0x7fffffffull) << 32 | (0xffffffffu - (unsigned)e));
+        for (int mask = WARP / 2; mask > 0; mask /= 2) best = max(best, __shfl_xor_sync(0xffffffffu, best, mask));
+        const int at = (int)(0xffffffffu - (unsigned)best);
+        const float chosen = __uint_as_float((unsigned)(best >> 32));
+        if (at % WARP == lane) p[at] = -1;
         if (lane == k) {
-            share = best;
+            share = chosen;
             expert = at;
         }
-        shares += best;
+        shares += chosen;
     }
     if (lane >= r.K) return;
     r.shares[(size_t)n * r.K + lane] = renormalise ? share / shares : share;
@@ -121,6 +109,7 @@ __global__ void __launch_bounds__(CHUNK_WARPS *WARP) experts_chunk_kernel(const 
     }
     for (int e = lane; !PLACES && e < r.E; e += WARP) {
         float sum = 0;
+        #pragma unroll 16
         for (int n = first; n < end; n++) sum += r.probs[(size_t)n * r.E + e];
         here[e] = {counts[e], sum};
     }
@@ -129,7 +118,7 @@ __global__ void __launch_bounds__(CHUNK_WARPS *WARP) experts_chunk_kernel(const 
 __global__ void __launch_bounds__(1024)
     experts_groups_kernel(const ExpertRows r, ExpertChunk *chunks, ExpertLoad load) {
     __shared__ int begins[1024];
-    __shared__ float parts[1024];
+    __shared__ float warps[WARP];
     constexpr int AHEAD = 8;  // loads that are under way together
     const int e = threadIdx.x, num_chunks = (r.N + CHUNK_TOKENS - 1) / CHUNK_TOKENS;
     const bool mine = e < r.E;
@@ -147,14 +136,11 @@ __global__ void __launch_bounds__(1024)
     }
     const int room = mine ? (max(count, 1) + EXPERT_ROWS - 1) / EXPERT_ROWS * EXPERT_ROWS : 0;
     begins[e] = room;
-    parts[e] = (float)count * probs;
-    __syncthreads();
+    const float balance = block_reduce<Sum>((float)count * probs, warps);
     for (int by = 1; by < 1024; by *= 2) {  // sums of all up to this one
         const int before = e >= by ? begins[e - by] : 0;
-        const float part = e >= by ? parts[e - by] : 0;
         __syncthreads();
         begins[e] += before;
-        parts[e] += part;
         __syncthreads();
     }
     if (!mine) return;
@@ -165,7 +151,7 @@ __global__ void __launch_bounds__(1024)
     for (int i = 0; i < room / EXPERT_ROWS; i++) r.groups[2 * r.E + 1 + begin / EXPERT_ROWS + i] = e;
     if (!load.rows) return;
     load.rows[e] += (float)count;
-    if (e == r.E - 1) *load.balance += parts[e] * r.E / ((float)r.N * r.N);
+    if (e == r.E - 1) *load.balance += balance * r.E / ((float)r.N * r.N);
 }
 
 // ---- rows
