@@ -100,6 +100,7 @@ static void test_fp8(const char *folder, const Options *base, const char *dtype,
         o.head_dtype = head;
         o.recompute = way < 4 ? way : way == 7 ? 2 : 0;
         o.recompute_blocks = way >= 6;
+        o.fp8_copies = way % 2 ? 0 : -1;
         o.gelu_fusion = way == 4 && can_fuse(folder) ? 2 : 0;
         o.head_chunks = way == 5 ? 2 : 0;
         double cosines = 0, sizes = 0, least = 1;
@@ -444,10 +445,13 @@ static void test_memory_hint(void) {
         {"llama3:8B", 2, 8192, 78, " with --recompute 3 --head-chunks 8 --offload states,master", 0, 128},
         {"llama3:8B", 2, 8192, 78, " with --master-weights 0 --state-dtype bf16 --recompute 3 --head-chunks 8"},
         {"llama3:8B", 1, 8192, 60,
-         ", with any option: use a shorter --seq-len or a smaller model, or more GPUs with --zero-stage 3"},
-        {"llama3:70B", 1, 1024, 139, ", or more GPUs with --zero-stage 3"},  // weights and gradients alone are 282 GB
+         ", with any option: use a shorter --seq-len or a smaller model, or more GPUs with --zero-stage 3; the least "
+         "is 65158 MiB"},
+        // weights and gradients alone are 282 GB
+        {"llama3:70B", 1, 1024, 139, ", or more GPUs with --zero-stage 3; the least is 540619 MiB"},
         {"llama3:70B", 1, 1024, 12,
-         ", or several GPUs with --tp: embedding, head and two blocks, which --zero-stage 3 has whole, take 14545 MiB"},
+         ", or several GPUs with --tp; the least is 540619 MiB: embedding, head and two blocks, which --zero-stage 3 "
+         "has whole, take 14545 MiB"},
         {"llama3:8B", 1, 256, 12, ": use --weights int8 or int4, a smaller model, or several GPUs with --tp", 1},
     };
     for (const auto &c : cases) {

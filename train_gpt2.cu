@@ -67,8 +67,10 @@ typedef struct { const floatX *x, *branch; } Residual;
 // released (model/zero.cuh)
 
 static Unit unit_get(Model *m, const Pass *p, int unit, UnitUse use) {
-    const Unit u = zero_get(&m->links.zero, unit, use, p->fp8.weights);
-    return plan_merges(&m->plan) ? frozen_unit(&m->plan, &m->b, &u) : u;
+    Unit u = zero_get(&m->links.zero, unit, use, p->fp8.weights);
+    if (plan_merges(&m->plan)) u = frozen_unit(&m->plan, &m->b, &u);
+    unit_place_fp8(&m->plan, &m->b, use, &u);
+    return u;
 }
 static void unit_release(Model *m, const Pass *p, const Unit *u, UnitUse use) {
     zero_release(&m->links.zero, u, use, (GradSum)p->sum, p->reduce);
@@ -154,6 +156,11 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
         b.fcproj = layer(&plan->fcproj, ROLE_FCPROJW, ROLE_FCPROJB, stream, NULL);
     }
     m->b.merged_block = u.number;
+    if (!p->cache) {
+        b.qkv.in_transposed = a->h1_transposed;
+        b.fc.in_transposed = a->h2_transposed;
+        b.fcproj.in_transposed = a->a_transposed;
+    }
     b.h1 = a->h1;
     b.q_k_v = a->q_k_v;
     b.y = a->y;
@@ -187,6 +194,15 @@ static void residual_norm(const Pass *p, const Norm *n, floatX *out, floatX *sum
     norm_forward(n, sum, out, r->x, r->branch, p->rows, p->stream);
     if (r->branch) *r = {sum, NULL};
 }
+// A step's piece of a prompt, whose keys and values are in the cache.
+static void attend_piece(const Pass *p, const Block *b, int l, int NH, int NKV, int HD) {
+    const KvCache *k = p->cache;
+    const size_t width = (size_t)(NH + 2 * NKV) * HD, out = (size_t)NH * HD;
+    kv_prompt(k, b->q_k_v + k->first * width, l, k->piece, p->attention.T, NH, NKV, HD, p->stream);
+    attention_forward(&p->attention, k->y, k->lse, k->qkv, p->stream);
+    cudaCheck(cudaMemcpyAsync(b->y + k->first * out, k->y + k->at * out, k->piece * out * sizeof(floatX),
+                              cudaMemcpyDeviceToDevice, p->stream));
+}
 static void attend(const Model *m, const Pass *p, const Block *b, int l) {
     const Config *c = &m->plan.local;
     const int NH = c->num_heads, NKV = c->num_kv_heads, HD = c->head_dim;
@@ -198,9 +214,10 @@ static void attend(const Model *m, const Pass *p, const Block *b, int l) {
     if (!k->prompt) {
         const float *cos_sin = b->qkv.output == LINEAR_ROPE ? p->cos_sin : NULL;
         attention_decode(b->y, k, l, b->q_k_v, cos_sin, p->N, NH, NKV, HD, p->stream);
+        if (k->piece) attend_piece(p, b, l, NH, NKV, HD);
         return;
     }
-    kv_prompt(k, l, p->T, p->attention.T, NH, NKV, HD, p->stream);
+    kv_prompt(k, NULL, l, p->T, p->attention.T, NH, NKV, HD, p->stream);
     attention_forward(&p->attention, k->y, k->lse, k->qkv, p->stream);
 }
 // A block up to its activation: all that backward reads of it, so all that --recompute 3 makes again.
@@ -336,7 +353,11 @@ static void norm_gradient(Model *m, const Pass *p, const Norm *n, const floatX *
 static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
     const Plan *plan = &m->plan;
     Residual x = {b->norm1.x, NULL}, x_mid = {b->norm2.x, NULL};
-    if (l < plan->whole_blocks) return block_inside(m, p, b, l, &x);
+    if (l < plan->whole_blocks) {
+        block_inside(m, p, b, l, &x);
+        linear_keep_input(p, &b->fcproj, b->a);
+        return;
+    }
     if (plan->recomputes_norms) {
         if (plan_normalises_qk(plan)) linear_output(p, &b->qkv, b->q_k_v);
         residual_norm(p, &b->norm1, b->h1, NULL, &x);
@@ -831,8 +852,12 @@ static void step_logits(Model *m, const Pass *p, float *logits) {
 static void step_forward(Model *m, int rows) {
     Decoder *d = &m->decoder;
     const int ranks = m->mesh->tp.world, Vp = m->plan.local.padded_vocab_size;
-    Pass p = decode_pass(m, 1, rows, 0);
+    const KvCache *k = &d->cache;
+    const int tokens = k->piece ? (int)round_up((size_t)(k->at + k->piece), PROMPT_ROWS) : 1;
+    Pass p = decode_pass(m, tokens, rows, 0);
     p.B = rows;
+    p.T = 1;
+    if (k->piece) p.attention.queries = tokens - k->at;
     p.positions = d->told->positions;
     step_tokens_kernel<<<blocks_for((size_t)rows, 64), 64, 0, p.stream>>>(m->b.tokens, d->told->inputs, d->drawn, rows);
     launchCheck();
@@ -860,8 +885,10 @@ void model_decode(Model *m, const DecodeRow *rows, int count) {
     Decoder *d = &m->decoder;
     const int filled = decoder_filled(&m->plan, d, count, m->decode_matmul.part_rows);
     const int step = decoder_begin(d, rows, count, filled);
-    // Of the training forward's work between ranks, and of products that choose their plans, there is no graph.
-    const int graphs = m->plan.options.cuda_graphs && (d->has_kernel || (d->kept && m->mesh->job.world == 1));
+    // Of the training forward's work between ranks, of products that choose their plans, and of a prompt's attention,
+    // whose sizes differ, there is no graph.
+    const int graphs =
+        m->plan.options.cuda_graphs && !d->cache.piece && (d->has_kernel || (d->kept && m->mesh->job.world == 1));
     watchdog_beat(PHASE_SAMPLE, -1);
     begin_turn(m);
     for (int u = 0; u < m->table.num_units && d->has_kernel; u++) zero_wait(&m->links.zero, u);
@@ -904,7 +931,7 @@ static void open_links(Model *m) {
         zero_reduces_last(&m->mesh->dp, &m->mesh->job, p->zero_stage, (int)o->dp_overlap, p->reduces_in_fp32, p->N);
     const Buffers *b = &m->b;
     ZeroBuffers buffers = {b->weights, b->grads, b->grad_sums, b->block_weights, b->block_grads, b->reduce_staging};
-    if (p->fp8_blocks && !p->lora.rank) {
+    if (p->fp8_blocks && p->zero_stage >= 3) {
         buffers.fp8 = b->weights_fp8;
         buffers.fp8_transposed = b->weights_fp8_transposed;
         buffers.absmax = b->absmax;

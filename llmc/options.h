@@ -186,6 +186,8 @@
     INT(recompute_blocks, "", '=', -1, -1, 1 << 20, \
         "so many of the first blocks are recomputed whole, others as --recompute says (-1: what a GPU's memory asks " \
         "for; with --recompute none)") \
+    INT(fp8_copies, "", '=', -1, -1, 1, \
+        "keep fp8 copies of all blocks' weights; 0: make a block's in each pass (-1: what a GPU's memory asks for)") \
     STR(calls, "", ' ', "", \
         "a socket: instead of steps by itself the program does what is asked there (doc/python.md)") \
     SECTION("-pi mpi, -pn, -pr, -pg, -ps, -pf of llm.c's scripts: mpirun or srun says what they would", LETTERS) \

@@ -204,9 +204,14 @@ template <int W> static void check_pieces(int HD, float std, bool fp8) {
     if (fp8) codes[0].assign(cached, 0), codes[1].assign(cached, 0), scales.assign(scales.size(), {});
     for (int i = 0; i < 5; i++) {
         const int at = pieces[i], n = pieces[i + 1] - at, rows = (int)round_up((size_t)(at + n), PROMPT_ROWS);
-        memcpy(&qkv[(size_t)(at * stride)], &whole[(size_t)(at * stride)], (size_t)(n * stride) * sizeof(bf16));
-        launch_on_cpu(rows, PROMPT_THREADS, 0, false,
-                      [&] { kv_prompt_kernel(qkv.data(), cache, 0, at, n, NH, NKV, HD); });
+        const bf16 *piece = &whole[(size_t)(at * stride)];
+        memcpy(&qkv[(size_t)(at * stride)], piece, (size_t)(n * stride) * sizeof(bf16));
+        for (const bf16 *step : {(const bf16 *)NULL, piece}) {  // then as rows of a step
+            if (step && i % 2) break;
+            if (step) std::fill(qkv.begin(), qkv.end(), (bf16)NAN);
+            launch_on_cpu(rows, PROMPT_THREADS, 0, false,
+                          [&] { kv_prompt_kernel(qkv.data(), step, cache, 0, at, n, NH, NKV, HD); });
+        }
         attend(out, qkv, at, rows);
         same &=
             !memcmp(&out[(size_t)(at * width)], &expected[(size_t)(at * width)], (size_t)(n * width) * sizeof(bf16));

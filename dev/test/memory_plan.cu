@@ -52,7 +52,7 @@ typedef struct {
 } Part;  // bytes
 static Config config;
 static Mesh mesh;
-static int faults, layouts, hints, choices, between, offloaded;
+static int faults, layouts, hints, choices, between, one_block, offloaded;
 static void fault_unless(int condition, const Options *o, const char *what) {
     if (condition || faults++ > 20) return;
     char options[256];
@@ -115,6 +115,10 @@ static int again_of(const Plan *p) {
     const long long level = p->options.recompute;
     return level == 1 || level == 2 || config.num_experts > 0;
 }
+// Then a block keeps h1, h2 and a in fp8.
+static int keeps_fp8_inputs(const Options *o) {
+    return !strcmp(o->matmul_dtype, "fp8") && mesh.tp.world == 1 && o->recompute != 2;
+}
 // What is alive together does not overlap, and lies inside; what is saved fills its buffer to the last element.
 static void check_layout(Planned *run) {
     const Plan *p = &run->plan;
@@ -124,7 +128,7 @@ static void check_layout(Planned *run) {
     const size_t N = p->N, rows = N / (size_t)mesh.tp.world, F = (size_t)c->ffn_dim, C = (size_t)c->channels;
     const Region r = region_of(p);
     const int again = again_of(p), whole = whole_of(o), inside = c->num_layers - whole;
-    const int da_apart = c->mlp == MLP_SWIGLU && p->activation_fused < 2;
+    const int da_apart = c->mlp == MLP_SWIGLU && p->activation_fused < 2, in_fp8 = keeps_fp8_inputs(o);
     const size_t of_mlp = mlp_rows(N);
     buffers_place(p, m);
     const Part region = part("region", m->region, r.bytes / sizeof(floatX)),
@@ -138,7 +142,7 @@ static void check_layout(Planned *run) {
                      p->name);
     fault_unless(apart(&df, &da) && apart(&df, &a) && apart(&da, &a), o, "df, da, a overlap");
     fault_unless(apart(&dqkv, &D), o, "dqkv and attention's scratch overlap");
-    size_t used = 0, used_once = 0;
+    size_t used = 0, used_once = 0, inputs = 0;
     auto follows = [&](const floatX *buffer, size_t &used, const Part &p) {
         fault_unless(p.begin == p.end || (p.begin == (size_t)buffer + used && p.begin % 16 == 0), o, p.name);
         used += p.end - p.begin;
@@ -152,7 +156,8 @@ static void check_layout(Planned *run) {
         const BlockActs *y = &m->blocks[l];
         const Part saved[] = {part("qkv", y->qkv, N * (size_t)qkv_width(c)),
                               part("y", y->y, N * (size_t)(c->num_heads * c->head_dim)),
-                              part("f", y->f, of_mlp * (size_t)fc_width(c)), part("a", y->a, again ? 0 : of_mlp * F)};
+                              part("f", y->f, of_mlp * (size_t)fc_width(c)),
+                              part("a", y->a, again || in_fp8 ? 0 : of_mlp * F)};
         const Part norms[] = {part("h1", y->h1, rows * C), part("h2", y->h2, rows * C),
                               part("q_k_v", y->q_k_v, c->qk_norm ? N * (size_t)qkv_width(c) : 0)};
         for (const Part &p : saved) follows(m->saved_block, used, p);
@@ -164,11 +169,18 @@ static void check_layout(Planned *run) {
                      o, "a mixture's routing");
         used_once = 0;
         for (const Part &p : norms)
-            o->recompute == 2 ? follows(m->shared_norms, used_once, p) : follows(m->saved_block, used, p);
+            o->recompute == 2 || (in_fp8 && &p < norms + 2) ? follows(m->shared_norms, used_once, p)
+                                                            : follows(m->saved_block, used, p);
+        const Part halves[] = {part("h1", y->h1_transposed, N * C / 2), part("h2", y->h2_transposed, N * C / 2),
+                               part("a", y->a_transposed, again ? 0 : N * F / 2)};
+        for (const Part &p : halves)
+            if (in_fp8) follows((floatX *)m->saved_inputs, inputs, p);
+        fault_unless(!in_fp8 || again || y->a == m->df, o, "a lies elsewhere");
         fault_unless(c->qk_norm || y->q_k_v == y->qkv, o, "attention reads other rows than the product gave");
     }
     fault_unless(used == (size_t)inside * saved_block_size(p) * sizeof(floatX), o, "saved layers have another size");
-    fault_unless(used_once == (o->recompute == 2) * norms_size(p) * sizeof(floatX), o, "norms have another size");
+    fault_unless(used_once == norms_size(p, 1) * sizeof(floatX) && inputs == (size_t)inside * saved_inputs_size(p), o,
+                 "norms have another size");
     const int L = c->num_layers, leave = m->host_x != NULL, last = leave ? 1 + (L - 1) % 2 : L + inside - 1;
     fault_unless(m->blocks[L - 1].x_out == m->saved_x + (size_t)last * rows * C &&
                      (!leave || m->blocks[L - 3].x_out == m->blocks[L - 1].x_out),
@@ -189,15 +201,17 @@ static double states_on(const Plan *p, int host, double count) {
 static int leaving(const Plan *p) {
     return strstr(p->options.offload, "activations") && p->config.num_layers > 2 ? p->config.num_layers - 2 : 0;
 }
-// Copies of weights, and scratch for the operands of one product. With ZeRO 3 two blocks' weights as they lie, instead
-// of those in floatX, and one block's transposed.
+// Copies of weights, of all blocks or of one, and scratch for the operands of one product. With ZeRO 3 two blocks'
+// weights as they lie, instead of those in floatX, and one block's transposed.
 static double fp8_sizes(const Plan *p, int stage, double block) {
     const Options *o = &p->options;
     const Config *c = &p->local;
     const int blocks = strcmp(o->matmul_dtype, "native") != 0, head = !strcmp(o->head_dtype, "fp8");
     const double N = blocks * (double)p->N, part = head * (double)head_rows(o, p->B, p->T), C = c->channels,
                  V = c->padded_vocab_size, H = c->num_heads * c->head_dim;
-    const double copies = stage >= 3 ? 2 + 1 - 2 * (double)sizeof(floatX) : 2 * c->num_layers,
+    const double copies = stage >= 3      ? 2 + 1 - 2 * (double)sizeof(floatX)
+                          : o->fp8_copies ? 2 * c->num_layers
+                                          : 2,
                  weights = blocks * copies * block + head * C * V;
     const double inputs = fmax(N * fmax(fmax(C, H), c->ffn_dim), part * C),
                  gradients = N * fmax(fmax(qkv_width(c), fc_width(c)), C);
@@ -223,10 +237,13 @@ static double sum_of_sizes(const Planned *r) {
                  share = 1.0 / mesh.dp.world, states = total * (stage ? share : 1),
                  sharded = total - L * block * (1 - share) + 2 * block;
     double bytes = b * (stage >= 3 ? sharded : total) + b * (stage >= 2 ? sharded : total) + states_on(p, 0, states);
-    const double norms = 2 * C / tp + (c->qk_norm ? W : 0);
-    bytes += b * N * C / tp * (3 + L - leaving(p) + inside) + b * N * norms * (o->recompute == 2 ? 1 : inside) +
+    const int in_fp8 = keeps_fp8_inputs(o), norms_once = o->recompute == 2 || in_fp8;
+    const double of_qk = c->qk_norm ? W : 0, a_kept = F - again;
+    bytes += b * N * C / tp * (3 + L - leaving(p) + inside) + b * N * 2 * C / tp * (norms_once ? 1 : inside) +
+             b * N * of_qk * (o->recompute == 2 ? 1 : inside) + in_fp8 * inside * N * (2 * C + a_kept) +
              b * N * fmax(C, H) + (c->embedding_norm ? b * N * C / tp : 0) +
-             inside * (b * N * (W + H) + b * M * (before + F - again) + 4 * N * (heads + 4 / tp)) + 8 * N / tp;
+             inside * (b * N * (W + H) + b * M * (before + (in_fp8 ? 0 : a_kept)) + 4 * N * (heads + 4 / tp)) +
+             8 * N / tp;
     bytes += fmax(b * (double)head_rows(o, p->B, p->T) * c->padded_vocab_size,
                   fmax(b * M * ((in_place ? 0 : before) + da_apart * F + again), N * (b * W + 4 * heads)));
     if (E > 0) bytes += b * (M * C + N * E) + 4 * ceil(F / 256) * M + inside * 4 * (N * (E + 3 * K) + M / 128 + 2 * E);
@@ -243,6 +260,32 @@ static void check_sum(const Planned *r) {
     const double host = (double)r->memory.bytes.host, states = states_on(p, 1, (double)plan_kept(p, SLOT_M));
     fault_unless(host >= states + leave && host <= states + leave + 1e6 + (p->compacts_rows ? 36 : 20) * (double)p->N,
                  &p->options, "host memory is not what is offloaded");
+}
+// Each use of a block finds the fp8 copies that it reads: of all blocks each block's both, of one those alone that are
+// made then, from the first byte on.
+static int fp8_copies;
+static void check_fp8_copies(const Planned *r) {
+    const Plan *p = &r->plan;
+    const Options *o = &p->options;
+    const Buffers *b = &r->b;
+    const int blocks = config.num_layers, each = o->fp8_copies == 0, whole = whole_of(o);
+    const size_t block = param_unit(p->base, 1).count;
+    if (!strcmp(o->matmul_dtype, "native") || (mesh.dp.world > 1 && o->zero_stage >= 3)) return;
+    for (int n = 1; n <= 2 * blocks; n++) {
+        const int unit = (n + 1) / 2, backward = n % 2;
+        const size_t at = each ? 0 : (size_t)(unit - 1) * block;
+        Unit u = {p->base, unit};
+        unit_place_fp8(p, b, backward ? UNIT_BACKWARD : UNIT_FORWARD, &u);
+        const int lies = !each || !backward || unit <= whole, turned = !each || backward;
+        fault_unless(u.fp8 == (lies ? b->weights_fp8 + at : NULL), o, "a block's fp8 weights");
+        fault_unless(u.fp8_transposed == (turned ? b->weights_fp8_transposed + at : NULL), o,
+                     "a block's fp8 weights, transposed");
+    }
+    Unit head = {p->base, blocks + 1};
+    unit_place_fp8(p, b, UNIT_FORWARD, &head);
+    fault_unless(!head.fp8 && plan_fp8_block_weights(p, 0) == (each ? 1 : (size_t)blocks) * block, o,
+                 "the head's fp8 weights are not behind the blocks'");
+    fp8_copies += each;
 }
 // The head's rows are all that are learned and less than a sixteenth more, in whole tiles; never none, nor more than N.
 static void check_logit_rows(const Plan *p) {
@@ -340,11 +383,13 @@ static void check_choice(const Planned *r, const Options *o, double share) {
         asked.recompute = std::max(given, -1);
         asked.recompute_blocks = given == -2 ? 1 : -1;
         asked.offload = given == 1 ? "states" : "";
+        asked.fp8_copies = given == 2 ? 1 : -1;
         if (*asked.offload && r->table.muon) continue;
         const Options chosen = fit_options(p, &asked, room, 0);
         const int fits = run_fits(p, &chosen, p->B, room);
         fault_unless(chosen.recompute == given || given < 0, &chosen, "another --recompute than was given");
         fault_unless(!*asked.offload || !strcmp(chosen.offload, asked.offload), &chosen, "another --offload");
+        fault_unless(given != 2 || chosen.fp8_copies == 1, &chosen, "other fp8 copies");
         fault_unless(given == -1 || chosen.recompute_blocks == asked.recompute_blocks, &chosen, "other whole blocks");
         for (int i = 0; i < FIT_WAYS * std::max(config.num_layers - 1, 1); i++) {
             const int blocks = i / FIT_WAYS, can = fit_way(p, &asked, i % FIT_WAYS, blocks, &way);
@@ -354,6 +399,7 @@ static void check_choice(const Planned *r, const Options *o, double share) {
         }
         choices += fits;
         between += fits && given == -1 && chosen.recompute_blocks > 0;
+        one_block += fits && chosen.fp8_copies == 0;
     }
     mesh.job = job;
 }
@@ -778,11 +824,13 @@ static void check_model(const char *name, int tp, int dp) {
         o.sample_every = 0;
         o.matmul_dtype = dtypes[fp8 * (way / 3 % 3)];
         o.head_dtype = fp8 && way / 5 % 2 ? "fp8" : "native";
+        o.fp8_copies = way / 9 % 3 - 1;
         if (o.gelu_fusion > 0 && !matmul_can_fuse(config.mlp, config.ffn_dim / tp, config.num_experts)) continue;
         static Planned m;
         begin(&m, &o);
         check_layout(&m);
         check_sum(&m);
+        check_fp8_copies(&m);
         check_pieces(&m);
         check_logit_rows(&m.plan);
         for (double share = 0.35; share < 1; share += 0.15) check_hints(&m, &o, share);
@@ -834,6 +882,8 @@ int main() {
     }
     check(offloaded > 100, "%d hints say --offload", offloaded);
     check(choices > 400 && between > 20, "%d runs chose what fits, %d some whole blocks", choices, between);
+    check(sizeof(floatX) == 4 || (one_block > 50 && fp8_copies > 100),
+          "%d runs chose fp8 copies of one block, %d layouts have them", one_block, fp8_copies);
     check(quantised > 40, "%d layouts of quantised weights", quantised);
     check(adapters > 60, "%d layouts of adapters", adapters);
     const int before_muon = faults;

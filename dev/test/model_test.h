@@ -203,7 +203,7 @@ static inline void debug_measure(Model *m, float *loss, float *norm) { debug_upd
 // Appends n tokens to a slot, all but the last as a prompt. logits (V) of the next.
 static const Draw likeliest = {0, 0, 1, 0, 0, 0};
 static inline void append_tokens(Model *m, int slot, const int *tokens, int n, float *logits) {
-    const DecodeRow row = {slot, tokens[n - 1], likeliest};
+    const DecodeRow row = {slot, tokens[n - 1], likeliest, 0};
     Drawn drawn;
     if (n > 1) model_prompt(m, slot, tokens, n - 1);
     model_decode(m, &row, 1);
@@ -310,7 +310,8 @@ static inline void check_rows(Model *m, const int *tokens, int T, int most, floa
     for (int begin = 0, n; begin < T; begin += n) {
         n = T - begin < most / 2 ? T - begin : most / 2;
         for (int i = 0; i < n; i++) {
-            const DecodeRow pair[] = {{0, tokens[T - 1 - begin - i], likeliest}, {2, tokens[begin + i], likeliest}};
+            const DecodeRow pair[] = {{0, tokens[T - 1 - begin - i], likeliest, 0},
+                                      {2, tokens[begin + i], likeliest, 0}};
             memcpy(rows + 2 * i, pair, sizeof pair);
         }
         model_decode(m, rows, 2 * n);
@@ -353,7 +354,7 @@ static inline void check_queued_rows(Model *m, const int *tokens, const char *na
         model_set_length(m, 0, 1);
         int token = tokens[1];
         for (int i = 0; i < DRAWS; i++) {
-            const DecodeRow next = {0, i && queued ? DECODE_DRAWN : token, draw};
+            const DecodeRow next = {0, i && queued ? DECODE_DRAWN : token, draw, 0};
             model_decode(m, &next, 1);
             if (queued && i == 0) continue;
             model_drawn(m, drawn);

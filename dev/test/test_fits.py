@@ -42,7 +42,7 @@ def test_a_run_takes_what_fits(tmp_path):
         said(tmp_path, GPU_PROGRAM, *LLAMA, "--dry-run", "h100"),
     )
     assert "fits " not in large and "backward recomputes nothing" in large
-    assert "fits      with --recompute 2 and 8 of 32 blocks made again whole: a step takes some 8% longer" in fits
+    assert "fits      with --recompute 2, 8 of 32 blocks made again whole: a step takes some 8% longer" in fits
     assert "backward recomputes the activation and the norms, but 8 of 32 blocks whole" in fits
     asked = said(tmp_path, GPU_PROGRAM, *LLAMA, *blocks(2, 8), "--dry-run", "H100")
     assert "fits " not in asked and mib(asked) == mib(fits)
@@ -51,6 +51,39 @@ def test_a_run_takes_what_fits(tmp_path):
     assert mib(fits) <= room < mib(fewer)
     asked = said(tmp_path, GPU_PROGRAM, *LLAMA, "-r", 3, "--dry-run", "H100")
     assert "backward recomputes whole blocks" in asked and abs(mib(asked) / 1024 - 63.6) < 0.1
+
+
+@on_the_gpu_program
+def test_fp8_copies_of_weights(tmp_path):
+    """Of all blocks where they fit, 13.0 GiB in two layouts; else of one at a time before more blocks are made
+    again."""
+    fp8 = [*LLAMA, "--matmul-dtype", "fp8"]
+    kept = said(tmp_path, GPU_PROGRAM, *fp8, "--dry-run", "H200")
+    made = said(tmp_path, GPU_PROGRAM, *fp8, "--debug", "fp8-copies=0", "--dry-run", "H200")
+    of_a_block = "fp8 copies of a block at a time"
+    assert "fits " not in kept + made and of_a_block not in kept and of_a_block in made
+    block = (4096 * (6144 + 4096 + 3 * 14336) + 2 * 4096) / 2**20
+    assert abs(mib(kept) - mib(made) - 2 * 31 * block) < 10
+    fits = said(tmp_path, GPU_PROGRAM, *fp8, "--dry-run", "H100")
+    again = (
+        f"fits      with --recompute 2, 10 of 32 blocks made again whole, {of_a_block}: a step takes some 11% longer"
+    )
+    assert again in fits and mib(fits) / 1024 < 78.5
+    budget = said(tmp_path, GPU_PROGRAM, *fp8, "-r", 1, "--memory", 90, "--dry-run", "H200")
+    assert f"fits      with {of_a_block}: " in budget and "made again whole" not in budget
+    text = said(tmp_path, GPU_PROGRAM, *fp8, "--debug", "fp8-copies=1", "--dry-run", "H100")
+    assert "fits      with --recompute 1, 29 of 32 blocks" in text and of_a_block not in text
+
+
+@on_the_gpu_program
+@pytest.mark.parametrize("level, values, places", [(0, 22528, 32), (1, 8192, 32), (2, 0, 32), (3, 22528, 1)])
+def test_inputs_in_fp8(tmp_path, level, values, places):
+    """What weights' gradients read of a token in each block, by half; then the norms have one place beside it, and both
+    operands of such a product another layout."""
+    run = [*LLAMA, "-r", level, "--dry-run", "H200", "--matmul-dtype"]
+    bf16, fp8 = (mib(said(tmp_path, GPU_PROGRAM, *run, dtype)) for dtype in ("fp8-dw-bf16", "fp8"))
+    less = places * values - (2 * 8192 if values else 0) - (28672 + 14336)
+    assert abs(bf16 - fp8 - less * 8192 / 2**20) < 1
 
 
 @on_the_gpu_program

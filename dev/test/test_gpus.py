@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import test_weights
-from test_generate import MODELS, samples
+from test_generate import MODELS, Server, samples, sequences
 from test_ranks import (
     CONFIG,
     MARGIN,
@@ -338,6 +338,37 @@ def test_tokens_depend_on_no_cache_no_graph_and_no_neighbour(model, cache, preci
         assert many[:5] == few
 
 
+def answers(program, requests, at_once, *options):
+    """The tokens of each, which are asked for at once or one after another."""
+    server, events = Server(9, *options, command=(program,)), []
+    for some in [requests] if at_once else [[r] for r in requests]:
+        server.send(*some)
+        events += server.until_ended(len(some))
+    server.close()
+    return sequences(events)
+
+
+@pytest.mark.parametrize("weights", ["native", "int8"])
+@pytest.mark.parametrize("cache", ["native", "fp8"])
+@pytest.mark.parametrize("precision", PROGRAMS)
+def test_prompts_beside_texts(precision, cache, weights):
+    """Prompts of up to 200 tokens are rows of steps, longer ones ride in them a piece at a time: whatever rides beside
+    them, and as on a CPU."""
+    model = "llama3.2:1B,layers=3,channels=256,heads=4,kv_heads=2,vocab=256,seq=2048"
+    options = ["-e", model, "--cache-dtype", cache, "--weights", weights, "--debug", "tf32=0,prompt-rows=200"]
+    draw = random.Random(1)
+    asked = [
+        {"id": str(n), "tokens": [draw.randrange(256) for _ in range(n)], "max_tokens": 40, "seed": n}
+        for n in (1500, 3, 150, 201, 700, 333)
+    ]
+    together = answers(PROGRAMS[precision], asked, True, *options)
+    assert together == answers(PROGRAMS[precision], asked, False, *options)
+    assert together == answers(PROGRAMS[precision], asked, True, *options, "--debug", "cuda-graphs=0")
+    if precision == "fp32":
+        cpu = answers(test_weights.TRAINER, asked, True, *options)
+        assert {s: [t for t, _ in of] for s, of in cpu.items()} == {s: [t for t, _ in of] for s, of in together.items()}
+
+
 @pytest.mark.parametrize("weights", ["native", "int8", "int4", "fp8"])
 @pytest.mark.parametrize("cache", ["native", "fp8"])
 @pytest.mark.parametrize("model", test_weights.MODELS)
@@ -516,6 +547,24 @@ def test_fp8_repeats_whatever_saves_time_or_memory(train, tmp_path, dtype, head)
     assert losses(tmp_path / "first") != losses(tmp_path / "native")
 
 
+@pytest.mark.parametrize("level", range(4))
+def test_fp8_copies_of_a_block_change_no_bit(train, tmp_path, level):
+    """Made in each pass, or of all blocks after an update, whatever is recomputed. Several micro-steps, evaluations and
+    samples between them; then without graphs, and one micro-step."""
+    more = fp8("fp8", "fp8", *WATCHED, "--recompute", level, "--debug", "gelu-fusion=0,log-fp8-every=5")
+    for name, copies, blocks, others in (
+        ("kept", 1, 0, []),
+        ("made", 0, 0, []),
+        ("whole", 0, 1, ["--debug", "cuda-graphs=0"]),
+        ("one kept", 1, 0, ["-b", 16]),
+        ("one made", 0, 2, ["-b", 16]),
+    ):
+        ways = [*others, "--debug", f"fp8-copies={copies},recompute-blocks={blocks}"]
+        text = succeeds_in_fp8(train(0, name, *more, *ways))
+        assert STAND_IN or ("fp8 copies of a block at a time" in text) == (copies == 0), text
+        same_run(tmp_path / name, tmp_path / ("one kept" if name.startswith("one") else "kept"))
+
+
 # ---- several
 
 
@@ -526,12 +575,15 @@ def test_fp8_between_ranks(train, tmp_path, dtype, head):
     one = fp8(dtype, head, "-n", "12", "-b", 16 // WORLD)
     succeeds_in_fp8(train(WORLD, "1", *one, "-z", 1))
     for stage in (0, 2, 3):
-        succeeds(train(WORLD, f"{stage}", *one, "-z", stage), 300)
-        assert curve(tmp_path / f"{stage}") == curve(tmp_path / "1")
-        assert checkpoint(tmp_path / f"{stage}", 12) == checkpoint(tmp_path / "1", 12)
+        for copies in (1, 0):
+            name = f"{stage}, {copies}"
+            succeeds(train(WORLD, name, *one, "-z", stage, "--debug", f"fp8-copies={copies}"), 300)
+            assert curve(tmp_path / name) == curve(tmp_path / "1")
+            assert checkpoint(tmp_path / name, 12) == checkpoint(tmp_path / "1", 12)
     shared = fp8(dtype, head, "-n", "12", "--tp", 2)
     succeeds(train(WORLD, "tp", *shared), 300)
-    for name, others in {"again": [], "recomputed": ["--recompute", 3], "stage 0": ["-z", 0]}.items():
+    made = ["--recompute", 3, "--debug", "fp8-copies=0"]
+    for name, others in {"again": [], "recomputed": ["--recompute", 3], "made": made, "stage 0": ["-z", 0]}.items():
         succeeds(train(WORLD, name, *shared, *others), 300)
         assert curve(tmp_path / name) == curve(tmp_path / "tp")
         assert checkpoint(tmp_path / name, 12) == checkpoint(tmp_path / "tp", 12)
@@ -835,7 +887,8 @@ def test_adapters_beside_products_in_fp8(lora, tmp_path):
         "plain": ["--debug", "cuda-graphs=0"],
         "graphs": [],
         "one scale": ["--matmul-dtype", "fp8-dw-bf16"],  # there is no gradient of weights for which it differs
-        "least": ["--recompute", 3, "--offload", "states,activations"],
+        "least": ["--recompute", 3, "--offload", "states,activations", "--debug", "fp8-copies=0"],
+        "copies made": ["--debug", "fp8-copies=0"],
     }
     more = ["--matmul-dtype", "fp8", "--debug", "gelu-fusion=0", *WATCHED]
     for name, way in ways.items():

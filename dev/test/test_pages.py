@@ -95,9 +95,11 @@ def test_a_text_whose_pages_are_shared_rolls_on():
     assert samples(few) == samples(run(*options)) and "texts stopped" in few
 
 
-def test_a_long_prompt_beside_a_text():
-    """800 tokens come in pieces of 256, and with each the running texts go on by a token."""
-    server = Server(9, "-e", MODEL, "--threads", 1)
+@pytest.mark.parametrize("rides", [[], ["--debug", "prompt-rows=100"]], ids=["alone", "in steps"])
+def test_a_long_prompt_beside_a_text(rides):
+    """800 tokens come in pieces of 256, or of what running texts leave of that, and with each these go on by a
+    token."""
+    server = Server(9, "-e", MODEL, "--threads", 1, *rides)
     server.send({"id": "a", "tokens": [1], "max_tokens": 800, "seed": 3, "n": 8})
     while server.event()["event"] != "token":
         pass

@@ -49,9 +49,9 @@ struct AttentionRows {
 __device__ inline void attention_read_rows(AttentionRows &s, const DecodeInput *rows, int count, int least) {
     static_assert((int)ATTENTION_ROWS == (int)DECODE_BLOCK_THREADS, "a thread has a row");
     const int row = threadIdx.x, lane = row % WARP, warp = row / WARP;
-    DecodeInput in = {-1, 0, 0};
+    DecodeInput in = {-1, 0, 0, 0};
     if (row < count) in = rows[row];
-    const int spans = in.slot < 0 ? 0 : DecodeSpans(in.position, least).count;
+    const int spans = in.slot < 0 || in.prompt ? 0 : DecodeSpans(in.position, least).count;
     int sum = spans;
     #pragma unroll
     for (int offset = 1; offset < WARP; offset *= 2) {

@@ -25,6 +25,7 @@ enum {
 typedef struct {
     int slot, position;  // slot < 0: nobody's, to fill a number of rows that kernels have
     int token;           // < 0: the one that was drawn for this slot
+    int prompt;          // of a piece of a prompt, which attends as a prompt
 } DecodeInput;
 typedef struct {
     void *keys, *values;  // (L,pages,NKV,KV_PAGE,HD) each: floatX, or e4m3 if there are scales
@@ -41,8 +42,10 @@ typedef struct {
     // Of the pass that runs:
     int prompt;    // its tokens are a prompt's; else it is a step
     int slot, at;  // a prompt's slot, and how many tokens that has
-    floatX *qkv;   // (prompt_rows(room),(NH+2*NKV)*HD)
-    floatX *y;     // (prompt_rows(room),NH*HD)
+    // A step's: the first row of a piece of a prompt, and how many it has
+    int first, piece;
+    floatX *qkv;  // (prompt_rows(room),(NH+2*NKV)*HD)
+    floatX *y;    // (prompt_rows(room),NH*HD)
     float *lse;
 } KvCache;
 
@@ -145,30 +148,35 @@ __device__ inline void kv_append(const KvRows &cache, floatX *qkv, int slot, int
         vec_store(to + i % HD, vec_load(rows + i));
     }
 }
-// Block: a row. Those of the n new tokens go to the cache. Those before come from it; where they are in a tile with new
-// ones their queries are zeros. Those behind become zeros, because a masked key still counts 0 times its value.
+// Block: a row. Those of the n new tokens go to the cache; with `step`, rows of a step that are there already, their
+// queries come from these. Those before come from the cache; where they are in a tile with new ones their queries are
+// zeros. Those behind become zeros, because a masked key still counts 0 times its value.
 static __global__ void __launch_bounds__(PROMPT_THREADS)
-    kv_prompt_kernel(floatX *qkv, KvRows cache, int slot, int at, int n, int NH, int NKV, int HD) {
-    const int t = blockIdx.x, vectors = HD / VecX::size, all = (NH + 2 * NKV) * vectors;
-    floatX *row = qkv + (size_t)t * all * VecX::size;
-    if (t >= at && t < at + n) {
+    kv_prompt_kernel(floatX *qkv, const floatX *step, KvRows cache, int slot, int at, int n, int NH, int NKV, int HD) {
+    const int t = blockIdx.x, vectors = HD / VecX::size, all = (NH + 2 * NKV) * vectors, is_new = t >= at && t < at + n;
+    const size_t width = (size_t)all * VecX::size;
+    floatX *row = qkv + t * width;
+    if (is_new && !step) {
         kv_append<PROMPT_THREADS>(cache, row, slot, t, NH, NKV, HD);
         return;
     }
     for (int i = threadIdx.x + (t < at - PROMPT_BEFORE ? NH * vectors : 0); i < all; i += PROMPT_THREADS) {
         const int head = i / vectors - NH;
         VecX x = {};
-        if (t < at && head >= 0)
+        if (is_new && head < 0) x = vec_load(step + (t - at) * width + i * VecX::size);
+        if (t < at + n && head >= 0)
             x = kv_load(cache, cache.row(slot, t, head % NKV, NKV), head / NKV, i % vectors * VecX::size, HD);
         vec_store(row + i * VecX::size, x);
     }
 }
 #ifdef __CUDACC__  // not where a CPU runs the kernel (dev/test/attention_mma.cpp)
-// The slot and the place of the prompt are those of the pass. `rows` of qkv are complete afterwards.
-static void kv_prompt(const KvCache *k, int layer, int n, int rows, int NH, int NKV, int HD, cudaStream_t stream) {
+// The slot and the place of the prompt are those of the pass. `rows` of qkv are complete afterwards. step: NULL, or
+// (n,(NH+2*NKV)*HD) the rows of a step whose keys and values are in the cache.
+static void kv_prompt(const KvCache *k, const floatX *step, int layer, int n, int rows, int NH, int NKV, int HD,
+                      cudaStream_t stream) {
     assert(k->at + n <= k->room && k->at + n <= rows);
-    kv_prompt_kernel<<<rows, PROMPT_THREADS, 0, stream>>>(k->qkv, kv_layer(k, layer, NKV, HD), k->slot, k->at, n, NH,
-                                                          NKV, HD);
+    kv_prompt_kernel<<<rows, PROMPT_THREADS, 0, stream>>>(k->qkv, step, kv_layer(k, layer, NKV, HD), k->slot, k->at, n,
+                                                          NH, NKV, HD);
     launchCheck();
 }
 static __global__ void kv_place_kernel(int *of_slot, int page) { *of_slot = page; }

@@ -233,7 +233,8 @@ enum {
 };
 typedef struct {
     int slot, token;
-    Draw draw;  // of the token that follows
+    Draw draw;   // of the token that follows
+    int prompt;  // of a step's only piece of a prompt: neighbouring rows of one slot
 } DecodeRow;
 // Room for `slots` sequences of up to `room` tokens, room <= the model's context, and for steps of up to `rows` rows. A
 // slot's tokens lie in pages, of which all slots together have `pages`; 0: as many as they can fill or, if memory is

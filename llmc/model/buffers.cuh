@@ -3,7 +3,8 @@
 //
 // Kept for backward, per block: x', x'', h1, h2, qkv, y, lse, the activation's slopes in place of f, a and the norms'
 // statistics: 8C + 2F (GELU) values a token; with QK-norm also q_k_v, which attention reads. --recompute 1 keeps f and
-// no a, 2 h1, h2 and q_k_v once and not per block, 3 all but x''. Of whole_blocks all but x'' is once, too.
+// no a, 2 h1, h2 and q_k_v once and not per block, 3 all but x''. Of whole_blocks all but x'' is once, too. Where only
+// weights' gradients read h1, h2 and a, in fp8, they are kept so, transposed, and in floatX once (keeps_fp8_inputs).
 //
 // Where an element of the parameters is. Four coordinates, all in elements:
 //
@@ -50,9 +51,10 @@ typedef struct {
     floatX *y;              // (N,NH HD)
     floatX *f;              // (N,F) slopes of the activation, or what it reads (keeps_input); if gated (N,2F)
     floatX *a;              // (N,F)
-    float *lse;             // (B,NH,T)
-    float *mean1, *rstd1, *mean2, *rstd2;  // (rows)
-    ExpertRows experts;                    // of a mixture, whose f and a have R rows
+    uint8_t *h1_transposed, *h2_transposed, *a_transposed;  // (C,N), (F,N) in fp8; NULL: not kept so
+    float *lse;                                             // (B,NH,T)
+    float *mean1, *rstd1, *mean2, *rstd2;                   // (rows)
+    ExpertRows experts;                                     // of a mixture, whose f and a have R rows
 } BlockActs;
 
 typedef struct {
@@ -71,8 +73,9 @@ typedef struct {
     void *snapshots[NUM_SLOTS];  // --debug save-async: pinned copies of this rank's shards of a slot, unit after unit
     float *reduce_staging;       // a unit's gradients in fp32
     // fp8: weights as they lie, those of blocks in the layout of the table from block 1 on, with ZeRO 3 of two blocks,
-    // then the head's; the blocks' transposed, with ZeRO 3 of one; all blocks' vectors; absmax of each layer's weights,
-    // then of its inputs, then of its outputs' gradients: four in a block and the head's
+    // then the head's; the blocks' transposed, with ZeRO 3 of one; with fp8_each_pass both of one; all blocks' vectors;
+    // absmax of each layer's weights, then of its inputs, then of its outputs' gradients: four in a block and the
+    // head's
     uint8_t *weights_fp8, *weights_fp8_transposed;
     floatX *vectors;
     float *absmax;
@@ -92,6 +95,7 @@ typedef struct {
     floatX *x_tokens;  // the embedding before its norm; the embedding, if that has none
     float *rstd_tokens;
     floatX *x_embedding, *h_final, *saved_x, *saved_block, *shared_norms;
+    uint8_t *saved_inputs;
     floatX *host_x;  // (L-2,B,T,C) --offload activations: inputs of all blocks but the first and the last
     float *saved_stats, *mean_final, *rstd_final;
     float *cos_sin;
@@ -121,33 +125,69 @@ typedef struct {
     float *gathered_step;  // (ranks, STEP_SUMS) of all
 } Buffers;
 
-// What is never alive together shares one region: [logits], [df | da | a] of the MLP's backward, [dqkv | attention's
-// scratch]. Where a part begins, in bytes. With the activation computed again beside its gradient, as inside the
-// product, df takes f's place.
+#define LARGEST(sizes) (*std::max_element(sizes, sizes + COUNT_OF(sizes)))
+enum { REGION_ALIGN = 1024 };
+// The blocks' weights in fp8, as they lie or transposed. With ZeRO 3 they are gathered so, block by block; with
+// fp8_each_pass made so.
+static size_t plan_fp8_block_weights(const Plan *p, int transposed) {
+    const int gathers = p->zero_stage >= 3, one = p->fp8_each_pass || (gathers && transposed);
+    const size_t blocks = one ? 1 : gathers ? 2 : (size_t)p->config.num_layers;
+    return p->fp8_blocks ? blocks * param_unit(p->base, 1).count : 0;
+}
+// Operands in fp8. Those of blocks alone, which the head has not, lie in the region.
+typedef struct {
+    struct {
+        uint8_t **to;
+        const char *name;
+        size_t bytes;
+        int in_region;
+    } of[5];
+} Fp8Operands;
+static Fp8Operands fp8_operands(const Plan *p, Buffers *b) {
+    const Config *c = &p->local;
+    const size_t C = (size_t)c->channels, head = p->fp8_head ? (size_t)c->padded_vocab_size * C : 0;
+    // in elements; the head's are of some rows
+    const size_t N = p->fp8_blocks ? p->N : 0, part = p->fp8_head ? (size_t)p->head_rows : 0;
+    const size_t in[] = {N * C, N * (size_t)(c->num_heads * c->head_dim), N * (size_t)c->ffn_dim, part * C};
+    const size_t out[] = {N * (size_t)qkv_width(c), N * C, N * (size_t)fc_width(c)};
+    const size_t inputs = LARGEST(in), gradients = LARGEST(out);
+    const int each = p->fp8_each_pass, gathers = p->fp8_blocks && p->zero_stage >= 3, shares = !p->fp8_head;
+    const char *lie = each ? "weights, of one block" : gathers ? "weights, of two blocks" : "weights";
+    return {
+        {{&b->weights_fp8, lie, plan_fp8_block_weights(p, 0) + head, shares && each},
+         {&b->weights_fp8_transposed, gathers || each ? "one block's, transposed" : "transposed",
+          p->trains ? plan_fp8_block_weights(p, 1) : 0, shares && each},
+         {&b->fp8.rows, "a product's input or gradient", p->trains && gradients > inputs ? gradients : inputs, shares},
+         {&b->fp8.dout_transposed, "an output's gradient, transposed", p->fp8_weight_gradients ? gradients : 0, shares},
+         {&b->fp8.in_transposed, "an input, transposed", p->fp8_weight_gradients ? inputs : 0, shares}}};
+}
+
+// What is never alive together shares one region: [logits] and, in blocks, [df | da | a] of the MLP's backward, [dqkv |
+// attention's scratch], with [operands in fp8] behind both. Where a part begins, in bytes. With the activation computed
+// again beside its gradient, as inside the product, df takes f's place.
 // After backward it is Muon's scratch.
 typedef struct {
-    size_t da /*0: df is not here*/, a, attention, bytes;
+    size_t da /*0: df is not here*/, a, attention, fp8, bytes;
     MuonRoom muon;
 } Region;
-#define LARGEST(sizes) (*std::max_element(sizes, sizes + COUNT_OF(sizes)))
 static Region region_of(const Plan *p) {
-    enum { ALIGN = 1024 };
     const Config *c = &p->local;
     // GELU's da is df; SwiGLU's is in a product, or has a kernel of its own
     const int fused = p->activation_fused == 2, unfused_gate = activation_inputs(c->mlp) > 1 && !fused;
-    const size_t width = round_up(plan_mlp_rows(p) * (size_t)c->ffn_dim * sizeof(floatX), ALIGN);
+    const size_t width = round_up(plan_mlp_rows(p) * (size_t)c->ffn_dim * sizeof(floatX), REGION_ALIGN);
     Region r;
     const int in_place = p->recomputes_activation && (fused || p->config.num_experts);
-    r.da = in_place ? 0 : round_up(plan_mlp_rows(p) * (size_t)fc_width(c) * sizeof(floatX), ALIGN);
+    r.da = in_place ? 0 : round_up(plan_mlp_rows(p) * (size_t)fc_width(c) * sizeof(floatX), REGION_ALIGN);
     r.a = r.da + (unfused_gate ? width : 0);
-    r.attention = round_up(p->N * (size_t)qkv_width(c) * sizeof(floatX), ALIGN);
+    r.attention = round_up(p->N * (size_t)qkv_width(c) * sizeof(floatX), REGION_ALIGN);
     const AttentionProblem attention = attention_plan(p->B, p->T, c->num_heads, c->num_kv_heads, c->head_dim);
-    const size_t parts[] = {
-        r.a + (p->recomputes_activation ? width : 0),
-        r.attention + attention_scratch_bytes(&attention),
-        (size_t)p->head_rows * (size_t)c->padded_vocab_size * sizeof(floatX),
-    };
-    r.bytes = LARGEST(parts);
+    r.fp8 = round_up(std::max(r.a + (p->recomputes_activation ? width : 0),
+                              r.attention + attention_scratch_bytes(&attention)),
+                     REGION_ALIGN);
+    r.bytes = r.fp8;
+    Buffers none;
+    for (const auto &x : fp8_operands(p, &none).of) r.bytes += x.in_region ? round_up(x.bytes, REGION_ALIGN) : 0;
+    r.bytes = std::max(r.bytes, (size_t)p->head_rows * (size_t)c->padded_vocab_size * sizeof(floatX));
     r.muon = muon_room(p, r.bytes);
     r.bytes = std::max(r.bytes, r.muon.bytes);
     return r;
@@ -155,20 +195,24 @@ static Region region_of(const Plan *p) {
 
 // ---- sizes
 
-// Elements of h1, h2 and, with QK-norm, q_k_v.
-static size_t norms_size(const Plan *p) {
+// Elements of what norms give that has one place, or one in each block: of h1 and h2 and, with QK-norm, q_k_v.
+static size_t norms_size(const Plan *p, int shared) {
     const size_t of_qk = plan_normalises_qk(p) ? p->N * (size_t)qkv_width(&p->local) : 0;
-    return 2 * p->rows * (size_t)p->local.channels + of_qk;
+    return (shared == plan_shares_norms(p)) * 2 * p->rows * (size_t)p->local.channels +
+           (shared == p->recomputes_norms) * of_qk;
 }
 // Places for what a block keeps: whole blocks have the one of the block behind them.
 static size_t plan_block_places(const Plan *p) { return (size_t)(p->config.num_layers - p->whole_blocks); }
-// Elements that a block keeps.
+// Elements that a block keeps, and those in fp8.
 static size_t saved_block_size(const Plan *p) {
     const Config *c = &p->local;
     size_t size = p->N * (size_t)(qkv_width(c) + c->num_heads * c->head_dim) + plan_mlp_rows(p) * (size_t)fc_width(c);
-    if (!p->recomputes_activation) size += plan_mlp_rows(p) * (size_t)c->ffn_dim;
-    if (!p->recomputes_norms) size += norms_size(p);
-    return size;
+    if (!p->recomputes_activation && !p->keeps_fp8_inputs) size += plan_mlp_rows(p) * (size_t)c->ffn_dim;
+    return size + norms_size(p, 0);
+}
+static size_t saved_inputs_size(const Plan *p) {
+    const Config *c = &p->local;
+    return p->keeps_fp8_inputs * p->N * (size_t)(2 * c->channels + !p->recomputes_activation * c->ffn_dim);
 }
 // Floats of statistics: lse, and mean and 1/std of two norms.
 static size_t saved_stats_size(const Plan *p) { return p->N * (size_t)p->local.num_heads + 4 * p->rows; }
@@ -477,7 +521,7 @@ static int inputs_leave(const Plan *p) {
 }
 static void request_activations(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
-    const int leave = inputs_leave(p);
+    const int leave = inputs_leave(p), level = std::max((int)p->options.recompute, p->recomputes_activation);
     const size_t C = (size_t)c->channels, rows = p->rows, L = (size_t)c->num_layers, kept = plan_block_places(p),
                  streams = leave ? 2 : L;
     const char *names[] = {"qkv, y, f, norms, a of kept layers", "qkv, y, f, norms of kept layers",
@@ -491,10 +535,11 @@ static void request_activations(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, &b->saved_x, leave ? "residuals (3,B,T,C)" : "residuals (L+kept,B,T,C)",
                    (streams + kept) * rows * C);
     if (leave && p->trains) memory_request_pinned(m, &b->host_x, "residuals (L-2,B,T,C)", (L - 2) * rows * C);
-    memory_request(m, &b->saved_block, names[std::max((int)p->options.recompute, p->recomputes_activation)],
-                   kept * saved_block_size(p));
+    const size_t shared = norms_size(p, 1), inputs = saved_inputs_size(p);
+    memory_request(m, &b->saved_block, names[inputs && level < 3 ? 2 : level], kept * saved_block_size(p));
+    if (inputs) memory_request(m, &b->saved_inputs, "norms, a of kept layers in fp8", kept * inputs);
     if (c->num_experts) memory_request(m, &b->saved_routing, "experts and their rows", kept * saved_routing_size(p));
-    if (p->recomputes_norms) memory_request(m, &b->shared_norms, "what norms give, recomputed", norms_size(p));
+    if (shared) memory_request(m, &b->shared_norms, inputs ? "what norms give" : "what norms give, recomputed", shared);
     memory_request(m, &b->saved_stats, "lse, mean, 1/std", kept * saved_stats_size(p));
     memory_request(m, &b->h_final, "final norm (B,T,C)", rows * C);
     memory_request(m, &b->mean_final, "final mean (B,T)", rows);
@@ -530,40 +575,22 @@ static void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, (char **)&b->reduce, "partial sums, sorting", reduce_bytes(p, b->num_shards));
     memory_request(m, (char **)&b->matmul_workspace, "matmul workspace", MATMUL_WORKSPACE_BYTES);
 }
-// The blocks' weights in fp8, as they lie or transposed. With ZeRO 3 they are gathered so, block by block.
-static size_t plan_fp8_block_weights(const Plan *p, int transposed) {
-    const size_t blocks = p->zero_stage < 3 ? (size_t)p->config.num_layers : transposed ? 1 : 2;
-    return p->fp8_blocks ? blocks * param_unit(p->base, 1).count : 0;
-}
 static int plan_fp8_layers(const Plan *p) { return FP8_LAYERS * p->config.num_layers + 1; }
 static void request_fp8(const Plan *p, Buffers *b, Memory *m) {
-    const Config *c = &p->local;
-    const size_t C = (size_t)c->channels, head = p->fp8_head ? (size_t)c->padded_vocab_size * C : 0;
-    // of operands, in elements; the head's are of some rows
-    const size_t N = p->fp8_blocks ? p->N : 0, part = p->fp8_head ? (size_t)p->head_rows : 0;
-    const size_t in[] = {N * C, N * (size_t)(c->num_heads * c->head_dim), N * (size_t)c->ffn_dim, part * C};
-    const size_t out[] = {N * (size_t)qkv_width(c), N * C, N * (size_t)fc_width(c)};
-    const size_t inputs = LARGEST(in), gradients = LARGEST(out);
-    const int gathers = p->fp8_blocks && p->zero_stage >= 3;
+    const Fp8Operands f = fp8_operands(p, b);
     if (!p->fp8) return;
     memory_group(m, "fp8");
-    memory_request(m, &b->weights_fp8, gathers ? "weights, of two blocks" : "weights",
-                   plan_fp8_block_weights(p, 0) + head);
-    if (p->trains && p->fp8_blocks)
-        memory_request(m, &b->weights_fp8_transposed,
-                       gathers ? "one block's weights, transposed" : "blocks' weights, transposed",
-                       plan_fp8_block_weights(p, 1));
-    if (gathers)
+    for (const auto &x : f.of)
+        if (x.bytes && x.in_region)
+            memory_alias(m, x.to, x.name, &b->region, x.bytes);
+        else if (x.bytes)
+            memory_request(m, x.to, x.name, x.bytes);
+    if (p->fp8_blocks && p->zero_stage >= 3)
         memory_request(m, &b->vectors, "blocks' norms and biases",
-                       (size_t)c->num_layers * unit_vectors(p->table).count);
+                       (size_t)p->config.num_layers * unit_vectors(p->table).count);
     memory_request(m, &b->absmax, "largest values", 3 * (size_t)plan_fp8_layers(p));
     memory_request(m, &b->fp8_counts, "counts", NUM_FP8_TENSORS);
-    memory_request(m, &b->fp8.rows, "a product's input or gradient",
-                   p->trains && gradients > inputs ? gradients : inputs);
-    memory_request(m, &b->fp8.row_absmax, "largest values of its rows", p->N);
-    if (!p->fp8_weight_gradients) return;
-    memory_request(m, &b->fp8.dout_transposed, "an output's gradient, transposed", gradients);
-    memory_request(m, &b->fp8.in_transposed, "an input, transposed", inputs);
+    memory_request(m, &b->fp8.row_absmax, "largest values of rows", p->N);
 }
 // Integers of a pinned buffer in which a micro-step's tokens wait for the device.
 static size_t plan_token_buffer(const Plan *p) { return (2 + 3 * !!p->ranged + 2 * !!p->compacts_rows) * p->N; }
@@ -631,6 +658,7 @@ static void buffers_place(const Plan *p, Buffers *b) {
     const size_t N = p->N, rows = p->rows, C = (size_t)c->channels;
     if (!b->x_tokens) b->x_tokens = b->x_embedding;
     floatX *next = b->saved_block, *x = b->saved_x;
+    uint8_t *inputs = b->saved_inputs;
     float *stats = b->saved_stats;
     size_t kept = 0;
     quantised_place(p, &b->quantised);
@@ -642,6 +670,12 @@ static void buffers_place(const Plan *p, Buffers *b) {
     // GELU's gradient is computed in place
     b->da = activation_inputs(c->mlp) > 1 ? (floatX *)(b->region + region.da) : b->df;
     b->attention = (float *)(b->region + region.attention);
+    size_t fp8 = region.fp8;
+    for (const auto &x : fp8_operands(p, b).of) {
+        if (!x.bytes || !x.in_region) continue;
+        *x.to = (uint8_t *)b->region + fp8;
+        fp8 += round_up(x.bytes, REGION_ALIGN);
+    }
     b->blocks = new_array(BlockActs, c->num_layers);
     for (int l = 0; l < c->num_layers; l++) {
         BlockActs *a = &b->blocks[l];
@@ -656,13 +690,19 @@ static void buffers_place(const Plan *p, Buffers *b) {
         a->y = values(next, N * (size_t)(c->num_heads * c->head_dim));
         a->f = values(next, plan_mlp_rows(p) * (size_t)fc_width(c));
         a->a = p->recomputes_activation ? (floatX *)(b->region + region.a)
+               : p->keeps_fp8_inputs    ? b->df  // not read when that is written
                                         : values(next, plan_mlp_rows(p) * (size_t)c->ffn_dim);
         if (c->num_experts) a->experts = experts_place(p, b->saved_routing + kept++ * saved_routing_size(p));
         floatX *shared = b->shared_norms;
-        floatX *&norms = p->recomputes_norms ? shared : next;
+        floatX *&norms = plan_shares_norms(p) ? shared : next, *&of_qk = p->recomputes_norms ? shared : next;
         a->h1 = values(norms, rows * C);
         a->h2 = values(norms, rows * C);
-        a->q_k_v = plan_normalises_qk(p) ? values(norms, N * (size_t)qkv_width(c)) : a->qkv;
+        a->q_k_v = plan_normalises_qk(p) ? values(of_qk, N * (size_t)qkv_width(c)) : a->qkv;
+        if (p->keeps_fp8_inputs) {
+            a->h1_transposed = values(inputs, N * C);
+            a->h2_transposed = values(inputs, N * C);
+            if (!p->recomputes_activation) a->a_transposed = values(inputs, N * (size_t)c->ffn_dim);
+        }
         a->lse = values(stats, N * (size_t)c->num_heads);
         a->mean1 = values(stats, rows);
         a->rstd1 = values(stats, rows);

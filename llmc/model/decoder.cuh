@@ -282,17 +282,26 @@ static int decoder_begin(Decoder *d, const DecodeRow *rows, int count, int fille
     const int step = (d->first + d->queued++) % DECODE_STEPS;
     DecodeTold *told = &d->host_told[step];  // no longer read: the step that was here has been waited for
     int last[DECODE_ROWS];
+    KvCache *k = &d->cache;
+    k->piece = 0;
+    for (int i = count - 1; i >= 0; i--) {
+        if (!rows[i].prompt) continue;
+        k->piece++;
+        k->first = i;
+        k->slot = rows[i].slot;
+        k->at = d->length[k->slot];
+    }
     for (int i = 0; i < count; i++) {
         const int slot = rows[i].slot, position = d->length[slot]++;
         assert(slot >= 0 && slot < d->cache.slots && position < d->cache.room);
-        told->inputs[i] = {slot, position, rows[i].token};
+        told->inputs[i] = {slot, position, rows[i].token, rows[i].prompt};
         told->positions[i] = position;
         told->draws[i] = rows[i].draw;
         last[slot] = i;
     }
     for (int i = 0; i < count; i++) told->keeps[i] = last[rows[i].slot] == i ? rows[i].slot : -1;
     for (int i = count; i < filled; i++) {
-        told->inputs[i] = {-1, 0, 0};
+        told->inputs[i] = {-1, 0, 0, 0};
         told->positions[i] = 0;
         told->draws[i] = {};
         told->keeps[i] = -1;

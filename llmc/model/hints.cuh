@@ -29,9 +29,10 @@ static MemoryBytes run_bytes(const Plan *p, const Options *o, int B) {
 static int run_fits(const Plan *p, const Options *o, int B, MemoryBytes room) {
     return bytes_fit(run_bytes(p, o, B), room);
 }
-// ---- what a run chooses by itself: --recompute, of whole blocks and of others, and --offload, which change no digit
+// ---- what a run chooses by itself: --recompute, of whole blocks and of others, --offload, and of how many blocks fp8
+// copies are kept, all of which changes no digit
 
-enum { FIT_WAYS = 16, FIT_NONE = INT_MAX };
+enum { FIT_WAYS = 32, FIT_NONE = INT_MAX };
 // Way `i` of saving memory, with so many whole blocks (0: those asked for). Returns whether the run can, without
 // changing what was asked for.
 static int fit_way(const Plan *p, const Options *asked, int i, int blocks, Options *o) {
@@ -39,11 +40,13 @@ static int fit_way(const Plan *p, const Options *asked, int i, int blocks, Optio
                                            {"activations", "activations"},
                                            {"states", "states,master"},
                                            {"states,activations", "states,master,activations"}};
-    const int recompute = i % 4, list = i / 4;
+    const int recompute = i % 4, list = i / 4 % 4, each_pass = i / 16;
     *o = *asked;
     o->recompute = recompute;
     if (blocks) o->recompute_blocks = blocks;
     if (list) o->offload = lists[list][p->has_master];
+    if (each_pass) o->fp8_copies = 0;
+    if (each_pass && (asked->fp8_copies >= 0 || !plan_fp8_each_pass(p, o))) return 0;
     if (asked->recompute >= 0 && recompute != asked->recompute) return 0;
     if (list && (*asked->offload || (list >= 2 && p->table->muon))) return 0;
     return recompute == 3 || !(offloads(o) & OFFLOAD_ACTIVATIONS);
@@ -63,7 +66,7 @@ static int fit_blocks(const Plan *p, const Options *asked, int i, MemoryBytes ro
     return most;
 }
 // About how much longer a step takes, as a part of it: shares that were measured with an 8B model, of whole blocks by
-// their number, and for states the time of their copies (doc/memory.md). peak: FLOP/s, 0: unknown.
+// their number, and for states and fp8 weights the time of their copies (doc/memory.md). peak: FLOP/s, 0: unknown.
 static double fit_cost(const Plan *p, const Options *o, double peak) {
     static const double recomputed[] = {0, 0.01, 0.03, 0.25};
     const ParamTable none = {}, *frozen = p->base == p->table ? &none : p->base;
@@ -72,10 +75,14 @@ static double fit_cost(const Plan *p, const Options *o, double peak) {
     const int which = offloads(o);
     const double states = which & OFFLOAD_STATES ? 2 * (p->bf16_states ? sizeof(bf16) : sizeof(float)) : 0,
                  masters = which & OFFLOAD_MASTER ? sizeof(float) : 0;
+    // bytes of an element that is read, perhaps merged, and written; after an update in two layouts
+    const double each = plan_merges(p) ? 7 : 3, moved = 2.5e12 /*bytes/s*/,
+                 copies = plan_fp8_each_pass(p, o) ? 2 * each * tokens / (double)p->N - each - 1 : 0;
     const double level = recomputed[o->recompute],
                  whole = (double)whole_blocks(o, p->config.num_layers) / p->config.num_layers;
     return level + whole * (recomputed[3] - level) + (which & OFFLOAD_ACTIVATIONS ? 0.02 : 0) +
-           (states + masters) * (double)plan_kept(p, SLOT_M) / copied / step;
+           (states + masters) * (double)plan_kept(p, SLOT_M) / copied / step +
+           copies * p->config.num_layers * (double)param_unit(p->base, 1).count / moved / step;
 }
 // The cheapest way that fits on all ranks of the job; what was asked for if none does.
 static Options fit_options(const Plan *p, const Options *asked, MemoryBytes room, double peak) {
@@ -114,17 +121,18 @@ static void offload_if_host_has_room(const Plan *p, Options *o, int which, int B
 // numbers.
 static int options_that_fit(const Plan *p, Options *o, MemoryBytes room, int B) {
     const int most = p->mesh->dp.world == 1 ? 0 : !o->dp_overlap ? 1 : o->lora ? 2 : 3;  // stage of ZeRO
-    for (int i = 0; i < 13 && !run_fits(p, o, B, room); i++) {
+    for (int i = 0; i < 14 && !run_fits(p, o, B, room); i++) {
         const int stage = i == 0 ? 1 : i == 4 ? 2 : i == 5 ? 3 : 0;
         if (stage <= most && o->zero_stage < stage) o->zero_stage = stage;
         if ((i == 1 || i == 2) && o->recompute < i) o->recompute = i;
         if (i == 3 && o->head_chunks <= 1) o->head_chunks = 8;
-        if (i == 6) o->recompute = 3;
-        if (i >= 7 && i < 10) offload_if_host_has_room(p, o, i - 7, B, room);
+        if (i == 6 && p->fp8_blocks && zero_stage_of(o, &p->mesh->dp) < 3) o->fp8_copies = 0;
+        if (i == 7) o->recompute = 3;
+        if (i >= 8 && i < 11) offload_if_host_has_room(p, o, i - 8, B, room);
         const int offloaded = offloads(o);
-        if (i == 10 && p->trains && !(offloaded & OFFLOAD_STATES)) o->state_dtype = "bf16";
-        if (i == 11 && p->sums_in_fp32) o->grad_dtype = "bf16";
-        if (i == 12 && p->has_master && !(offloaded & OFFLOAD_MASTER)) o->master_weights = 0;
+        if (i == 11 && p->trains && !(offloaded & OFFLOAD_STATES)) o->state_dtype = "bf16";
+        if (i == 12 && p->sums_in_fp32) o->grad_dtype = "bf16";
+        if (i == 13 && p->has_master && !(offloaded & OFFLOAD_MASTER)) o->master_weights = 0;
     }
     return run_fits(p, o, B, room);
 }
@@ -166,13 +174,16 @@ static size_t run_reserve(const Plan *p) {
 }
 // What was chosen, what it costs, and what would save that.
 static void fit_print(const Plan *p, const Options *chosen, MemoryBytes room, double peak, FILE *f) {
-    char with[128], text[256] = "";
+    char with[192], text[256] = "";
     Options other = *chosen;
     other.recompute_blocks = p->options.recompute_blocks;
+    other.fp8_copies = p->options.fp8_copies;
     options_that_differ(&other, &p->options, with, sizeof with);
     if (chosen->recompute_blocks != other.recompute_blocks)
-        append_text(with, sizeof with, "%s %lld of %d blocks made again whole", *with ? " and" : "",
+        append_text(with, sizeof with, "%s %lld of %d blocks made again whole", *with ? "," : "",
                     chosen->recompute_blocks, p->config.num_layers);
+    if (chosen->fp8_copies != other.fp8_copies)
+        append_text(with, sizeof with, "%s fp8 copies of a block at a time", *with ? "," : "");
     if (!*with) return;
     const int one = run_fits(p, &p->options, 1, room), B = one ? batch_that_fits(p, room) : 0;
     if (B) append_text(text, sizeof text, " --batch-size %d", B);

@@ -17,9 +17,9 @@
 //                                      it; else a scale for each row
 //   operands of the weight's gradient  that of the tensor
 // Who and when: linear_rows quantises an input in front of its product, and raises its tensor's absmax, which
-// linear_product_weight takes to quantise it again; clear_absmax (train_gpt2.cu) zeroes them before each forward.
-// Weights are quantised in the first forward after an update. An absmax is all that is kept: fp8_scale makes the same
-// scale of it for who quantises and for the product.
+// linear_keep_input, or else linear_product_weight, takes to quantise it again; clear_absmax (train_gpt2.cu) zeroes
+// them before each forward. The absmax of weights is taken in the first forward after an update. An absmax is all that
+// is kept: fp8_scale makes the same scale of it for who quantises and for the product.
 // The head's gradients stay in floatX: those of its output are too far apart for e4m3 (doc/fp8.md).
 //
 // With --lora `weight` has the adapters merged into it (kernels/lora.cuh) and no gradient; linear_adapters gives
@@ -63,7 +63,8 @@ typedef struct {
     floatX *dweight, *dbias;                      // NULL: the weights are frozen
     LayerAdapters adapters;                       // which are merged into `weight`
     RowsWeight kept;                              // of a step of generation: the weight as it is kept; or without one
-    uint8_t *weight_fp8, *weight_fp8_transposed;  // (out,in), (in,out); NULL: not in backward, or not in fp8
+    uint8_t *weight_fp8, *weight_fp8_transposed;  // (out,in), (in,out); NULL: not read in this pass
+    uint8_t *in_transposed;                       // (in,N) what forward keeps of its input; NULL: not in fp8
     float *in_absmax, *dout_absmax, *weight_absmax;
     ColumnSums sums;  // of the gradient of its output
     floatX *aux;      // (N,out) the product, which the norm or the activation reads; then perhaps its slopes
@@ -90,11 +91,13 @@ typedef struct {
 
 // ---- operands
 
-// Makes the fp8 copies of a weight.
+// Makes the fp8 copies of a weight that the pass reads, and after an update its absmax.
 static void linear_quantise(const Pass *p, const Linear *l) {
     const bf16 *w = (const bf16 *)l->weight;
-    cudaCheck(cudaMemsetAsync(l->weight_absmax, 0, sizeof(float), p->stream));
-    absmax_tensor(l->weight_absmax, w, (size_t)l->out * (size_t)l->in, p->stream);
+    if (p->quantises_weights) {
+        cudaCheck(cudaMemsetAsync(l->weight_absmax, 0, sizeof(float), p->stream));
+        absmax_tensor(l->weight_absmax, w, (size_t)l->out * (size_t)l->in, p->stream);
+    }
     quantise(l->weight_fp8, l->weight_fp8_transposed, w, l->out, l->in, l->weight_absmax, p->fp8.weights, p->stream);
 }
 
@@ -105,6 +108,11 @@ static Rows linear_rows(const Pass *p, MatmulDtype dtype, const floatX *x, int r
     if (dtype == MATMUL_FLOATX) return {x, NULL};
     quantise_rows(p->fp8.rows, p->fp8.row_absmax, absmax, (const bf16 *)x, rows, width, count, p->stream);
     return {p->fp8.rows, p->fp8.row_absmax};
+}
+// What the product of the weight's gradient reads of the input: after forward's, which finds the absmax of all rows.
+static void linear_keep_input(const Pass *p, const Linear *l, const floatX *in) {
+    if (!l->in_transposed) return;
+    quantise(NULL, l->in_transposed, (const bf16 *)in, p->N, l->in, l->in_absmax, NULL, p->stream);
 }
 // As operand a.
 static void linear_operand(MatmulOperands *o, Rows rows) {
@@ -201,6 +209,7 @@ static void linear_forward(const Pass *p, const Linear *l, floatX *out, const fl
         linear_product_of(p, l, out, rows, first, count);
     });
     if (reads_absmax) absmax_tensor(l->in_absmax, all.absmax, (size_t)p->N, p->stream);
+    linear_keep_input(p, l, in);
     if (l->epilogue == EPILOGUE_PLAIN && !(l->kept.weight && linear_step(l, in, p->N).activates))
         linear_output(p, l, out);
 }
@@ -209,6 +218,7 @@ static const floatX *linear_project(const Pass *p, const Linear *l, const floatX
     rows_scatter_under(p, l->forward, [&](int first, int count) {
         linear_product(p, l, p->branch, in + (size_t)first * l->in, first, count);
     });
+    linear_keep_input(p, l, in);
     return rows_scatter_end(p, l->forward, l->bias);
 }
 
@@ -303,9 +313,10 @@ static void linear_product_weight(const Pass *p, const Linear *l, OutputGradient
         const Fp8Scratch *s = &p->fp8;
         if (!dout.fp8_transposed)
             quantise(NULL, s->dout_transposed, (const bf16 *)dout.rows, count, l->out, l->dout_absmax, NULL, p->stream);
-        quantise(NULL, s->in_transposed, (const bf16 *)in, count, l->in, l->in_absmax, NULL, p->stream);
+        if (!l->in_transposed)
+            quantise(NULL, s->in_transposed, (const bf16 *)in, count, l->in, l->in_absmax, NULL, p->stream);
         x.a = dout.fp8_transposed ? dout.fp8_transposed : s->dout_transposed;
-        x.b = s->in_transposed;
+        x.b = l->in_transposed ? l->in_transposed : s->in_transposed;
         x.a_absmax = l->dout_absmax;
         x.b_absmax = l->in_absmax;
     }

@@ -56,7 +56,7 @@ typedef struct {
     Matmul *matmul;
     RowExchange *exchange;
     Fp8Scratch fp8;
-    int quantises_weights;  // this forward makes fp8 copies and merged weights: the first one after an update
+    int quantises_weights;  // this forward is the first one after an update: fp8 copies and their absmax are old
     floatX *branch;         // (N,C) what a branch adds to the stream; backward: the gradient of its input
     void *scratch;          // of reductions
     cudaStream_t stream;

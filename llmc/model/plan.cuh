@@ -29,11 +29,13 @@ typedef struct {
     int fp8_blocks;            // products of blocks forward and of inputs' gradients
     int fp8_weight_gradients;  // those of blocks' weights' gradients
     int fp8_head;              // logits
+    int fp8_each_pass;         // copies of one block's weights are made in each pass; else all, after an update
     WeightFormat weights;      // of the blocks' matrices and the head; WEIGHTS_FP32: as the build has all weights
     // memory
     int zero_stage;             // what a rank keeps a share of; 0 if there is no other data-parallel rank
     int recomputes_activation;  // backward makes the activation again, from what it read
     int recomputes_norms;       // and h1, h2, normalised q and k
+    int keeps_fp8_inputs;       // of h1, h2 and a what weights' gradients read of them, in fp8; they have one place
     int whole_blocks;           // of so many of the first blocks all but their inputs
     int offload;                // what is in host memory while it is not used: bits of backend.h
     int head_rows;              // the head runs on so many rows at a time
@@ -55,6 +57,8 @@ static size_t plan_mlp_rows(const Plan *p) {
     const Config *c = &p->config;
     return c->num_experts ? experts_room(p->N, c->num_experts, c->active_experts) : p->N;
 }
+// h1 and h2 of all blocks are in one place.
+static int plan_shares_norms(const Plan *p) { return p->recomputes_norms || p->keeps_fp8_inputs; }
 static int plan_is_split(const Plan *p) { return p->mesh->tp.world > 1; }
 // Then attention reads other rows than the product gave, and its backward neither rotates back nor takes absmax or
 // column sums: the norm's gradient comes between.
@@ -133,6 +137,10 @@ static void plan_fp8(Plan *p) {
         "--matmul-dtype %s --head-dtype %s needs a bf16 build and a GPU that multiplies fp8: sm_89, sm_90 or newer\n"
         "leave fp8 out",
         o->matmul_dtype, o->head_dtype);
+}
+// ZeRO 3 does so by itself.
+static int plan_fp8_each_pass(const Plan *p, const Options *o) {
+    return p->fp8_blocks && o->fp8_copies == 0 && zero_stage_of(o, &p->mesh->dp) < 3;
 }
 static WeightFormat plan_weights(const Plan *p) {
     const Config *c = &p->local;
@@ -214,14 +222,16 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     p.sums_in_fp32 = sizeof(floatX) == 2 && p.trains && accumulates && !strcmp(o->grad_dtype, "fp32");
     p.reduces_in_fp32 = !strcmp(o->reduce_dtype, "fp32") && sizeof(floatX) < sizeof(float);
     p.zero_stage = zero_stage_of(o, &mesh->dp);
+    p.fp8_each_pass = plan_fp8_each_pass(&p, o);
     const long long recompute = p.options.recompute;
-    p.activation_fused = plan_activation_fused(&p);
-    p.recomputes_activation = recompute == 1 || recompute == 2 || c->num_experts;
+    p.recomputes_activation = recompute == 1 || recompute == 2 || c->num_experts > 0;  // experts.cuh
     p.recomputes_norms = recompute == 2;
+    p.keeps_fp8_inputs = p.fp8_weight_gradients && ranks == 1 && !p.recomputes_norms;
     p.whole_blocks = whole_blocks(&p.options, c->num_layers);
     p.offload = plan_offload(&p);
     p.head_rows = (int)head_rows(o, p.B, p.T);
     p.compacts_rows = p.trains && ranks == 1;
+    p.activation_fused = plan_activation_fused(&p);
     p.rope_fused = p.local.position == POSITION_ROPE && p.local.qk_norm == QK_NORM_NONE &&
                    matmul_can_rotate(p.local.head_dim) && p.N >= MATMUL_FUSION_ROWS;
     p.may_overlap = ranks > 1 && (o->tp_overlap > 0 || (o->tp_overlap < 0 && p.trains));
@@ -278,6 +288,7 @@ static void plan_print(const Plan *p, FILE *f) {
             p->bf16_states ? "bf16" : "fp32");
     for (int stage = 1; stage <= p->zero_stage; stage++) fprintf(f, "%s", shares[stage]);
     if (p->table->muon) fprintf(f, " | Muon in %d steps of %s", p->muon.steps, p->options.muon_polynomials);
+    if (p->fp8_each_pass) fprintf(f, " | fp8 copies of a block at a time");
     if (p->offload) fprintf(f, " | in host memory: %s", p->options.offload);
     fprintf(f, "\n");
 }

@@ -5,6 +5,7 @@
 //   none                floatX                   what is kept                      -
 //   ZeRO 3              floatX, blocks' shards   block_weights, of two blocks      zero_get gathers them, in each pass
 //   fp8                 floatX                   weights_fp8, their transpose      linear_quantise, after an update
+//   fp8-copies=0        floatX                   those that a pass reads, of one   linear_quantise, in each pass
 //   fp8, ZeRO 3         floatX, blocks' shards   the same, of two blocks, of one   zero_get quantises shards, gathers,
 //                                                                                  transposes, in each pass
 //   --weights           codes and scales         merged, one block or the head     lora_merge widens, in each pass
@@ -35,12 +36,16 @@ static Unit frozen_unit(const Plan *p, const Buffers *b, const Unit *trained) {
     const size_t begin = p->base->unit_begin[unit], matrices = quantised_elements(p, unit);
     floatX *weights = (floatX *)slot_pointer(b, s) + plan_index(p, s, unit, begin + matrices) - matrices;
     if (!p->lora.rank) return {p->base, unit, weights};
-    uint8_t *copies[2] = {NULL, NULL};
-    if (p->fp8_blocks && unit_is_block(p->base, unit)) {
-        copies[0] = b->weights_fp8 + (begin - p->base->unit_begin[1]);
-        copies[1] = b->weights_fp8_transposed + (begin - p->base->unit_begin[1]);
-    }
-    return {p->base, unit, weights, NULL, copies[0], copies[1], trained->weights, trained->grads};
+    return {p->base, unit, weights, NULL, NULL, NULL, trained->weights, trained->grads};
+}
+// Where a block's fp8 copies are that this use reads, unless ZeRO 3 has gathered them. Backward reads them as they lie
+// where it makes the block again.
+static void unit_place_fp8(const Plan *p, const Buffers *b, UnitUse use, Unit *u) {
+    const int each = p->fp8_each_pass, forward = use == UNIT_FORWARD;
+    if (!p->fp8_blocks || p->zero_stage >= 3 || !unit_is_block(u->table, u->number)) return;
+    const size_t at = each ? 0 : u->table->unit_begin[u->number] - u->table->unit_begin[1];
+    if (!each || forward || u->number <= p->whole_blocks) u->fp8 = b->weights_fp8 + at;
+    if (b->weights_fp8_transposed && !(each && forward)) u->fp8_transposed = b->weights_fp8_transposed + at;
 }
 // The adapters of a layer's weight.
 static LayerAdapters layer_adapters(const Plan *p, const Unit *u, Role weight, int in) {
@@ -91,17 +96,18 @@ static void weight_operand(const Plan *plan, Buffers *b, const Pass *p, const Un
         l->dtype = MATMUL_FLOATX;
         return;
     }
-    const int fp8 = l->dtype == MATMUL_E4M3, is_block = unit_is_block(u->table, u->number);
+    const int fp8 = l->dtype == MATMUL_E4M3, is_block = unit_is_block(u->table, u->number),
+              makes = p->quantises_weights || (is_block && plan->fp8_each_pass);
     const size_t at = param_at(u->table, u->number, role) - u->table->unit_begin[u->number];
     l->weight = unit_param(u, u->weights, role);
     l->adapters = layer_adapters(plan, u, role, l->in);
-    if (!fp8 || p->quantises_weights) l->weight = merged_weight(plan, b, p, u, l, role);
+    if (!fp8 || makes) l->weight = merged_weight(plan, b, p, u, l, role);
     if (!fp8) return;
     // the head's copy is behind the blocks', and its gradients are not in fp8
-    l->weight_fp8 = is_block ? u->fp8 + at : b->weights_fp8 + plan_fp8_block_weights(plan, 0);
-    l->weight_fp8_transposed = is_block && b->weights_fp8_transposed ? u->fp8_transposed + at : NULL;
+    l->weight_fp8 = !is_block ? b->weights_fp8 + plan_fp8_block_weights(plan, 0) : u->fp8 ? u->fp8 + at : NULL;
+    l->weight_fp8_transposed = is_block && u->fp8_transposed ? u->fp8_transposed + at : NULL;
     l->weight_absmax = layer_absmax(plan, b, ABSMAX_WEIGHT, u->number, role);
-    if (p->quantises_weights && !(is_block && plan->zero_stage >= 3)) linear_quantise(p, l);
+    if (makes && !(is_block && plan->zero_stage >= 3)) linear_quantise(p, l);
 }
 // A planned layer with all that belongs to the unit and to the pass. aux: see Linear.
 static Linear linear_of(const Plan *plan, Buffers *b, const Pass *p, const Unit *u, const Linear *planned, Role weight,

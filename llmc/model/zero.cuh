@@ -58,8 +58,8 @@ enum { WIDEN_BLOCKS = 64, WIDEN_THREADS = 256 };  // few blocks: the other SMs b
 enum { FP8_LAYERS = ROLE_LN1W - ROLE_QKVW };      // matrices of a block, in the order of their roles
 
 // A unit's weights and gradients, each from the unit's first element on. Gradients: in backward alone. In fp8 a block's
-// matrices are in `fp8`, and transposed in `fp8_transposed`, which forward need not find. Of a block that was gathered
-// in fp8 `weights` has the vectors alone, where they would be behind the matrices.
+// matrices are in `fp8`, and transposed in `fp8_transposed`: what this use reads, else perhaps NULL. Of a block that
+// was gathered in fp8 `weights` has the vectors alone, where they would be behind the matrices.
 typedef enum { UNIT_FORWARD, UNIT_BACKWARD } UnitUse;
 typedef struct {
     const ParamTable *table;
@@ -75,11 +75,11 @@ typedef struct {
     floatX *block_weights;    // (2, block) ZeRO 3: gathered
     floatX *block_grads;      // (2, block) ZeRO 2, 3: of one micro-step
     float *staging;           // (largest unit) fp32, if wide
-    // fp8: of all blocks, but
-    uint8_t *fp8;             // with ZeRO 3 (2, block): gathered, and there are no block_weights
-    uint8_t *fp8_transposed;  // with ZeRO 3 (block)
+    // ZeRO 3 in fp8
+    uint8_t *fp8;             // (2, block) gathered, and there are no block_weights
+    uint8_t *fp8_transposed;  // (block)
     float *absmax;            // (blocks, FP8_LAYERS) of the matrices
-    floatX *vectors;          // (blocks, unit_vectors) ZeRO 3
+    floatX *vectors;          // (blocks, unit_vectors)
 } ZeroBuffers;
 typedef struct {
     Nccl nccl;  // on the communication stream
@@ -215,13 +215,7 @@ static floatX *zero_weights(const Zero *z, int unit) {
     return zero_buffer(z, z->b.block_weights, unit);
 }
 static uint8_t *zero_fp8(const Zero *z, int unit) {
-    if (!z->b.fp8 || !unit_is_block(z->table, unit)) return NULL;
-    if (zero_gathers_fp8(z, unit)) return zero_buffer(z, z->b.fp8, unit);
-    return z->b.fp8 + (z->table->unit_begin[unit] - z->table->unit_begin[1]);
-}
-static uint8_t *zero_fp8_transposed(const Zero *z, int unit) {
-    if (!z->b.fp8_transposed || !unit_is_block(z->table, unit)) return NULL;
-    return zero_gathers_fp8(z, unit) ? z->b.fp8_transposed : z->b.fp8_transposed + (zero_fp8(z, unit) - z->b.fp8);
+    return zero_gathers_fp8(z, unit) ? zero_buffer(z, z->b.fp8, unit) : NULL;
 }
 static floatX *zero_grads(const Zero *z, int unit) {
     if (!z->b.grads) return NULL;
@@ -340,7 +334,7 @@ static void zero_transpose(Zero *z, int unit) {
         // the rest of a packed one
         if (p->unit != unit || p->is_vector || p->offset != param_at(t, unit, p->role)) continue;
         const size_t at = p->offset - t->unit_begin[unit], size = param_at(t, unit, (Role)(p->role + 1)) - p->offset;
-        transpose_fp8(zero_fp8_transposed(z, unit) + at, zero_fp8(z, unit) + at, (int)(size / (size_t)p->cols), p->cols,
+        transpose_fp8(z->b.fp8_transposed + at, zero_fp8(z, unit) + at, (int)(size / (size_t)p->cols), p->cols,
                       z->compute);
     }
 }
@@ -403,8 +397,7 @@ static Unit zero_get(Zero *z, int unit, UnitUse use, Fp8Count *count) {
     if (use == UNIT_BACKWARD && zero_gathers_fp8(z, unit)) zero_transpose(z, unit);
     if (use == UNIT_BACKWARD && zero_is_sharded(z, SLOT_GRAD, unit))
         timing_wait(TIMING_RANKS, z->added[unit % 2], z->compute);
-    return {
-        z->table, unit, zero_weights(z, unit), zero_grads(z, unit), zero_fp8(z, unit), zero_fp8_transposed(z, unit)};
+    return {z->table, unit, zero_weights(z, unit), zero_grads(z, unit), zero_fp8(z, unit), z->b.fp8_transposed};
 }
 // sum: what becomes of the gradients. reduce: they are the last micro-step's.
 static void zero_release(Zero *z, const Unit *u, UnitUse use, GradSum sum, int reduce) {

@@ -3,8 +3,9 @@
 //
 // A slot's tokens lie in pages (pages.h), which it takes as it grows. When none are left the newest sequence gives its
 // pages back and waits. What it then has to make again, it makes as before: its prompt as a prompt, the others as rows.
-// A server's prompts come in pieces, one a step, so that sequences that run need not wait for a long one. Short prompts
-// are rows of the steps of the others, as far as a step has room: beside rows that stream all weights they cost little.
+// A server's prompts come in pieces, one a step, so that sequences that run need not wait for a long one. Where steps
+// have many rows, prompts are rows of the steps of the others, as far as a step has room: beside rows that stream all
+// weights they cost little. Short ones attend as the others do, long ones as prompts, a piece of one prompt a step.
 //
 // With --draft a small model proposes the next tokens of each sequence, and the large one runs on all of them in one
 // step. Both draw with the same noise, and the large model accepts a proposal if it draws the same token: the tokens
@@ -59,11 +60,12 @@ enum { PROMPT_PIECE = 256 };  // tokens, which take about as long as a step
 // Returns whether the sequence ends with this token.
 typedef int EngineHear(void *caller, Sequence *s, const Drawn *drawn, SequenceEnd end);
 typedef struct {
-    Model *m, *draft;            // draft NULL: there is none
-    int drafted;                 // tokens that it proposes at a time; slots * (drafted + 1) <= rows
-    int slots, rows, window;     // sequences at a time; rows of a step, at most; tokens of a slot
-    int pieces;                  // 1: while sequences run, prompts come in pieces, one a step; 0: all at once
-    int prompt_rows;             // prompts of up to so many tokens are rows
+    Model *m, *draft;         // draft NULL: there is none
+    int drafted;              // tokens that it proposes at a time; slots * (drafted + 1) <= rows
+    int slots, rows, window;  // sequences at a time; rows of a step, at most; tokens of a slot
+    int pieces;               // 1: while sequences run, prompts come in pieces, one a step; 0: all at once
+    // prompts of up to so many tokens are rows like others, longer ones ride in steps; 0: neither
+    int prompt_rows;
     int keeps;                   // keys and values; 0: each token recomputes them (--debug kv-cache=0)
     Pages pages;                 // of m and draft
     int eot;                     // token before every text
@@ -275,6 +277,7 @@ static int engine_find_again(Engine *e, Sequence *s) {
 // In the order in which sequences came.
 static void engine_prompt(Engine *e) {
     int run = 0;
+    if (e->prompt_rows) return;  // they ride in steps
     for (const Sequence *s = e->first; s != e->waits; s = s->next) run |= engine_prompt_left(e, s) <= 0;
     for (Sequence *s = e->first; s != e->waits; s = s->next) {
         if (engine_prompt_left(e, s) <= 0) continue;
@@ -288,7 +291,7 @@ static void engine_prompt(Engine *e) {
 // ---- steps
 
 static DecodeRow engine_row(const Sequence *s, int token) {
-    const DecodeRow row = {s->slot, token, s->draw};
+    const DecodeRow row = {s->slot, token, s->draw, 0};
     return row;
 }
 // --debug kv-cache=0: the keys and values of a slot anew, by rows as they were made.
@@ -356,6 +359,22 @@ static int engine_queue_rows(Engine *e, Sequence *s, DecodeRow *rows, int *n, in
     e->proposed += s->proposed;
     return count > 1 + s->proposed ? count - 1 - s->proposed : 0;
 }
+// A piece of the first long prompt that is not complete has the rows that are left.
+static void engine_queue_piece(Engine *e, DecodeRow *rows, int *n) {
+    Sequence *s = e->first;
+    while (s != e->waits && engine_prompt_left(e, s) <= 0) s = s->next;
+    if (s == e->waits) return;
+    engine_find_again(e, s);
+    const int done = model_length(e->m, s->slot), left = engine_prompt_left(e, s), room = e->rows - *n;
+    const int count = left < room ? left : room, *tokens = s->tokens + s->begin + done;
+    if (e->draft) model_prompt(e->draft, s->slot, tokens, count);
+    for (int i = 0; i < count; i++) {
+        rows[*n] = engine_row(s, tokens[i]);
+        rows[*n].prompt = 1;
+        e->steps[e->queued].of[(*n)++] = NULL;
+    }
+    engine_share(e, s, done + count);
+}
 static void engine_queue(Engine *e) {
     DecodeRow rows[DECODE_ROWS];
     int n = 0, spare = e->rows;
@@ -371,6 +390,7 @@ static void engine_queue(Engine *e) {
         if (took < 0) break;
         spare -= took;
     }
+    if (e->prompt_rows) engine_queue_piece(e, rows, &n);
     if (n == 0) return;
     model_decode(e->m, rows, n);
     e->steps[e->queued++].count = n;
