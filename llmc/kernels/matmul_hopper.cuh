@@ -194,13 +194,10 @@ constexpr HopperVariant hopper_row(MatmulEpilogue epilogue, MlpKind activation =
     constexpr MatmulDtype dtype = Dtype::SCALED ? MATMUL_E4M3 : MATMUL_FLOATX;
     return {dtype, FORM, epilogue, activation, COLUMNS, CLUSTER, hopper_launch<Tile>, OF_EXPERTS};
 }
-#define HOPPER_EXPERTS(form) hopper_row<MmaBf16, form, 256, 1, Plain, true>(EPILOGUE_PLAIN)
-#define HOPPER_EXPERTS_ADD() hopper_row<MmaBf16, MATMUL_BACKWARD_WEIGHT, 192, 1, Add, true>(EPILOGUE_ADD)
-#define HOPPER_EXPERTS_ACTIVATION(kind, Policy) \
-    hopper_row<MmaBf16, MATMUL_FORWARD, 256, 1, Activate<Policy, true>, true>(EPILOGUE_ACTIVATION_KEEPS_INPUT, kind)
-#define HOPPER_EXPERTS_GRADIENT(kind, Policy) \
-    hopper_row<MmaBf16, MATMUL_BACKWARD_INPUT, 256, 1, ActivationGradient<Policy, true, true>, true>( \
-        EPILOGUE_GRADIENT_FROM_INPUT, kind)
+template <MatmulForm FORM, int COLUMNS, typename Epilogue>
+constexpr HopperVariant hopper_experts(MatmulEpilogue epilogue, MlpKind activation = NO_ACTIVATION) {
+    return hopper_row<MmaBf16, FORM, COLUMNS, 1, Epilogue, true>(epilogue, activation);
+}
 #define HOPPER_PLAIN(Dtype, form, columns, cluster) hopper_row<Dtype, form, columns, cluster, Plain>(EPILOGUE_PLAIN)
 #define HOPPER_SYMMETRIC(Dtype, form, columns, cluster) \
     hopper_row<Dtype, form, columns, cluster, Symmetric>(EPILOGUE_SYMMETRIC)
