@@ -295,11 +295,14 @@ static void test_long_prompts(const char *model, const char *weights, const char
 }
 static void test_all_long_prompts(void) {
     const char *const llama = "llama3:8B,layers=2,channels=1024,heads=8,kv_heads=2,ffn=2816,vocab=512,seq=1024";
+    const char *const mixture = "qwen3:30B-A3B,layers=2,channels=512,heads=8,kv_heads=2,head_dim=64,ffn=256,experts=16,"
+                                "active=3,vocab=512,seq=1024";
     for (const char *weights : {"native", "int8", "int4"})
         for (const char *cache : {"native", "fp8"})
             for (int most : {(int)few_rows, (int)DECODE_ROWS}) {
                 test_long_prompts("gpt2:124M,layers=2,vocab=512", weights, cache, most);
                 test_long_prompts(llama, weights, cache, most);
+                test_long_prompts(mixture, weights, cache, most);
             }
 }
 static void test_brief(const char *folder) {

@@ -101,17 +101,25 @@ static const BlockActs *block_acts(const Model *m, const Pass *p, int l) { retur
 static int block_keeps_input(const Plan *p, int l) {
     return p->recomputes_activation && (l >= p->whole_blocks || p->fcproj.gradient == EPILOGUE_GRADIENT_FROM_INPUT);
 }
-static Experts experts_of(const Model *m, const Pass *p, const Unit *u, const BlockActs *a, int l) {
+// fc and fcproj of a block are the layers of all its experts.
+static Experts experts_of(const Model *m, const Pass *p, const Block *of, const BlockActs *a, int l) {
     const Config *c = &m->config;
     const Buffers *b = &m->b;
+    const Unit *u = &of->unit;
     Experts x = {c->channels, c->ffn_dim, c->renormalise, m->plan.activation_fused, c->mlp, a->experts};
     x.rows.N = p->N;
+    x.rows.R = (int)experts_room((size_t)p->N, c->num_experts, c->active_experts);
     x.router = unit_param(u, u->weights, ROLE_ROUTERW);
-    x.fc = unit_param(u, u->weights, ROLE_FCW);
-    x.fcproj = unit_param(u, u->weights, ROLE_FCPROJW);
+    x.fc = of->fc.weight;
+    x.fcproj = of->fcproj.weight;
+    x.fc_adapters = of->fc.adapters;
+    x.fcproj_adapters = of->fcproj.adapters;
+    x.kept_fc = of->fc.kept;
+    x.kept_fcproj = of->fcproj.kept;
+    x.by_rows = of->qkv.kept.weight != NULL;
     x.drouter = unit_param(u, u->grads, ROLE_ROUTERW);
-    x.dfc = unit_param(u, u->grads, ROLE_FCW);
-    x.dfcproj = unit_param(u, u->grads, ROLE_FCPROJW);
+    x.dfc = of->fc.dweight;
+    x.dfcproj = of->fcproj.dweight;
     x.f = a->f;
     x.a = a->a;
     x.logits = b->router_logits;
@@ -146,15 +154,12 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     b.norm2 = norm_of(m, &u, ROLE_LN2W, ROLE_LN2B, a->mean2, a->rstd2, a->x_mid);
     b.qkv = layer(&plan->qkv, ROLE_QKVW, ROLE_QKVB, attention, normalises_qk ? a->qkv : NULL);
     b.proj = layer(&plan->proj, ROLE_PROJW, ROLE_PROJB, stream, NULL);
-    if (m->config.num_experts) {
-        b.experts = experts_of(m, p, &u, a, l);
-    } else {
-        Linear fc = plan->fc;
-        fc.keeps_input = block_keeps_input(plan, l);
-        if (fc.epilogue == EPILOGUE_ACTIVATION_KEEPS_INPUT && !fc.keeps_input) fc.epilogue = EPILOGUE_ACTIVATION;
-        b.fc = layer(&fc, ROLE_FCW, ROLE_FCB, df_sums, a->f);
-        b.fcproj = layer(&plan->fcproj, ROLE_FCPROJW, ROLE_FCPROJB, stream, NULL);
-    }
+    Linear fc = plan->fc;
+    fc.keeps_input = block_keeps_input(plan, l);
+    if (fc.epilogue == EPILOGUE_ACTIVATION_KEEPS_INPUT && !fc.keeps_input) fc.epilogue = EPILOGUE_ACTIVATION;
+    b.fc = layer(&fc, ROLE_FCW, ROLE_FCB, df_sums, a->f);
+    b.fcproj = layer(&plan->fcproj, ROLE_FCPROJW, ROLE_FCPROJB, stream, NULL);
+    if (m->config.num_experts) b.experts = experts_of(m, p, &b, a, l);
     m->b.merged_block = u.number;
     if (!p->cache) {
         b.qkv.in_transposed = a->h1_transposed;
@@ -751,6 +756,7 @@ static void merge_blocks(Model *m) {
         for (int i = 0; i < 4; i++) {
             const Role role = (Role)(ROLE_QKVW + i);
             Linear l = *layers[i];
+            if (!is_merged(plan, 4 * (unit - 1) + i)) continue;
             l.weight = unit_param(&u, u.weights, role);
             l.adapters = layer_adapters(plan, &u, role, l.in);
             merge_weight(decoder_matrix(plan, &m->decoder, unit, role), plan, &m->b, &u, &l, role, m->gpu.compute);
@@ -888,7 +894,7 @@ void model_decode(Model *m, const DecodeRow *rows, int count) {
     // Of the training forward's work between ranks, of products that choose their plans, and of a prompt's attention,
     // whose sizes differ, there is no graph.
     const int graphs =
-        m->plan.options.cuda_graphs && !d->cache.piece && (d->has_kernel || (d->kept && m->mesh->job.world == 1));
+        m->plan.options.cuda_graphs && !d->cache.piece && (d->has_kernel || (d->has_rows && m->mesh->job.world == 1));
     watchdog_beat(PHASE_SAMPLE, -1);
     begin_turn(m);
     for (int u = 0; u < m->table.num_units && d->has_kernel; u++) zero_wait(&m->links.zero, u);

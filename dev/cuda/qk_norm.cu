@@ -39,7 +39,7 @@ static void check_shape(int B, int T, int NH, int NKV, int HD, int has_gains, in
     floatX *d_qkv = upload<floatX>(qkv, n), *d_out = device_new<floatX>(n), *d_dout = upload<floatX>(dout, n),
            *d_gains = upload<floatX>(gains, pair), *d_before = upload<floatX>(before, pair),
            *d_dgains = device_new<floatX>(pair), *d_dqkv = device_new<floatX>(n);
-    char *scratch = device_new<char>(qk_norm_scratch_bytes(HD));
+    char *scratch = device_new<char>(qk_norm_scratch_bytes(2 * HD));
     const QkNorm norm = {has_gains ? d_gains : NULL, has_gains ? d_dgains : NULL, 1e-6f, scale};
     const QkRows heads = rows_of(B, T, NH, NKV, HD, rotates ? upload<float>(cos_sin, (size_t)T * HD) : NULL);
     auto backward = [&] {
@@ -67,7 +67,7 @@ static void bench_shape(int B, int T, int NH, int NKV, int HD, int has_gains, co
     cudaStream_t stream = ladder.gpu.compute;
     floatX *qkv = device_normal<floatX>(n, 1.0f), *out = device_normal<floatX>(n, 1.0f),
            *gains = device_normal<floatX>(2 * (size_t)HD, 1.0f), *dgains = device_new<floatX>(2 * (size_t)HD);
-    char *scratch = device_new<char>(qk_norm_scratch_bytes(HD));
+    char *scratch = device_new<char>(qk_norm_scratch_bytes(2 * HD));
     const QkNorm norm = {has_gains ? gains : NULL, has_gains ? dgains : NULL, 1e-6f, 1};
     const QkRows heads = rows_of(B, T, NH, NKV, HD, upload<float>(host_table(T, HD), (size_t)T * HD));
     const double bytes = (double)n * sizeof(floatX), of_qk = bytes * (NH + NKV) / (NH + 2 * NKV);

@@ -219,6 +219,8 @@ template <typename T> static inline T __shfl_xor_sync(unsigned, T x, int mask) {
 template <typename T> static inline T __shfl_up_sync(unsigned, T x, int by) {
     return lane_value(x, fiber->index % WARP < by ? fiber->index % WARP : fiber->index % WARP - by);
 }
+static inline void kernels_before_wait() {}
+static inline void kernels_behind_begin() {}
 static inline bool __any_sync(unsigned, bool x) {
     fiber->words[0] = x;
     __syncwarp();

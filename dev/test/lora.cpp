@@ -25,7 +25,9 @@ static void vec_store(floatX *p, const VecX &x) { memcpy(p, x.v, sizeof x); }
 typedef struct {
     const char *name;
     int in, out, rank, count, rows[LORA_MOST_PAIRS][2];
+    int experts;  // 0: no mixture
 } Case;
+static int layers_of(const Case *c) { return max(c->experts, 1); }
 static uint64_t drawn;
 static std::vector<floatX> normal(size_t n, float std) {
     std::vector<floatX> x(n);
@@ -43,10 +45,13 @@ static void make_layer(Layer *x, const Case *c, float scale) {
     x->l.count = c->count;
     x->l.rank = c->rank;
     x->l.scale = scale;
+    x->l.experts = c->experts;
     for (int i = 0; i < c->count; i++) {
         const int row = c->rows[i][0], rows = c->rows[i][1];
-        x->a[i] = normal((size_t)(c->rank * c->in), 0.1f);
-        x->b[i] = normal((size_t)(rows * c->rank), 0.1f);
+        x->l.next_a = (size_t)(c->rank * c->in);
+        x->l.next_b = (size_t)(rows * c->rank);
+        x->a[i] = normal((size_t)layers_of(c) * x->l.next_a, 0.1f);
+        x->b[i] = normal((size_t)layers_of(c) * x->l.next_b, 0.1f);
         x->da[i] = normal(x->a[i].size(), 1);
         x->db[i] = normal(x->b[i].size(), 1);
         x->l.of[i] = {x->a[i].data(), x->b[i].data(), x->da[i].data(), x->db[i].data(), row, rows};
@@ -57,10 +62,11 @@ static void make_layer(Layer *x, const Case *c, float scale) {
 static void check_merge(const Case *c, WeightFormat format, float scale) {
     Layer x;
     make_layer(&x, c, scale);
-    const size_t cols = (size_t)c->in, rows = (size_t)c->out, size = rows * cols;
+    const int all_rows = c->out * layers_of(c);
+    const size_t cols = (size_t)c->in, rows = (size_t)all_rows, size = rows * cols;
     const std::vector<floatX> native = normal(size, 1);
     std::vector<float> w = widened(native);
-    QuantMatrix q = {format, c->out, c->in, (uint8_t *)native.data(), NULL};
+    QuantMatrix q = {format, all_rows, c->in, (uint8_t *)native.data(), NULL};
     const size_t bytes = quantised_row_bytes(&q), of_scales = quant_scale_bytes(format, c->in);
     std::vector<int4> codes(rows * bytes / sizeof(int4)), scales(rows * of_scales / sizeof(int4) + 1);
     if (format != WEIGHTS_FP32) {
@@ -74,14 +80,16 @@ static void check_merge(const Case *c, WeightFormat format, float scale) {
     }
     for (int i = 0; i < c->count; i++) {
         const std::vector<float> a = widened(x.a[i]), b = widened(x.b[i]);
-        for (size_t k = 0; k < (size_t)c->rows[i][1]; k++)
-            lora_merge_row(w.data() + (k + (size_t)c->rows[i][0]) * cols, cols, a.data(), cols,
-                           b.data() + k * (size_t)c->rank, c->rank, scale);
+        for (int row = 0; row < c->rows[i][1] * layers_of(c); row++) {
+            const int e = row / c->rows[i][1], k = row % c->rows[i][1];
+            lora_merge_row(w.data() + (size_t)(e * c->out + c->rows[i][0] + k) * cols, cols,
+                           a.data() + (size_t)e * x.l.next_a, cols, b.data() + row * c->rank, c->rank, scale);
+        }
     }
     std::vector<floatX> out(size, (floatX)NAN), expected(size);
     for (size_t i = 0; i < size; i++) expected[i] = (floatX)w[i];
     const int across = (c->in + LORA_THREADS * VecX::size - 1) / (LORA_THREADS * VecX::size);
-    launch_on_cpu(c->out / LORA_ROWS * across, LORA_THREADS, 0, false,
+    launch_on_cpu(all_rows / LORA_ROWS * across, LORA_THREADS, 0, false,
                   [&] { lora_merge_kernel(out.data(), q, x.l, across); });
     size_t differ = 0;
     for (size_t i = 0; i < size; i++) differ += memcmp(&out[i], &expected[i], sizeof(floatX)) != 0;
@@ -112,29 +120,38 @@ static void check_gradients(const Case *c, int accumulate, float scale) {
     enum { N = 40 };
     Layer x;
     make_layer(&x, c, scale);
-    const int columns = lora_columns(&x.l), in = c->in, out = c->out;
-    const size_t of_a = (size_t)(columns * in), size = of_a + (size_t)(columns * out);
-    const std::vector<floatX> inp = normal((size_t)(N * in), 1), dout = normal((size_t)(N * out), 1);
+    const int columns = lora_columns(&x.l), in = c->in, out = c->out, layers = layers_of(c);
+    const size_t of_a = (size_t)(layers * columns * in), size = of_a + (size_t)(layers * columns * out);
+    const std::vector<floatX> inp = normal((size_t)(layers * N * in), 1), dout = normal((size_t)(layers * N * out), 1);
     const std::vector<float> wide_in = widened(inp), wide_out = widened(dout);
     std::vector<float> da[LORA_MOST_PAIRS], db[LORA_MOST_PAIRS], scratch((size_t)(2 * N * c->rank));
     for (int i = 0; i < c->count; i++) {
+        const std::vector<float> a = widened(x.a[i]), b = widened(x.b[i]);
         da[i] = widened(x.da[i]);
         db[i] = widened(x.db[i]);
-        lora_backward_cpu(da[i].data(), db[i].data(), scratch.data(), wide_out.data() + c->rows[i][0], out,
-                          c->rows[i][1], wide_in.data(), widened(x.a[i]).data(), widened(x.b[i]).data(), c->rank, scale,
-                          accumulate, N, in);
+        for (size_t e = 0; e < (size_t)layers; e++)
+            lora_backward_cpu(da[i].data() + e * x.l.next_a, db[i].data() + e * x.l.next_b, scratch.data(),
+                              wide_out.data() + e * N * (size_t)out + c->rows[i][0], out, c->rows[i][1],
+                              wide_in.data() + e * N * (size_t)in, a.data() + e * x.l.next_a, b.data() + e * x.l.next_b,
+                              c->rank, scale, accumulate, N, in);
     }
     std::vector<floatX> packed(size, (floatX)NAN);
     const int blocks = (int)((size + PACK_THREADS - 1) / PACK_THREADS);
     launch_on_cpu(blocks, PACK_THREADS, 0, false,
-                  [&] { lora_move_kernel(packed.data(), x.l, in, columns, size, LORA_PACK); });
-    const std::vector<floatX> down = product(inp.data(), 0, packed.data(), 1, N, columns, in),
-                              up = product(dout.data(), 0, packed.data() + of_a, 0, N, columns, out);
-    std::vector<floatX> gradients = product(up.data(), 1, inp.data(), 0, columns, in, N);
-    const std::vector<floatX> of_b = product(dout.data(), 1, down.data(), 0, out, columns, N);
-    gradients.insert(gradients.end(), of_b.begin(), of_b.end());
+                  [&] { lora_move_kernel(packed.data(), x.l, in, out, columns, size, LORA_PACK); });
+    std::vector<floatX> gradients(size);
+    for (int e = 0; e < layers; e++) {
+        const floatX *a = packed.data() + e * columns * in, *b = packed.data() + of_a + e * columns * out,
+                     *x_in = inp.data() + e * N * in, *x_out = dout.data() + e * N * out;
+        const std::vector<floatX> down = product(x_in, 0, a, 1, N, columns, in),
+                                  up = product(x_out, 0, b, 0, N, columns, out),
+                                  of_b = product(x_out, 1, down.data(), 0, out, columns, N),
+                                  da_of = product(up.data(), 1, x_in, 0, columns, in, N);
+        std::copy(da_of.begin(), da_of.end(), gradients.begin() + e * columns * in);
+        std::copy(of_b.begin(), of_b.end(), gradients.begin() + (long)of_a + e * columns * out);
+    }
     launch_on_cpu(blocks, PACK_THREADS, 0, false, [&] {
-        lora_move_kernel(gradients.data(), x.l, in, columns, size, accumulate ? LORA_ADD : LORA_UNPACK);
+        lora_move_kernel(gradients.data(), x.l, in, out, columns, size, accumulate ? LORA_ADD : LORA_UNPACK);
     });
     double error = 0;
     for (int i = 0; i < c->count; i++) error = fmax(error, fmax(error_of(x.da[i], da[i]), error_of(x.db[i], db[i])));
@@ -149,6 +166,8 @@ int main(void) {
         {"up of rank 1", 128, 48, 1, 1, {{24, 24}}},
         {"rank 130 and many columns", 1152, 16, 130, 1, {{0, 16}}},
         {"none", 256, 16, 0, 0, {}},
+        {"gate and up of three experts", 128, 48, 5, 2, {{0, 24}, {24, 24}}, 3},
+        {"up of four experts", 64, 32, 8, 1, {{16, 16}}, 4},
     };
     for (const Case &c : cases) {
         for (const WeightFormat f : {WEIGHTS_FP32, WEIGHTS_INT8, WEIGHTS_FP8, WEIGHTS_INT4})

@@ -377,11 +377,12 @@ def test_tokens_in_fp32_are_those_of_the_cpu(model, cache, weights):
     assert write(PROGRAMS["fp32"], *options) == write(test_weights.TRAINER, *options)
 
 
-@pytest.mark.parametrize("model", test_weights.MODELS)
+@pytest.mark.parametrize("model", [*test_weights.MODELS, "a mixture"])
 def test_weights_in_few_bits_have_the_loss_that_they_have_on_the_cpu(data, tmp_path, model):  # noqa: F811
     """bf16 rounds each weight and all activations besides."""
     shards = ["-i", "train_*.bin", "-j", "val.bin", "-b", "4", "-t", "64"]
-    train_it = ["-e", test_weights.MODELS[model], *shards, "-x", "60", "-l", "3e-3", "-v", "0", "-s", "0"]
+    described = test_weights.MODELS.get(model, MIXTURES["qwen3_moe"])
+    train_it = ["-e", described, *shards, "-x", "60", "-l", "3e-3", "-v", "0", "-s", "0"]
     succeeds(Job(0, test_weights.TRAINER, *train_it, "-o", tmp_path / "run", cwd=data), 300)
 
     def loss(name, program, weights):
@@ -710,9 +711,10 @@ def test_muon_in_fp32_is_that_of_the_cpu(train, tmp_path, kind, polynomials):
 # ---- mixtures of experts
 
 MIXTURES = {
-    "qwen3_moe": "qwen3:30B-A3B,layers=3,channels=128,heads=2,kv_heads=1,head_dim=64,ffn=64,experts=16,"
+    "qwen3_moe": "qwen3:30B-A3B,layers=3,channels=128,heads=2,kv_heads=1,head_dim=64,ffn=128,experts=16,"
     "active=3,vocab=256",
-    "mixtral": "mixtral:8x7B,layers=2,channels=128,heads=2,kv_heads=2,head_dim=64,ffn=192,vocab=256",
+    "mixtral": "mixtral:8x7B,layers=2,channels=128,heads=2,kv_heads=2,head_dim=64,ffn=256,vocab=256",
+    "olmoe": "olmoe:d2,channels=128,heads=2,ffn=128,experts=16,active=3,vocab=256",
 }
 
 
@@ -743,6 +745,29 @@ def test_what_saves_time_or_memory_changes_no_bit_of_mixtures(train, tmp_path, k
         succeeds(train(0, f"{i}", *more, *way), 300)
         assert curve(tmp_path / f"{i}") == curve(tmp_path / "0"), way
         assert checkpoint(tmp_path / f"{i}", 12) == checkpoint(tmp_path / "0", 12), way
+
+
+@pytest.mark.parametrize("weights", ["native", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_tokens_of_mixtures_in_fp32_are_those_of_the_cpu(kind, weights):
+    """Steps of one row and of many; prompts, past the context."""
+    options = ["-e", MIXTURES[kind] + ",seq=64", "--weights", weights]
+    for more in ([], ["--samples", "9", "--cache-dtype", "fp8"]):
+        assert write(PROGRAMS["fp32"], *options, *more) == write(test_weights.TRAINER, *options, *more)
+
+
+@pytest.mark.parametrize("precision", PROGRAMS)
+@pytest.mark.parametrize("weights", ["native", "int8", "int4"])
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_tokens_of_mixtures_depend_on_no_cache_no_graph_and_no_neighbour(kind, weights, precision):
+    options = [PROGRAMS[precision], "-e", MIXTURES[kind] + ",seq=64", "--weights", weights]
+    alone = write(*options)
+    assert len(alone[0].split()) > 10
+    assert alone == write(*options, "--debug", "kv-cache=0") == write(*options, "--debug", "cuda-graphs=0")
+    many = write(*options, "--samples", "70")
+    assert len(many) == 70 and many[1] != many[0] == alone[0]
+    assert write(*options, "--samples", "5") == many[:5]
+    assert write(*options, "--samples", "9", "--debug", "kv-cache=0") == many[:9]
 
 
 @several
@@ -809,6 +834,7 @@ BASES = {
     "gpt2": ["-e", "d3,channels=128,heads=2,vocab=256,seq=64"],
     "llama3.2": ["-e", "llama3.2:1B,layers=2,channels=256,heads=4,kv_heads=2,ffn=512,vocab=256,seq=64"],
     "qwen3": GRAPHS["qwen3"],
+    **{kind: ["-e", model] for kind, model in MIXTURES.items()},
 }
 
 
@@ -849,6 +875,25 @@ def test_adapters_in_fp32_are_those_of_the_cpu(lora, tmp_path, kind, more):
     succeeds(lora(0, "weaker", kind, *more, "--lora-alpha", 4, precision="fp32"), 300)
     with pytest.raises(AssertionError):  # the bound bites
         close(curve(tmp_path / "weaker"), curve(tmp_path / "cpu"), 1e-3)
+
+
+ATTENTION = ["--lora-targets", "q_proj,k_proj,v_proj,o_proj"]
+
+
+@pytest.mark.parametrize("weights, targets", [("native", []), ("int8", ATTENTION), ("int4", []), ("native", ATTENTION)])
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_adapters_of_mixtures_in_fp32_are_those_of_the_cpu(lora, tmp_path, kind, weights, targets):
+    """Of experts, too, and of attention alone. Samples and evaluations read a base in few bits with its adapters."""
+    more = [*targets, "--weights", weights, *WATCHED]
+    PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
+    for precision in ("fp32", "cpu", "bf16"):
+        succeeds(lora(0, precision, kind, *more, precision=precision), 300)
+    close(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"), 1e-3)
+    losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("bf16", "cpu"))
+    close(*losses, 2e-2)
+    text = succeeds(lora(0, "again", kind, *more, "-r", 3), 300)
+    assert weights == "native" or STAND_IN or "quantised matrices" in text
+    same_run(tmp_path / "again", tmp_path / "bf16")
 
 
 @pytest.mark.parametrize("precision", PROGRAMS)

@@ -13,7 +13,7 @@
 #define LLMC_EXPERTS_CUH
 
 #include "../config.h"
-#include "../cuda/common.cuh"
+#include "../cuda/tile.cuh"
 
 enum { EXPERTS_THREADS = 256, EXPERTS_WARPS = EXPERTS_THREADS / WARP, CHUNK_TOKENS = 64, CHUNK_WARPS = 4 };
 
@@ -49,6 +49,8 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
     route_kernel(const ExpertRows r, const floatX *logits, int renormalise) {
     extern __shared__ int4 experts_shared[];  // (EXPERTS_WARPS,E) floats
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n = blockIdx.x * EXPERTS_WARPS + warp;
+    kernels_behind_begin();
+    kernels_before_wait();
     if (n >= r.N) return;
     float *p = (float *)experts_shared + warp * r.E, highest = -INFINITY, sum = 0;
     for (int e = lane; e < r.E; e += WARP) {
@@ -79,6 +81,7 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
     if (lane >= r.K) return;
     r.shares[(size_t)n * r.K + lane] = renormalise ? share / shares : share;
     r.experts[(size_t)n * r.K + lane] = expert;
+    r.rows[(size_t)n * r.K + lane] = n * r.K + lane;  // not sorted
 }
 
 // How many of an expert's rows come before this lane's in the chunk. counts: of those so far, and of no expert (E).
@@ -184,6 +187,8 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
                     int C) {
     const size_t i = (size_t)blockIdx.x * EXPERTS_THREADS + threadIdx.x, vectors = (size_t)C / VecX::size;
     const size_t n = i / vectors, at = i % vectors * VecX::size;
+    kernels_behind_begin();
+    kernels_before_wait();
     if (n >= (size_t)r.N) return;
     float sum[VecX::size];
     VecX v = {};
@@ -275,17 +280,21 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
 
 // ---- launchers
 
+// logits (N,E) -> experts and shares; rows that are not sorted.
+static void choose(const ExpertRows *r, const floatX *logits, int renormalise, cudaStream_t stream) {
+    require(r->E <= 1024 && r->E % VecX::size == 0 && r->K <= WARP && r->K <= r->E,
+            "%d of %d experts\nuse at most 1024 experts, a multiple of %d, of which 32 are active", r->K, r->E,
+            VecX::size);
+    launch_early(route_kernel, blocks_for((size_t)r->N, EXPERTS_WARPS), EXPERTS_THREADS,
+                 EXPERTS_WARPS * r->E * (int)sizeof(float), 1, stream, *r, logits, renormalise);
+}
 // logits (N,E) -> r. scratch: experts_scratch_bytes. load: NULL pointers: nothing is reported.
 static void route(const ExpertRows *r, const floatX *logits, int renormalise, ExpertLoad load, void *scratch,
                   cudaStream_t stream) {
     const size_t chunks = experts_chunks((size_t)r->N);
     ExpertChunk *const c = (ExpertChunk *)scratch;
     const size_t counts = (size_t)CHUNK_WARPS * (size_t)(r->E + 1) * sizeof(int);
-    require(r->E <= 1024 && r->E % VecX::size == 0 && r->K <= WARP && r->K <= r->E,
-            "%d of %d experts\nuse at most 1024 experts, a multiple of %d, of which 32 are active", r->K, r->E,
-            VecX::size);
-    route_kernel<<<blocks_for((size_t)r->N, EXPERTS_WARPS), EXPERTS_THREADS,
-                   (size_t)EXPERTS_WARPS *(size_t)r->E * sizeof(float), stream>>>(*r, logits, renormalise);
+    choose(r, logits, renormalise, stream);
     experts_chunk_kernel<false><<<blocks_for(chunks, CHUNK_WARPS), CHUNK_WARPS * WARP, counts, stream>>>(*r, c);
     experts_groups_kernel<<<1, 1024, 0, stream>>>(*r, c, load);
     experts_chunk_kernel<true><<<blocks_for(chunks, CHUNK_WARPS), CHUNK_WARPS * WARP, counts, stream>>>(*r, c);
@@ -303,8 +312,7 @@ static void gather_rows(const ExpertRows *r, floatX *out, const floatX *inp, int
 static void sum_rows(const ExpertRows *r, floatX *out, const floatX *x, const floatX *rows, int shared, int C,
                      cudaStream_t stream) {
     const unsigned blocks = blocks_for((size_t)r->N * (size_t)C / VecX::size, EXPERTS_THREADS);
-    sum_rows_kernel<<<blocks, EXPERTS_THREADS, 0, stream>>>(out, x, rows, *r, shared, C);
-    launchCheck();
+    launch_early(sum_rows_kernel, blocks, EXPERTS_THREADS, 0, 1, stream, out, x, rows, *r, shared, C);
     timing_lap("experts' rows", 0, (double)r->N * (r->K + 1) * C * sizeof(floatX), stream);
 }
 static void experts_activation_backward(const ExpertRows *r, MlpKind mlp, floatX *f, floatX *a, float *dots,

@@ -11,6 +11,8 @@
 // layer take four products, whatever its adapters are (model/linear.cuh):
 //   down (N,columns) = inp A^T        dB (out,columns) = dout^T down
 //   up (N,columns)   = dout B         dA (columns,in)  = up^T inp
+// A mixture's experts are as many layers alike, whose weights lie below each other. All their A follow each other, then
+// all B; so do the packed ones. The products are then those of experts.
 // Of dB only the parts that belong to an adapter are used. Columns are so few that the time is that of reading inp and
 // dout.
 // Ladder: dev/cuda/lora.cu; without a GPU: dev/test/lora.cpp.
@@ -38,8 +40,11 @@ typedef struct {
 typedef struct {
     int count, rank;  // count 0: the layer has none
     float scale;
-    LayerAdapter of[LORA_MOST_PAIRS];
+    LayerAdapter of[LORA_MOST_PAIRS];  // of the first expert
+    int experts;                       // 0: no mixture
+    size_t next_a, next_b;             // elements from an expert's A and B to those of the next
 } LayerAdapters;
+static int lora_layers(const LayerAdapters *l) { return l->experts ? l->experts : 1; }
 
 // ---- merging
 
@@ -76,11 +81,14 @@ static __global__ void __launch_bounds__(LORA_THREADS)
     const int row = (int)blockIdx.x / across * LORA_ROWS,
               col = ((int)blockIdx.x % across * LORA_THREADS + (int)threadIdx.x) * VecX::size;
     const bool here = col < q.cols;
+    const int expert = l.experts ? row / (q.rows / l.experts) : 0,
+              of_layer = row - expert * (q.rows / max(l.experts, 1));
     LayerAdapter mine = {};
     for (int i = 0; i < l.count; i++)
-        if (row >= l.of[i].row && row < l.of[i].row + l.of[i].rows) mine = l.of[i];
+        if (of_layer >= l.of[i].row && of_layer < l.of[i].row + l.of[i].rows) mine = l.of[i];
     const int rank = mine.rows ? l.rank : 0;
-    const floatX *b = mine.b + (size_t)(row - mine.row) * rank;
+    const floatX *a_rows = mine.a + expert * l.next_a,
+                 *b = mine.b + expert * l.next_b + (size_t)(of_layer - mine.row) * rank;
     float w[LORA_ROWS][VecX::size];
     #pragma unroll
     for (int i = 0; i < LORA_ROWS && here; i++) lora_widen(w[i], q, (size_t)(row + i), col);
@@ -93,7 +101,7 @@ static __global__ void __launch_bounds__(LORA_THREADS)
         #pragma unroll 4
         for (int r = 0; r < ranks && here; r++) {
             float a[VecX::size];
-            vec_widen(a, vec_load(mine.a + (size_t)(r0 + r) * q.cols + col));
+            vec_widen(a, vec_load(a_rows + (size_t)(r0 + r) * q.cols + col));
             #pragma unroll
             for (int i = 0; i < LORA_ROWS; i++) {
                 const float factor = factors[r][i];
@@ -114,20 +122,20 @@ HOST_DEVICE static int lora_columns(const LayerAdapters *l) {
     return l->count * ((l->rank + LORA_PADDED - 1) / LORA_PADDED * LORA_PADDED);
 }
 typedef enum { LORA_PACK, LORA_UNPACK, LORA_ADD } LoraMove;
-// Element i of the packed A (columns,in) and B (out,columns) from the adapters; or what it is as a gradient, times the
-// scale, to them or added to them.
+// Element i of the packed A (columns,in) and B (out,columns), each of all experts, from the adapters; or what it is as
+// a gradient, times the scale, to them or added to them.
 static __global__ void __launch_bounds__(PACK_THREADS)
-    lora_move_kernel(floatX *packed, const LayerAdapters l, int in, int columns, size_t size, LoraMove move) {
-    const size_t i = (size_t)blockIdx.x * PACK_THREADS + threadIdx.x, of_a = (size_t)columns * in;
+    lora_move_kernel(floatX *packed, const LayerAdapters l, int in, int out, int columns, size_t size, LoraMove move) {
+    const size_t i = (size_t)blockIdx.x * PACK_THREADS + threadIdx.x, of_a = (size_t)columns * in * max(l.experts, 1);
     if (i >= size) return;
-    const int is_b = i >= of_a, width = is_b ? columns : in;
-    const size_t element = is_b ? i - of_a : i;
-    const int row = (int)(element / width), col = (int)(element % width), column = is_b ? col : row;
+    const int is_b = i >= of_a, width = is_b ? columns : in, rows = is_b ? out : columns;
+    const size_t element = is_b ? i - of_a : i, expert = element / width / rows;
+    const int row = (int)(element / width % rows), col = (int)(element % width), column = is_b ? col : row;
     const int padded = columns / l.count, r = column % padded;
     const LayerAdapter &x = l.of[column / padded];
     const int of_b = row - x.row;
     const bool here = r < l.rank && (!is_b || (of_b >= 0 && of_b < x.rows));
-    const size_t at = is_b ? (size_t)of_b * l.rank + r : (size_t)r * in + col;
+    const size_t at = is_b ? expert * l.next_b + (size_t)of_b * l.rank + r : expert * l.next_a + (size_t)r * in + col;
     if (move == LORA_PACK) {
         packed[i] = here ? (is_b ? x.b : x.a)[at] : (floatX)0.0f;
     } else if (here) {
@@ -152,13 +160,16 @@ static void lora_merge(floatX *out, const QuantMatrix *q, const LayerAdapters *l
     const double read = q->format == WEIGHTS_FP32 ? sizeof(floatX) : quant_bits(q->format) / 8.0;
     timing_lap("weights merged", 0, (read + sizeof(floatX)) * q->rows * q->cols, stream);
 }
-// Elements of the packed A and B of a layer.
-static size_t lora_packed(int in, int out, int columns) { return (size_t)columns * (size_t)(in + out); }
+// Elements of the packed A and B of a layer, or of so many.
+static size_t lora_packed(int in, int out, int columns, int layers) {
+    return (size_t)columns * (size_t)(in + out) * (size_t)layers;
+}
 // LORA_PACK: packed = the adapters. LORA_UNPACK, LORA_ADD: their gradients = or += the scale times packed ones.
 static void lora_move(LoraMove move, floatX *packed, const LayerAdapters *l, int in, int out, cudaStream_t stream) {
     const int columns = lora_columns(l);
-    const size_t size = lora_packed(in, out, columns);
-    lora_move_kernel<<<blocks_for(size, PACK_THREADS), PACK_THREADS, 0, stream>>>(packed, *l, in, columns, size, move);
+    const size_t size = lora_packed(in, out, columns, lora_layers(l));
+    lora_move_kernel<<<blocks_for(size, PACK_THREADS), PACK_THREADS, 0, stream>>>(packed, *l, in, out, columns, size,
+                                                                                  move);
     launchCheck();
     timing_lap("adapters", 0, 2.0 * (double)size * sizeof(floatX), stream);
 }

@@ -1,28 +1,30 @@
 // RMSNorm of each q and k head (Henry et al., arXiv:2010.04245; with gains as in Qwen3), then RoPE, on packed q, k, v
-// rows. For x a head's row, i < HD:
+// rows; or of all q heads of a row together, and of all its k heads (OLMoE). For x a head's row, i < HD:
 //   forward    n = x rstd gain scale,  rstd = 1 / sqrt(mean(x^2) + eps);  out = n rotated as in rope.cuh;  v is copied
 //   backward   d = dout rotated back,  g = d gain scale
 //              dx = rstd (g - x rstd mean(g x rstd)),   dgain = sum over rows and heads of d scale x rstd
-// qkv, out, dqkv (B,T,(NH+2*NKV)*HD) floatX; gains, dgains (2,HD) floatX: of all q heads, of all k heads. scale is that
-// of q heads, which gives the softmax a scale of its own.
+// qkv, out, dqkv (B,T,(NH+2*NKV)*HD) floatX; gains, dgains (2,HD) floatX: of all q heads, of all k heads; together
+// (NH+NKV,HD). scale is that of q heads, which gives the softmax a scale of its own.
 //
 // Backward reads what forward read, and out is made again for attention's backward. x cannot be had from out: where a
 // pair of channels has gains of 0.01 and 10, nothing is left of the small one in bf16 when it has been rotated.
 // Bound by memory: a head has `lanes` neighbouring threads, the next power of two above HD/2 / N; each holds the same
 // vector of both halves, as in rope.cuh. Sums over rows are taken by block, then over blocks in order: results depend
 // on shapes alone.
-// Ladder: dev/cuda/qk_norm.cu. Not supported: HD not a multiple of 8, or above 256.
+// Ladder: dev/cuda/qk_norm.cu. Not supported: HD not a multiple of 8, or above 256; together more than 12,000 columns.
 #ifndef LLMC_QK_NORM_CUH
 #define LLMC_QK_NORM_CUH
 
-#include "../cuda/common.cuh"
+#include "../cuda/tile.cuh"
 
 enum { QK_NORM_THREADS = 256, QK_NORM_BLOCKS = 512 };  // blocks of the backward pass at most
+enum { QK_NORM_WARPS = QK_NORM_THREADS / WARP };
 
 typedef struct {
     const floatX *gains;  // NULL: all are 1
     floatX *dgains;
     float eps, scale;
+    int whole;  // all heads together
 } QkNorm;
 // Rows of packed heads.
 typedef struct {
@@ -107,7 +109,8 @@ template <int N> struct HeadThread {
     __device__ HeadPart<N> gains(const QkNorm &norm, const QkRows &r, int head) const {
         HeadPart<N> g;
         g.fill(1, 1);
-        if (norm.gains) g.load(norm.gains + (head < r.NH ? 0 : r.HD) + first, half);
+        const int at = norm.whole ? head : head >= r.NH;
+        if (norm.gains) g.load(norm.gains + at * r.HD + first, half);
         return g;
     }
 };
@@ -141,6 +144,8 @@ __global__ void __launch_bounds__(QK_NORM_THREADS)
     const bool mine = row < r.rows && t.used;
     const size_t at = (size_t)item * r.HD + t.first;
     HeadPart<N> x;
+    kernels_behind_begin();
+    kernels_before_wait();
     x.fill(0, 0);
     if (mine) x.load(qkv + at, t.half);
     const float rstd = head_rstd(x, norm, r, head, lanes);
@@ -149,6 +154,36 @@ __global__ void __launch_bounds__(QK_NORM_THREADS)
     x.store(out + at, t.half);
 }
 
+// What backward has of a head: x, the gradient d of its norm, times the scale, and g = d gain. All 0 where !here.
+template <int N> struct HeadGradient {
+    HeadPart<N> x, d, g;
+    float squares, dot;  // sums of x^2 and g x over this thread's elements
+    __device__ HeadGradient(const HeadThread<N> &t, const QkNorm &norm, const QkRows &r, const floatX *dqkv,
+                            const floatX *qkv, size_t at, int row, int head, bool here)
+        : squares(0), dot(0) {
+        const float scale = head < r.NH ? norm.scale : 1;
+        x.fill(0, 0);
+        d.fill(0, 0);
+        g.fill(0, 0);
+        if (here) {
+            x.load(qkv + at, t.half);
+            d.load(dqkv + at, t.half);
+            g = t.gains(norm, r, head);
+            d.rotate(t.angles(r, row), -1);
+        }
+        d.each(d, [&](float &a, float) { a *= scale; });
+        g.each(d, [&](float &a, float b) { a *= b; });
+        x.each(g, [&](float a, float b) {
+            squares += a * a;
+            dot += a * b;
+        });
+    }
+    // d becomes the gradient of the gains, g that of x.
+    __device__ void finish(float rstd, float along) {
+        d.each(x, [&](float &a, float b) { a *= b * rstd; });
+        g.each(x, [&](float &a, float b) { a = rstd * (a - b * along); });
+    }
+};
 // The sums of a block's threads in their order: partial (blocks, 2, HD).
 template <int N>
 __device__ inline void store_gain_sums(float *partial, const HeadThread<N> &t, const HeadPart<N> &of_q,
@@ -184,36 +219,97 @@ __global__ void __launch_bounds__(QK_NORM_THREADS)
         const int item = first + t.slot, row = item / heads, head = item % heads;
         const bool mine = row < r.rows && t.used;
         const size_t at = ((size_t)row * (heads + r.NKV) + head) * r.HD + t.first;
-        const float scale = head < r.NH ? norm.scale : 1;
-        HeadPart<N> x, d, g;
-        float squares = 0, dot = 0;
-        x.fill(0, 0);
-        d.fill(0, 0);
-        g.fill(0, 0);
-        if (mine) {
-            x.load(qkv + at, t.half);
-            d.load(dqkv + at, t.half);
-            g = t.gains(norm, r, head);
-            d.rotate(t.angles(r, row), -1);
-        }
-        d.each(d, [&](float &a, float) { a *= scale; });
-        g.each(d, [&](float &a, float b) { a *= b; });
-        x.each(g, [&](float a, float b) {
-            squares += a * a;
-            dot += a * b;
-        });
-        const float rstd = rsqrtf(head_sum(squares, lanes) / r.HD + norm.eps),
-                    along = head_sum(dot, lanes) * rstd * rstd / r.HD;
+        HeadGradient<N> y(t, norm, r, dqkv, qkv, at, row, head, mine);
+        const float rstd = rsqrtf(head_sum(y.squares, lanes) / r.HD + norm.eps),
+                    along = head_sum(y.dot, lanes) * rstd * rstd / r.HD;
         if (!mine) continue;
-        d.each(x, [&](float &a, float b) { a *= b * rstd; });  // the gradient of the gains
+        y.finish(rstd, along);
         if (head < r.NH)
-            of_q.each(d, [](float &sum, float a) { sum += a; });
+            of_q.each(y.d, [](float &sum, float a) { sum += a; });
         else
-            of_k.each(d, [](float &sum, float a) { sum += a; });
-        g.each(x, [&](float &a, float b) { a = rstd * (a - b * along); });
-        g.store(dqkv + at, t.half);
+            of_k.each(y.d, [](float &sum, float a) { sum += a; });
+        y.g.store(dqkv + at, t.half);
     }
     if (partial) store_gain_sums(partial, t, of_q, of_k);
+}
+
+// ---- all heads together: a block has a row at a time
+
+// Sums over all threads of the block, in the order of warps. shared: (2,QK_NORM_WARPS).
+__device__ inline void row_sums(float (&sums)[2], float *shared) {
+    for (float &x : sums) x = head_sum(x, WARP);
+    __syncthreads();
+    for (int i = 0; i < 2 && threadIdx.x % WARP == 0; i++) shared[i * QK_NORM_WARPS + threadIdx.x / WARP] = sums[i];
+    __syncthreads();
+    for (int i = 0; i < 2; i++) {
+        sums[i] = 0;
+        for (int w = 0; w < QK_NORM_WARPS; w++) sums[i] += shared[i * QK_NORM_WARPS + w];
+    }
+}
+// Of q, of k.
+__device__ inline void row_rstd(float (&rstd)[2], const float (&squares)[2], const QkNorm &norm, const QkRows &r) {
+    rstd[0] = rsqrtf(squares[0] / (r.NH * r.HD) + norm.eps);
+    rstd[1] = rsqrtf(squares[1] / (r.NKV * r.HD) + norm.eps);
+}
+template <int N>
+__global__ void __launch_bounds__(QK_NORM_THREADS)
+    qk_norm_whole_forward_kernel(floatX *out, const floatX *qkv, const QkNorm norm, const QkRows r, int lanes) {
+    extern __shared__ int4 qk_norm_shared[];  // (2,QK_NORM_WARPS) floats
+    const HeadThread<N> t(lanes, r.HD);
+    const int heads = r.NH + 2 * r.NKV, row = blockIdx.x, end = t.used ? heads : 0;
+    const auto place = [&](int head) { return ((size_t)row * heads + head) * r.HD + t.first; };
+    HeadPart<N> x;
+    float squares[2] = {}, rstd[2];
+    for (int head = t.slot; head < end - r.NKV; head += t.at_once) {
+        x.load(qkv + place(head), t.half);
+        x.each(x, [&](float a, float) { squares[head >= r.NH] += a * a; });
+    }
+    row_sums(squares, (float *)qk_norm_shared);
+    row_rstd(rstd, squares, norm, r);
+    for (int head = t.slot; head < end; head += t.at_once) {
+        const int of_k = head >= r.NH;
+        x.load(qkv + place(head), t.half);
+        if (head < r.NH + r.NKV) head_normalise(x, t, norm, r, head, row, rstd[of_k] * (of_k ? 1 : norm.scale));
+        x.store(out + place(head), t.half);
+    }
+}
+// Block: every `blocks`-th row. Each thread has the same elements of all of them, whose gains' gradients it adds up:
+// partial (blocks,NH+NKV,HD).
+template <int N>
+__global__ void __launch_bounds__(QK_NORM_THREADS)
+    qk_norm_whole_backward_kernel(floatX *dqkv, float *partial /*NULL: no gains*/, const floatX *qkv, const QkNorm norm,
+                                  const QkRows r, int lanes, int blocks) {
+    extern __shared__ int4 qk_norm_shared[];  // (2,QK_NORM_WARPS) floats; sums of gains
+    const HeadThread<N> t(lanes, r.HD);
+    const int heads = r.NH + r.NKV, end = t.used ? heads : 0, width = heads * r.HD;
+    float *const sums = (float *)qk_norm_shared, *const gains = sums + 2 * QK_NORM_WARPS;
+    for (int i = threadIdx.x; i < width && partial; i += QK_NORM_THREADS) gains[i] = 0;
+    for (int row = blockIdx.x; row < r.rows; row += blocks) {
+        const auto place = [&](int head) { return ((size_t)row * (heads + r.NKV) + head) * r.HD + t.first; };
+        float squares[2] = {}, along[2] = {}, rstd[2];
+        for (int head = t.slot; head < end; head += t.at_once) {
+            const HeadGradient<N> y(t, norm, r, dqkv, qkv, place(head), row, head, true);
+            squares[head >= r.NH] += y.squares;
+            along[head >= r.NH] += y.dot;
+        }
+        row_sums(squares, sums);
+        row_sums(along, sums);
+        row_rstd(rstd, squares, norm, r);
+        for (int head = t.slot; head < end; head += t.at_once) {
+            const int of_k = head >= r.NH;
+            HeadGradient<N> y(t, norm, r, dqkv, qkv, place(head), row, head, true);
+            y.finish(rstd[of_k], along[of_k] * rstd[of_k] * rstd[of_k] / ((of_k ? r.NKV : r.NH) * r.HD));
+            y.g.store(dqkv + place(head), t.half);
+            float *const to = gains + head * r.HD + t.first;
+            for (int k = 0; k < N && partial; k++) {
+                to[k] += y.d.low[k];
+                to[t.half + k] += y.d.high[k];
+            }
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < width && partial; i += QK_NORM_THREADS)
+        partial[(size_t)blockIdx.x * width + i] = gains[i];
 }
 
 #ifdef __CUDACC__  // not where a CPU runs the kernels (dev/test/qk_norm.cpp)
@@ -221,7 +317,8 @@ __global__ void __launch_bounds__(QK_NORM_THREADS)
 
 #include "bias.cuh"
 
-static size_t qk_norm_scratch_bytes(int HD) { return (size_t)QK_NORM_BLOCKS * 2 * (size_t)HD * sizeof(float); }
+// gains: how many there are
+static size_t qk_norm_scratch_bytes(int gains) { return (size_t)QK_NORM_BLOCKS * (size_t)gains * sizeof(float); }
 // launch(N, lanes): a thread's elements of either half, as a type, and the threads of a head.
 template <typename Launch>
 static void qk_norm_launch(const QkRows *r, const void *a, const void *b, const floatX *gains, Launch launch) {
@@ -241,7 +338,13 @@ static void qk_norm_launch(const QkRows *r, const void *a, const void *b, const 
 static void qk_norm_forward(const QkNorm *norm, const QkRows *r, floatX *out, const floatX *qkv, cudaStream_t stream) {
     qk_norm_launch(r, out, qkv, norm->gains, [&](auto vector, int lanes) {
         const unsigned blocks = (unsigned)ceil_div((size_t)r->rows * (r->NH + 2 * r->NKV), QK_NORM_THREADS / lanes);
-        qk_norm_forward_kernel<vector><<<blocks, QK_NORM_THREADS, 0, stream>>>(out, qkv, *norm, *r, lanes);
+        const size_t sums = 2 * QK_NORM_WARPS * sizeof(float);
+        if (norm->whole)
+            qk_norm_whole_forward_kernel<vector>
+                <<<(unsigned)r->rows, QK_NORM_THREADS, sums, stream>>>(out, qkv, *norm, *r, lanes);
+        else
+            launch_early(qk_norm_forward_kernel<vector>, blocks, QK_NORM_THREADS, 0, 1, stream, out, qkv, *norm, *r,
+                         lanes);
     });
     timing_lap("QK-norm", 0, 2.0 * r->rows * (r->NH + 2 * r->NKV) * r->HD * sizeof(floatX), stream);
 }
@@ -250,14 +353,23 @@ static void qk_norm_forward(const QkNorm *norm, const QkRows *r, floatX *out, co
 static void qk_norm_backward(const QkNorm *norm, const QkRows *r, floatX *dqkv, const floatX *qkv, int accumulate,
                              void *scratch, cudaStream_t stream) {
     const int blocks = r->rows < QK_NORM_BLOCKS ? r->rows : QK_NORM_BLOCKS;
+    const int gains = (norm->whole ? r->NH + r->NKV : 2) * r->HD;
     float *partial = norm->dgains ? (float *)scratch : NULL;
+    require(!norm->whole || gains <= 12000, "%d columns of q and k are normalised together\nuse at most 12,000", gains);
     qk_norm_launch(r, dqkv, qkv, norm->gains, [&](auto vector, int lanes) {
-        const size_t sums = (size_t)(QK_NORM_THREADS / lanes) * 2 * (size_t)r->HD * sizeof(float);
-        qk_norm_backward_kernel<vector>
-            <<<(unsigned)blocks, QK_NORM_THREADS, partial ? sums : 0, stream>>>(dqkv, partial, qkv, *norm, *r, lanes,
-                                                                                blocks);
+        const size_t each = (size_t)gains * sizeof(float), sums = (size_t)(QK_NORM_THREADS / lanes) * each;
+        if (norm->whole)
+            qk_norm_whole_backward_kernel<vector>
+                <<<(unsigned)blocks, QK_NORM_THREADS, 2 * QK_NORM_WARPS * sizeof(float) + each, stream>>>(dqkv, partial,
+                                                                                                          qkv, *norm,
+                                                                                                          *r, lanes,
+                                                                                                          blocks);
+        else
+            qk_norm_backward_kernel<vector>
+                <<<(unsigned)blocks, QK_NORM_THREADS, partial ? sums : 0, stream>>>(dqkv, partial, qkv, *norm, *r,
+                                                                                    lanes, blocks);
     });
-    if (partial) bias_finish(norm->dgains, partial, blocks, 2 * r->HD, accumulate, stream);
+    if (partial) bias_finish(norm->dgains, partial, blocks, gains, accumulate, stream);
     timing_lap("QK-norm backward", 0, 3.0 * r->rows * (r->NH + r->NKV) * r->HD * sizeof(floatX), stream);
 }
 #endif

@@ -228,8 +228,10 @@ static size_t adapters_scratch_bytes(const Plan *p) {
     LayerAdapters adapters = {0, p->lora.rank};
     size_t most = 0;
     for (int i = 0; i < 4 && p->lora.rank; i++) {
-        adapters.count = lora_pairs(p->table, 1, (Role)(ROLE_QKVW + i), 0, 1, pairs);
-        const size_t size = linear_adapters_scratch(p->N, layers[i]->in, layers[i]->out, lora_columns(&adapters));
+        adapters.experts = i >= 2 ? p->config.num_experts : 0;
+        adapters.count = lora_pairs(p->table, 1, (Role)(ROLE_QKVW + i), 0, lora_layers(&adapters), pairs);
+        const size_t size = linear_adapters_scratch(i >= 2 ? plan_mlp_rows(p) : p->N, layers[i]->in, layers[i]->out,
+                                                    lora_columns(&adapters), lora_layers(&adapters));
         most = std::max(most, size * sizeof(floatX));
     }
     return most;
@@ -243,7 +245,7 @@ static size_t reduce_bytes(const Plan *p, int spans) {
         bias_backward_scratch_bytes(fc_width(c)),
         bias_backward_scratch_bytes(qkv_width(c)),
         embedding_backward_scratch_bytes(p->B, p->T),
-        qk_norm_scratch_bytes(c->head_dim),
+        qk_norm_scratch_bytes(dim_size(c, DIM_Q_GAINS) + dim_size(c, DIM_K_GAINS)),
         c->head_bias ? bias_backward_scratch_bytes(c->padded_vocab_size) : 0,
         adapters_scratch_bytes(p),
         experts_scratch_bytes(p->N, c->num_experts),

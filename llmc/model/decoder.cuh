@@ -5,6 +5,8 @@
 //   more           the training forward on the rows of many sequences (train_gpt2.cu): its products are those of
 //                  kernels/matmul_rows.cuh, its attention that of kernels/attention_decode.cuh. Rows are filled up to
 //                  64, 128 or 256. With --tp ranks exchange rows as in training.
+// A mixture of experts has the second one for all numbers of rows, filled up to a power of two, and
+// kernels/experts_decode.cuh for its experts.
 // The second one also serves where the first does not: ranks that do not reach each other's memory, --zero-stage 3,
 // products in fp8, sizes that the kernel does not have. All ranks have the same logits and draw the same.
 // The three are a CUDA graph for each number of rows.
@@ -34,7 +36,8 @@ typedef struct {
     Decode kernel;
     int rows, most;                // of a step, at most; and filled up
     int has_kernel;                // of few rows
-    RowsWeight *kept;              // (4 L + 1) what kernels of many rows read; NULL: products of training
+    int has_rows;                  // kernels of many rows; else products of training
+    RowsWeight *kept;              // (4 L + 1) what these, and those of experts, read; no weight: as in training
     P2p p2p;                       // --tp: the workspace of the kernel's exchanges
     int known, width;              // see model_decode_open; floats from row to row of the logits
     float *logits;                 // (most,width) of the last step
@@ -63,8 +66,8 @@ static CacheBytes decoder_cache(const Plan *p, const KvCache *k) {
     return {round_up(fp8 ? size : size * sizeof(floatX), 512), fp8 ? size / (size_t)c->head_dim : 0};
 }
 // With --lora the kernel reads all blocks' matrices with their adapters merged into them.
-static int decoder_merges(const Plan *p, const Decoder *d) { return (d->has_kernel || d->kept) && p->lora.rank; }
-static size_t decoder_merged(const Plan *p) { return (size_t)p->config.num_layers * block_matrices(p); }
+static int decoder_merges(const Plan *p, const Decoder *d) { return (d->has_kernel || d->has_rows) && p->lora.rank; }
+static size_t decoder_merged(const Plan *p) { return (size_t)p->config.num_layers * merged_matrices(p); }
 // Of a run of calls, where training and generation take turns, cache and merged matrices may lie in the activations
 // that blocks keep for backward, but for the first place. Returns whether they fit.
 static int decoder_place(const Plan *p, const Buffers *b, Decoder *d) {
@@ -134,8 +137,7 @@ static const floatX *weights_of_role(const Plan *p, const Buffers *b, int unit, 
     return at == NO_PARAM ? NULL : (const floatX *)slot_pointer(b, s) + plan_index(p, s, unit, at);
 }
 static floatX *decoder_matrix(const Plan *p, const Decoder *d, int unit, Role role) {
-    return d->merged + (size_t)(unit - 1) * block_matrices(p) + param_at(p->base, unit, role) -
-           p->base->unit_begin[unit];
+    return d->merged + (size_t)(unit - 1) * merged_matrices(p) + elements_before(p, unit, role);
 }
 // What a step reads of the blocks and the head: table (4 L + 1).
 static void decoder_table(const Plan *p, const Buffers *b, const Decoder *d, DecodeMatrix *table) {
@@ -152,7 +154,7 @@ static void decoder_table(const Plan *p, const Buffers *b, const Decoder *d, Dec
         const auto &r = roles[head ? 4 : i % 4];
         const auto vector = [&](Role role) { return role == NUM_ROLES ? NULL : weights_of_role(p, b, unit, role); };
         table[i] = {NULL, NULL, vector(r.bias), vector(r.gain), vector(r.norm_bias), vector(r.head_gains)};
-        if (!head && p->lora.rank) {
+        if (is_merged(p, i)) {
             table[i].weights = decoder_matrix(p, d, unit, r.weight);
         } else if (p->weights == WEIGHTS_FP32) {
             table[i].weights = weights_of_role(p, b, tied ? 0 : unit, tied ? ROLE_WTE : r.weight);
@@ -167,10 +169,9 @@ static void decoder_set_matrices(const Plan *p, const Buffers *b, Decoder *d, cu
     DecodeMatrix *table = new_array(DecodeMatrix, count);
     decoder_table(p, b, d, table);
     if (d->has_kernel) upload(d->matrices, table, (size_t)count * sizeof *table, stream);
-    for (int i = 0; i < count && d->kept; i++) {
-        const int native = p->lora.rank && i < count - 1;  // merged
-        d->kept[i] = {native ? WEIGHTS_FP32 : p->weights, table[i].weights, table[i].scales};
-    }
+    for (int i = 0; i < count && d->kept; i++)
+        if (is_of_experts(p, i) ? plan_has_experts_kernel(p) : d->has_rows)
+            d->kept[i] = {is_merged(p, i) ? WEIGHTS_FP32 : p->weights, table[i].weights, table[i].scales};
     free(table);
 }
 static void decode_memory_hint(char *text, size_t size, MemoryBytes, const Memory *, void *plan) {
@@ -190,9 +191,10 @@ static void decoder_open_exchange(Decoder *d, const Plan *p, cudaStream_t stream
 // Rows of a pass that has so many: what kernels are made for, or a multiple of part_rows, of which all products have
 // the same bits.
 static int decoder_filled(const Plan *p, const Decoder *d, int rows, int part_rows) {
-    const int filled = rows <= 64 ? 64 : rows <= 128 ? 128 : 256;
+    int filled = p->config.num_experts ? 1 : 64;
+    while (filled < rows) filled *= 2;
     if (d->has_kernel) return rows;
-    return d->kept ? std::min(filled, (int)p->rows) : (int)round_up((size_t)rows, (size_t)part_rows);
+    return d->has_rows ? std::min(filled, (int)p->rows) : (int)round_up((size_t)rows, (size_t)part_rows);
 }
 // Pages that memory has beside all else that is requested. Some is left for what the driver and cuBLAS take, and a
 // quarter for the cache of a draft.
@@ -231,7 +233,8 @@ static void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int reache
     kernel->room = room;
     d->rows = rows;
     d->has_kernel = rows <= DECODE_MOST_ROWS && plan_has_decode_kernel(p) && (!plan_is_split(p) || reaches);
-    d->kept = !d->has_kernel && plan_has_rows_kernel(p) ? new_zeros(RowsWeight, quantised_count(p)) : NULL;
+    d->has_rows = !d->has_kernel && plan_has_rows_kernel(p);
+    d->kept = d->has_rows || plan_has_experts_kernel(p) ? new_zeros(RowsWeight, quantised_count(p)) : NULL;
     d->most = decoder_filled(p, d, rows, part_rows);
     assert(d->has_kernel || d->most <= (int)p->rows);
     k->pages = cache_pages(&p->mesh->tp, pages, slots, room, decoder_fit(p, b, d, pages));

@@ -14,20 +14,24 @@
 
 #include "../kernels/activation.cuh"
 #include "../kernels/experts.cuh"
+#include "../kernels/experts_decode.cuh"
 #include "../kernels/matmul_experts.cuh"
-#include "pass.cuh"
+#include "linear.cuh"
 
 typedef struct {
     int C, F, renormalise, fused;  // fused: Plan.activation_fused
     MlpKind mlp;
     ExpertRows rows;
     const floatX *router, *fc, *fcproj;  // weights (E,C), (E,inputs F,C), (E,C,F)
-    floatX *drouter, *dfc, *dfcproj;     // their gradients; NULL: frozen
-    floatX *f, *a, *da;                  // (R,inputs F), (R,F); da: not if fused is 2
-    floatX *logits, *wide;               // (N,E) and their gradient; (R,C) rows
-    float *dots;                         // (expert_parts,R)
-    void *scratch;                       // experts_scratch_bytes
-    ExpertLoad load;                     // of the step's report
+    LayerAdapters fc_adapters, fcproj_adapters;
+    RowsWeight kept_fc, kept_fcproj;  // a step of generation: as they are kept; no weight: as in training
+    int by_rows;                      // and the router's product is that of matmul_rows.cuh
+    floatX *drouter, *dfc, *dfcproj;  // their gradients; NULL: frozen
+    floatX *f, *a, *da;               // (R,inputs F), (R,F); da: not if fused is 2
+    floatX *logits, *wide;            // (N,E) and their gradient; (R,C) rows
+    float *dots;                      // (expert_parts,R)
+    void *scratch;                    // experts_scratch_bytes
+    ExpertLoad load;                  // of the step's report
 } Experts;
 
 static int experts_fc_width(const Experts *x) { return x->F * activation_inputs(x->mlp); }
@@ -51,8 +55,38 @@ static void router_product(const Pass *p, const Experts *x, MatmulForm form, flo
     o.accumulate = form == MATMUL_BACKWARD_WEIGHT && p->accumulate;
     matmul(p->matmul, &q, &o, p->stream);
 }
+// ---- a step of generation: rows are not sorted, a and the wide rows have one for each of a token's experts
+
+static void experts_step_product(const Pass *p, const Experts *x, int in, int out, const RowsWeight *w, int activates,
+                                 floatX *to, const floatX *a) {
+    ExpertsProduct q = {p->N, x->rows.K, x->rows.E, x->rows.experts, p->cache->rows, in, out, *w};
+    q.activates = activates;
+    q.by_entry = !activates;
+    q.activation = x->mlp;
+    q.a = a;
+    q.result = to;
+    experts_decode(&q, p->stream);
+}
+static void router_step(const Pass *p, const Experts *x, const floatX *h) {
+    RowsProduct q = {p->N, x->rows.E, x->C, {WEIGHTS_FP32, x->router}};
+    q.a = h;
+    q.out = x->logits;
+    if (x->by_rows)
+        matmul_rows(&q, p->stream);
+    else
+        router_product(p, x, MATMUL_FORWARD, x->logits, h, x->router);
+    choose(&x->rows, x->logits, x->renormalise, p->stream);
+}
+
+// ---- forward
+
 // h (N,C) -> f, a
 static void experts_forward(const Pass *p, const Experts *x, const floatX *h) {
+    if (x->kept_fc.weight) {
+        router_step(p, x, h);
+        experts_step_product(p, x, x->C, experts_fc_width(x), &x->kept_fc, 1, x->a, h);
+        return;
+    }
     router_product(p, x, MATMUL_FORWARD, x->logits, h, x->router);
     route(&x->rows, x->logits, x->renormalise, x->load, x->scratch, p->stream);
     gather_rows(&x->rows, x->wide, h, 0, x->C, p->stream);
@@ -63,10 +97,16 @@ static void experts_forward(const Pass *p, const Experts *x, const floatX *h) {
 }
 // a -> p->branch
 static const floatX *experts_project(const Pass *p, const Experts *x) {
-    experts_product(p, x, MATMUL_FORWARD, x->F, x->C, x->wide, x->a, x->fcproj);
+    if (x->kept_fcproj.weight)
+        experts_step_product(p, x, x->F, x->C, &x->kept_fcproj, 0, x->wide, x->a);
+    else
+        experts_product(p, x, MATMUL_FORWARD, x->F, x->C, x->wide, x->a, x->fcproj);
     sum_rows(&x->rows, p->branch, NULL, x->wide, 1, x->C, p->stream);
     return p->branch;
 }
+
+// ---- backward
+
 // dout (N,C): the gradient of the branch; that of h becomes p->branch.
 static const floatX *experts_backward(const Pass *p, const Experts *x, const floatX *dout, const floatX *h) {
     const int wide = experts_fc_width(x), fused = x->fused == 2;
@@ -75,10 +115,10 @@ static const floatX *experts_backward(const Pass *p, const Experts *x, const flo
                     fused ? EPILOGUE_GRADIENT_FROM_INPUT : EPILOGUE_PLAIN);
     if (!fused) experts_activation_backward(&x->rows, x->mlp, x->f, x->a, x->dots, x->da, x->F, p->stream);
     if (x->dfcproj) experts_product(p, x, MATMUL_BACKWARD_WEIGHT, x->F, x->C, x->dfcproj, x->wide, x->a);
-    if (x->dfc) {
-        gather_rows(&x->rows, x->wide, h, 0, x->C, p->stream);
-        experts_product(p, x, MATMUL_BACKWARD_WEIGHT, x->C, wide, x->dfc, x->f, x->wide);
-    }
+    adapters_gradient(p, &x->fcproj_adapters, x->F, x->C, x->rows.R, x->rows.groups, x->wide, x->a);
+    if (x->dfc || x->fc_adapters.count) gather_rows(&x->rows, x->wide, h, 0, x->C, p->stream);
+    if (x->dfc) experts_product(p, x, MATMUL_BACKWARD_WEIGHT, x->C, wide, x->dfc, x->f, x->wide);
+    adapters_gradient(p, &x->fc_adapters, x->C, wide, x->rows.R, x->rows.groups, x->f, x->wide);
     experts_product(p, x, MATMUL_BACKWARD_INPUT, x->C, wide, x->wide, x->f, x->fc);
     route_backward(&x->rows, x->logits, x->dots, x->F, p->balance, x->renormalise, p->stream);
     if (x->drouter) router_product(p, x, MATMUL_BACKWARD_WEIGHT, x->drouter, x->logits, h);

@@ -1,13 +1,14 @@
 // --weights on a GPU: the blocks' four matrices and the head in few bits (quant.h), quantised on the host while they
-// are loaded. The device keeps codes and scales alone. A step of generation reads them as they are (decode_stream.cuh);
-// prompts, --evaluate and --lora widen a block's matrices into one buffer before its products, each weight rounded to
-// floatX (kernels/lora.cuh).
+// are loaded. Of a mixture the matrices of all experts are one: rows below each other. The device keeps codes and
+// scales alone. A step of generation reads them as they are (decode_stream.cuh); prompts, --evaluate and --lora widen a
+// block's matrices into one buffer before its products, each weight rounded to floatX (kernels/lora.cuh).
 // (Not fp8 products, --matmul-dtype: those are linear.cuh and kernels/quantise.cuh.)
-// Everything else stays native: the embedding, which a head that is tied to it has a copy of, norms, biases.
+// Everything else stays native: the embedding, which a head that is tied to it has a copy of, routers, norms, biases.
 #ifndef LLMC_MODEL_FEW_BITS_CUH
 #define LLMC_MODEL_FEW_BITS_CUH
 
 #include "../kernels/decode.cuh"
+#include "../kernels/experts_decode.cuh"
 #include "../quant.h"
 #include "plan.cuh"
 
@@ -18,11 +19,18 @@ typedef struct {
 
 // ---- which
 
-// Elements of a unit that are quantised: its matrices, which come first. The embedding is kept besides.
+// Elements of a unit before a role's.
+static size_t elements_before(const Plan *p, int unit, Role role) {
+    return param_at(p->base, unit, role) - p->base->unit_begin[unit];
+}
+// Elements of a block's four matrices, which come first.
+static size_t block_matrices(const Plan *p) {
+    return elements_before(p, 1, p->config.num_experts ? ROLE_ROUTERW : ROLE_LN1W);
+}
+// Elements of a unit that are quantised, which come first. The embedding is kept besides.
 static size_t quantised_elements(const Plan *p, int unit) {
     if (p->weights == WEIGHTS_FP32 || unit == 0) return 0;
-    const Role vector = unit_is_block(p->base, unit) ? ROLE_LN1W : ROLE_LNFW;
-    return param_at(p->base, unit, vector) - p->base->unit_begin[unit];
+    return unit_is_block(p->base, unit) ? block_matrices(p) : elements_before(p, unit, ROLE_LNFW);
 }
 static int quantised_count(const Plan *p) { return 4 * p->config.num_layers + 1; }
 // Of the blocks' matrices and the head, in the order of use; -1: another tensor.
@@ -31,6 +39,10 @@ static int weight_number(const Plan *p, int unit, Role role) {
         return 4 * (unit - 1) + (role - ROLE_QKVW);
     return role == (p->config.tied ? ROLE_WTE : ROLE_HEADW) ? quantised_count(p) - 1 : -1;
 }
+// Whether a matrix is that of a mixture's experts.
+static int is_of_experts(const Plan *p, int number) {
+    return p->config.num_experts && number < quantised_count(p) - 1 && number % 4 >= 2;
+}
 // The matrix of a role; -1: it is native.
 static int quantised_number(const Plan *p, int unit, Role role) {
     return p->weights == WEIGHTS_FP32 ? -1 : weight_number(p, unit, role);
@@ -38,7 +50,7 @@ static int quantised_number(const Plan *p, int unit, Role role) {
 static QuantMatrix quantised_matrix(const Plan *p, int number) {
     const Linear *layers[] = {&p->qkv, &p->proj, &p->fc, &p->fcproj};
     const Linear *l = number == quantised_count(p) - 1 ? &p->head : layers[number % 4];
-    return {p->weights, l->out, l->in, NULL, NULL};
+    return {p->weights, l->out * (is_of_experts(p, number) ? p->config.num_experts : 1), l->in, NULL, NULL};
 }
 
 // ---- by what a step of generation multiplies them
@@ -84,14 +96,27 @@ static int plan_steps_as_kept(const Plan *p) {
 // links are open.
 static int plan_has_decode_kernel(const Plan *p) {
     const Decode sizes = decode_of_plan(p);
-    return plan_steps_as_kept(p) && decode_fits(&sizes);
+    return plan_steps_as_kept(p) && !p->config.num_experts && decode_fits(&sizes);
 }
 // Steps of many rows: by products that read weights as they are kept; else by those of training.
 static int plan_has_rows_kernel(const Plan *p) {
     int fits = plan_steps_as_kept(p);
     for (const Linear *l : {&p->qkv, &p->proj, &p->fc, &p->fcproj, &p->head}) {
         const RowsProduct sizes = {1, l->out, l->in, {p->weights}};
-        fits = fits && matmul_rows_fits(&sizes);
+        const int is_mlp = l == &p->fc || l == &p->fcproj;
+        fits = fits && ((is_mlp && p->config.num_experts) || matmul_rows_fits(&sizes));
+    }
+    return fits;
+}
+// Steps of a mixture: by products that read the experts of their rows alone; else by those of training, which read all.
+static int plan_has_experts_kernel(const Plan *p) {
+    int fits = plan_steps_as_kept(p) && p->config.num_experts;
+    for (const Linear *l : {&p->fc, &p->fcproj}) {
+        ExpertsProduct sizes = {};
+        sizes.in = l->in;
+        sizes.out = l->out;
+        sizes.w.format = p->weights;
+        fits = fits && experts_decode_fits(&sizes);
     }
     return fits;
 }
@@ -111,10 +136,19 @@ static void quantised_request(const Plan *p, Quantised *q, Memory *m) {
     memory_request(m, &q->codes, "quantised matrices", codes);
     memory_request(m, &q->scales, "their scales", scales);
 }
+// Whether adapters are merged into a matrix. A mixture's experts, which come last in a block, may have none.
+static int is_merged(const Plan *p, int number) {
+    if (!p->lora.rank || number == quantised_count(p) - 1) return 0;
+    return !is_of_experts(p, number) || plan_adapts_mlp(p);
+}
+// Elements of a block's matrices of which that is so.
+static size_t merged_matrices(const Plan *p) {
+    return is_merged(p, 3) ? block_matrices(p) : elements_before(p, 1, ROLE_FCW);
+}
 // Elements of the buffer for matrices that are widened or merged: those of a block, and the head.
-static size_t block_matrices(const Plan *p) { return param_at(p->base, 1, ROLE_LN1W) - p->base->unit_begin[1]; }
 static size_t merged_elements(const Plan *p) {
-    const size_t block = block_matrices(p), head = (size_t)p->head.out * (size_t)p->head.in;
+    const size_t block = p->weights == WEIGHTS_FP32 ? merged_matrices(p) : block_matrices(p),
+                 head = (size_t)p->head.out * (size_t)p->head.in;
     // The head is widened for all but steps that read it as it is.
     const int has_kernel = plan_has_decode_kernel(p) && plan_has_rows_kernel(p) && !plan_is_split(p);
     const int has_head = p->weights != WEIGHTS_FP32 && (!p->options.generate || !has_kernel);

@@ -29,6 +29,7 @@
 
 #include "../kernels/activation.cuh"
 #include "../kernels/lora.cuh"
+#include "../kernels/matmul_experts.cuh"
 #include "../kernels/qk_norm.cuh"
 #include "rows.cuh"
 
@@ -322,35 +323,41 @@ static void linear_product_weight(const Pass *p, const Linear *l, OutputGradient
     }
     matmul(p->matmul, &q, &x, p->stream);
 }
-// What linear_adapters needs, in elements: both packed matrices, their gradients, and two of (N,columns).
-static size_t linear_adapters_scratch(size_t N, int in, int out, int columns) {
-    return 2 * (lora_packed(in, out, columns) + N * (size_t)columns);
+// What adapters_gradient needs, in elements: both packed matrices, their gradients, and two of (N,columns).
+static size_t linear_adapters_scratch(size_t N, int in, int out, int columns, int layers = 1) {
+    return 2 * (lora_packed(in, out, columns, layers) + N * (size_t)columns);
 }
-// The gradients of the adapters, from all rows of dout (N,out) and in (N,in).
-static void linear_adapters(const Pass *p, const Linear *l, const floatX *dout, const floatX *in) {
-    const LayerAdapters *x = &l->adapters;
-    const int N = p->N, columns = lora_columns(x);
+// The gradients of the adapters, from all rows of dout (N,out) and inp (N,in). groups: of experts, where their rows are
+// (MatmulOperands.experts).
+static void adapters_gradient(const Pass *p, const LayerAdapters *x, int in, int out, int N, const int *groups,
+                              const floatX *dout, const floatX *inp) {
+    const int columns = lora_columns(x), layers = lora_layers(x);
     if (!columns) return;
-    const size_t of_a = (size_t)columns * (size_t)l->in, packed = lora_packed(l->in, l->out, columns);
+    const size_t of_a = (size_t)columns * (size_t)in * (size_t)layers, packed = lora_packed(in, out, columns, layers);
     floatX *a = (floatX *)p->scratch, *b = a + of_a, *da = a + packed, *db = da + of_a, *down = da + packed,
            *up = down + (size_t)N * (size_t)columns;
     const auto product = [&](MatmulForm form, int of_in, int of_out, floatX *to, const floatX *left,
                              const floatX *right) {
-        const MatmulProblem q = {form, N, of_in, of_out};
+        MatmulProblem q = {form, N, of_in, of_out};
         MatmulOperands o = {};
+        q.experts = x->experts;
         o.out = to;
         o.a = left;
         o.b = right;
-        matmul(p->matmul, &q, &o, p->stream);
+        o.experts = groups;
+        (groups ? matmul_experts : matmul)(p->matmul, &q, &o, p->stream);
     };
-    lora_move(LORA_PACK, a, x, l->in, l->out, p->stream);
+    lora_move(LORA_PACK, a, x, in, out, p->stream);
     p->matmul->lap = "adapters";
-    product(MATMUL_FORWARD, l->in, columns, down, in, a);
-    product(MATMUL_BACKWARD_INPUT, columns, l->out, up, dout, b);
-    product(MATMUL_BACKWARD_WEIGHT, l->in, columns, da, up, in);
-    product(MATMUL_BACKWARD_WEIGHT, columns, l->out, db, dout, down);
+    product(MATMUL_FORWARD, in, columns, down, inp, a);
+    product(MATMUL_BACKWARD_INPUT, columns, out, up, dout, b);
+    product(MATMUL_BACKWARD_WEIGHT, in, columns, da, up, inp);
+    product(MATMUL_BACKWARD_WEIGHT, columns, out, db, dout, down);
     p->matmul->lap = NULL;
-    lora_move(p->accumulate ? LORA_ADD : LORA_UNPACK, da, x, l->in, l->out, p->stream);
+    lora_move(p->accumulate ? LORA_ADD : LORA_UNPACK, da, x, in, out, p->stream);
+}
+static void linear_adapters(const Pass *p, const Linear *l, const floatX *dout, const floatX *in) {
+    adapters_gradient(p, &l->adapters, l->in, l->out, p->N, NULL, dout, in);
 }
 // dweight, dbias and those of adapters from dout and the input: this rank's rows of it (LINEAR_COLUMNS) or its columns
 // of all rows (LINEAR_ROWS).

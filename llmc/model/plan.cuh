@@ -57,6 +57,13 @@ static size_t plan_mlp_rows(const Plan *p) {
     const Config *c = &p->config;
     return c->num_experts ? experts_room(p->N, c->num_experts, c->active_experts) : p->N;
 }
+// Whether layers of MLPs have adapters.
+static int plan_adapts_mlp(const Plan *p) {
+    unsigned mlp = 0;
+    for (int i = 0; i < NUM_BLOCK_KINDS; i++)
+        if (block_kinds[i].role == ROLE_FCW || block_kinds[i].role == ROLE_FCPROJW) mlp |= 1u << i;
+    return (p->lora.targets & mlp) != 0;
+}
 // h1 and h2 of all blocks are in one place.
 static int plan_shares_norms(const Plan *p) { return p->recomputes_norms || p->keeps_fp8_inputs; }
 static int plan_is_split(const Plan *p) { return p->mesh->tp.world > 1; }
@@ -95,7 +102,7 @@ static void plan_layers(Plan *p) {
     p->qkv.output = c->qk_norm != QK_NORM_NONE     ? LINEAR_QK_NORM
                     : c->position == POSITION_ROPE ? LINEAR_ROPE
                                                    : LINEAR_PLAIN;
-    p->qkv.qk_norm = {NULL, NULL, c->norm_eps, query_scale(c)};
+    p->qkv.qk_norm = {NULL, NULL, c->norm_eps, query_scale(c), c->qk_norm == QK_NORM_WHOLE};
     p->qkv.epilogue = p->rope_fused ? EPILOGUE_ROPE : EPILOGUE_PLAIN;
     p->proj.in = Q;
     p->proj.out = C;
@@ -166,20 +173,11 @@ static int plan_offload(const Plan *p) {
     return asked;
 }
 // What a mixture of experts has not on a GPU so far: the CPU trainer has it.
-static void plan_require_experts(const Config *c, const Options *o, const Mesh *mesh, const Lora *lora) {
-    unsigned experts = 0;
-    for (int i = 0; i < NUM_BLOCK_KINDS; i++)
-        if (block_kinds[i].role == ROLE_FCW || block_kinds[i].role == ROLE_FCPROJW) experts |= 1u << i;
+static void plan_require_experts(const Config *c, const Options *o, const Mesh *mesh) {
     const struct {
         int asked;
         const char *what;
-    } lacks[] = {{c->qk_norm == QK_NORM_WHOLE, "q and k normalised over all heads"},
-                 {mesh->tp.world > 1, "--tp"},
-                 {matmul_is_fp8(o), "--matmul-dtype fp8"},
-                 {weights_are_quantised(o), "--weights"},
-                 {(lora->targets & experts) != 0,
-                  "adapters of experts (--lora-targets q_proj,k_proj,v_proj,o_proj has none)"},
-                 {writes_text(o), "generated texts (--sample-every 0 makes none)"}};
+    } lacks[] = {{mesh->tp.world > 1, "--tp"}, {matmul_is_fp8(o), "--matmul-dtype fp8"}};
     for (int i = 0; i < COUNT_OF(lacks) && c->num_experts; i++)
         require(!lacks[i].asked, "a mixture of experts has no %s on a GPU so far\nuse ./train_gpt2 (make train_gpt2)",
                 lacks[i].what);
@@ -206,7 +204,7 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     p.rows = p.N / (size_t)ranks;
     p.trains = !forward_only(o);
     p.ranged = o->documents > 0 || o->window > 0;
-    plan_require_experts(c, o, mesh, &p.lora);
+    plan_require_experts(c, o, mesh);
     matmul_check(&mesh->job, &p.local, o);
     require(strcmp(o->matmul_dtype, "bf16") || sizeof(floatX) == 2,
             "--matmul-dtype bf16 needs a bf16 build\nleave it out");

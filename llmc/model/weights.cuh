@@ -47,18 +47,21 @@ static void unit_place_fp8(const Plan *p, const Buffers *b, UnitUse use, Unit *u
     if (!each || forward || u->number <= p->whole_blocks) u->fp8 = b->weights_fp8 + at;
     if (b->weights_fp8_transposed && !(each && forward)) u->fp8_transposed = b->weights_fp8_transposed + at;
 }
-// The adapters of a layer's weight.
+// The adapters of a layer's weight, or of that of all experts.
 static LayerAdapters layer_adapters(const Plan *p, const Unit *u, Role weight, int in) {
     LayerAdapters l = {0, p->lora.rank, lora_scale(&p->lora)};
     LoraPair pairs[LORA_MOST_PAIRS];
     if (!p->lora.rank || !unit_is_block(p->table, u->number)) return {};
-    l.count = lora_pairs(p->table, u->number, weight, 0, 1, pairs);
+    if (weight == ROLE_FCW || weight == ROLE_FCPROJW) l.experts = p->config.num_experts;
+    l.count = lora_pairs(p->table, u->number, weight, 0, lora_layers(&l), pairs);
     for (int i = 0; i < l.count; i++) {
         const size_t begin = p->table->unit_begin[u->number], a = p->table->params[pairs[i].a].offset - begin,
                      b = p->table->params[pairs[i].b].offset - begin;
         const Param *rows = &p->base->params[pairs[i].weight];
         const int row = (int)((rows->offset - param_at(p->base, u->number, weight)) / (size_t)in);
         l.of[i] = {u->adapters + a, u->adapters + b, u->adapter_grads + a, u->adapter_grads + b, row, rows->rows};
+        l.next_a += (size_t)l.rank * (size_t)in;
+        l.next_b += (size_t)l.rank * (size_t)rows->rows;
     }
     return l;
 }
@@ -75,7 +78,7 @@ static float *layer_absmax(const Plan *p, const Buffers *b, AbsmaxOf of, int uni
 static void merge_weight(floatX *to, const Plan *plan, const Buffers *b, const Unit *u, const Linear *l, Role role,
                          cudaStream_t stream) {
     const int number = quantised_number(plan, u->number, role);
-    const QuantMatrix native = {WEIGHTS_FP32, l->out, l->in, (uint8_t *)l->weight, NULL};
+    const QuantMatrix native = {WEIGHTS_FP32, l->out * lora_layers(&l->adapters), l->in, (uint8_t *)l->weight, NULL};
     lora_merge(to, number < 0 ? &native : &b->quantised.matrix[number], &l->adapters, stream);
 }
 // What is in few bits or has adapters, as floatX: in b->merged, which has room for one block or the head; else where it
@@ -93,8 +96,8 @@ static const floatX *merged_weight(const Plan *plan, Buffers *b, const Pass *p, 
 static void weight_operand(const Plan *plan, Buffers *b, const Pass *p, const Unit *u, Role role, Linear *l) {
     if (p->cache && !p->cache->prompt && p->cache->kept) {
         l->kept = p->cache->kept[weight_number(plan, u->number, role)];
-        l->dtype = MATMUL_FLOATX;
-        return;
+        if (l->kept.weight) l->dtype = MATMUL_FLOATX;
+        if (l->kept.weight) return;
     }
     const int fp8 = l->dtype == MATMUL_E4M3, is_block = unit_is_block(u->table, u->number),
               makes = p->quantises_weights || (is_block && plan->fp8_each_pass);
