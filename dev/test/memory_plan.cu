@@ -202,8 +202,8 @@ static int leaving(const Plan *p) {
     return strstr(p->options.offload, "activations") && p->config.num_layers > 2 ? p->config.num_layers - 2 : 0;
 }
 // Copies of weights, of all blocks or of one, and scratch for the operands of one product. With ZeRO 3 two blocks'
-// weights as they lie, instead of those in floatX, and one block's transposed.
-static double fp8_sizes(const Plan *p, int stage, double block) {
+// weights as they lie, instead of those in floatX, and one block's transposed. *in_region: what blocks alone have.
+static double fp8_sizes(const Plan *p, int stage, double block, double *in_region) {
     const Options *o = &p->options;
     const Config *c = &p->local;
     const int blocks = strcmp(o->matmul_dtype, "native") != 0, head = !strcmp(o->head_dtype, "fp8");
@@ -215,8 +215,9 @@ static double fp8_sizes(const Plan *p, int stage, double block) {
                  weights = blocks * copies * block + head * C * V;
     const double inputs = fmax(N * fmax(fmax(C, H), c->ffn_dim), part * C),
                  gradients = N * fmax(fmax(qkv_width(c), fc_width(c)), C);
-    return weights + fmax(inputs, gradients) + !strcmp(o->matmul_dtype, "fp8") * (inputs + gradients) +
-           4 * (blocks || head) * (double)p->N;
+    const double operands = fmax(inputs, gradients) + !strcmp(o->matmul_dtype, "fp8") * (inputs + gradients);
+    *in_region = head ? 0 : operands + (stage < 3 && !o->fp8_copies ? weights : 0);
+    return weights + operands - *in_region + 4 * (blocks || head) * (double)p->N;
 }
 // All bytes but tables, sums in parts, vectors and messages, which are small.
 static double sum_of_sizes(const Planned *r) {
@@ -244,12 +245,14 @@ static double sum_of_sizes(const Planned *r) {
              b * N * fmax(C, H) + (c->embedding_norm ? b * N * C / tp : 0) +
              inside * (b * N * (W + H) + b * M * (before + (in_fp8 ? 0 : a_kept)) + 4 * N * (heads + 4 / tp)) +
              8 * N / tp;
+    double in_region;
+    bytes += fp8_sizes(p, stage, block, &in_region);
     bytes += fmax(b * (double)head_rows(o, p->B, p->T) * c->padded_vocab_size,
-                  fmax(b * M * ((in_place ? 0 : before) + da_apart * F + again), N * (b * W + 4 * heads)));
+                  fmax(b * M * ((in_place ? 0 : before) + da_apart * F + again), N * (b * W + 4 * heads)) + in_region);
     if (E > 0) bytes += b * (M * C + N * E) + 4 * ceil(F / 256) * M + inside * 4 * (N * (E + 3 * K) + M / 128 + 2 * E);
     if (tp > 1) bytes += b * N * C * (o->tp_overlap ? 7 : 1);
     if (mesh.dp.world > 1) bytes += 4 * (double)zero_largest_unit(&r->table);
-    return bytes + fp8_sizes(p, stage, block) + MATMUL_WORKSPACE_BYTES + (tp > 1 ? 12 : 20) * N;
+    return bytes + MATMUL_WORKSPACE_BYTES + (tp > 1 ? 12 : 20) * N;
 }
 static void check_sum(const Planned *r) {
     const Plan *p = &r->plan;
