@@ -45,7 +45,7 @@ static void test_one_step(const char *folder, const Options *o, const char *name
 // Whether --debug gelu-fusion=2 works for this model, build and GPU.
 static int can_fuse(const char *folder) {
     const Config c = config_from_json(folder);
-    return !c.num_experts && matmul_can_fuse(c.mlp, c.ffn_dim);
+    return matmul_can_fuse(c.mlp, c.ffn_dim, c.num_experts);
 }
 // each(got, expected, count) of every gradient of the debug batch, in micro-steps of batch_size sequences; expected:
 // PyTorch's.

@@ -1339,14 +1339,22 @@ static void clear_gradients(Model *m, const Pass *p) {
 
 // ---- mixtures of experts (llmc/cpu/experts.h)
 
-// out (N*K,out) = inp (N*K,in) weight^T, of each row with the weight of its expert
-static void experts_product(const Model *m, const Block *b, Role role, float *out, const float *inp) {
+// Of all experts, each with its rows: to (N*K,out) = x (N*K,in) weight^T; to (N*K,in) = x (N*K,out) weight; or the
+// gradients of the weights from x (N*K,out) and y (N*K,in), of an expert that no token has, too.
+typedef enum { EXPERTS_FORWARD, EXPERTS_INPUT, EXPERTS_WEIGHT } ExpertsForm;
+static void experts_product(Model *m, const Pass *p, const Block *b, Role role, ExpertsForm form, float *to,
+                            const float *x, const float *y) {
     const Routing r = b->a.routing;
     for (int e = 0; e < m->config.num_experts; e++) {
         const Linear l = expert_of(m, b, role, e);
-        const size_t first = (size_t)r.begin[e];
-        if (rows_of_expert(r, e))
-            linear_product(&l, out + first * l.out, NULL, inp + first * l.in, rows_of_expert(r, e));
+        const int rows = rows_of_expert(r, e);
+        const size_t in = area(r.begin[e], l.in), out = area(r.begin[e], l.out);
+        if (form == EXPERTS_WEIGHT)
+            matrix_gradient(m, p, &l, x + out, y + in, rows);
+        else if (rows && form == EXPERTS_INPUT)
+            linear_product_backward(&l, to + in, x + out, rows);
+        else if (rows)
+            linear_product(&l, to + out, NULL, x + in, rows);
     }
 }
 static void experts_forward(Model *m, const Pass *p, const Block *b, const float *h) {
@@ -1356,12 +1364,12 @@ static void experts_forward(Model *m, const Pass *p, const Block *b, const float
     route_cpu(r, m->config.renormalise, p->N, E, K);
     gather_rows_cpu(m->expert_rows, h, NULL, r, p->N, K, p->C);
     lap("router", 0);
-    experts_product(m, b, ROLE_FCW, b->a.f, m->expert_rows);
+    experts_product(m, p, b, ROLE_FCW, EXPERTS_FORWARD, b->a.f, m->expert_rows, NULL);
 }
 static void experts_project(Model *m, const Pass *p, const Block *b, float *out, const float *x) {
     const int K = m->config.active_experts, is_alone = m->mesh->tp.world == 1;
     const Routing r = b->a.routing;
-    experts_product(m, b, ROLE_FCPROJW, m->expert_rows, b->a.a);
+    experts_product(m, p, b, ROLE_FCPROJW, EXPERTS_FORWARD, m->expert_rows, b->a.a, NULL);
     sum_rows_cpu(is_alone ? out : m->branch, is_alone ? x : NULL, m->expert_rows, r.shares, r, p->N, K, p->C);
     lap("router", 0);
     if (!is_alone) add_branch(m, p, out, x, NULL, m->branch);
@@ -1379,25 +1387,6 @@ static void clear_matrix_gradient(const Linear *l, int rank) {
         memset(x->db, 0, area(x->rows, rank) * sizeof(float));
     }
 }
-// dinp (N*K,in) = dout (N*K,out) weight, of each row with the weight of its expert
-static void experts_product_backward(const Model *m, const Block *b, Role role, float *dinp, const float *dout) {
-    const Routing r = b->a.routing;
-    for (int e = 0; e < m->config.num_experts; e++) {
-        const Linear l = expert_of(m, b, role, e);
-        const size_t first = (size_t)r.begin[e];
-        if (rows_of_expert(r, e))
-            linear_product_backward(&l, dinp + first * l.in, dout + first * l.out, rows_of_expert(r, e));
-    }
-}
-// The gradients of all experts' weights, of one that no token has, too.
-static void experts_gradient(Model *m, const Pass *p, const Block *b, Role role, const float *dout, const float *inp) {
-    const Routing r = b->a.routing;
-    for (int e = 0; e < m->config.num_experts; e++) {
-        const Linear l = expert_of(m, b, role, e);
-        const size_t first = (size_t)r.begin[e];
-        matrix_gradient(m, p, &l, dout + first * l.out, inp + first * l.in, rows_of_expert(r, e));
-    }
-}
 // As mlp_backward. Of several ranks each has a part of every gradient, and the first one the balance.
 static void experts_backward(Model *m, const Pass *p, const Block *b, const float *dx) {
     const Config *c = &m->local;
@@ -1405,14 +1394,14 @@ static void experts_backward(Model *m, const Pass *p, const Block *b, const floa
     const float balance = m->mesh->tp.rank ? 0 : p->balance;
     const Routing r = b->a.routing;
     gather_rows_cpu(m->expert_rows, dx, r.shares, r, N, K, p->C);
-    experts_product_backward(m, b, ROLE_FCPROJW, m->da, m->expert_rows);
+    experts_product(m, p, b, ROLE_FCPROJW, EXPERTS_INPUT, m->da, m->expert_rows, NULL);
     shares_backward_cpu(m->dshares, m->da, b->a.a, r, N, K, c->ffn_dim);
-    experts_gradient(m, p, b, ROLE_FCPROJW, m->expert_rows, b->a.a);
+    experts_product(m, p, b, ROLE_FCPROJW, EXPERTS_WEIGHT, NULL, m->expert_rows, b->a.a);
     activation_backward(m, p, b->a.f);
     const float *h = all_rows(m, p, b->a.h2);  // in place of all of dx
     gather_rows_cpu(m->expert_rows, h, NULL, r, N, K, p->C);
-    experts_gradient(m, p, b, ROLE_FCW, m->df, m->expert_rows);
-    experts_product_backward(m, b, ROLE_FCW, m->expert_rows, m->df);
+    experts_product(m, p, b, ROLE_FCW, EXPERTS_WEIGHT, NULL, m->df, m->expert_rows);
+    experts_product(m, p, b, ROLE_FCW, EXPERTS_INPUT, m->expert_rows, m->df, NULL);
     route_backward_cpu(m->drouter, m->dshares, r, balance, c->renormalise, N, E, K);
     matrix_gradient(m, p, &b->router, m->drouter, h, N);
     linear_product_backward(&b->router, m->branch, m->drouter, N);

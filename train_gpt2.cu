@@ -106,7 +106,7 @@ static Experts experts_of(const Model *m, const Pass *p, const Block *of, const 
     const Config *c = &m->config;
     const Buffers *b = &m->b;
     const Unit *u = &of->unit;
-    Experts x = {c->channels, c->ffn_dim, c->renormalise, block_keeps_input(&m->plan, l), c->mlp, a->experts};
+    Experts x = {c->channels, c->ffn_dim, c->renormalise, m->plan.activation_fused, c->mlp, a->experts};
     x.rows.N = p->N;
     x.rows.R = (int)experts_room((size_t)p->N, c->num_experts, c->active_experts);
     x.router = unit_param(u, u->weights, ROLE_ROUTERW);
@@ -124,9 +124,8 @@ static Experts experts_of(const Model *m, const Pass *p, const Block *of, const 
     x.a = a->a;
     x.logits = b->router_logits;
     x.wide = b->expert_rows;
-    x.df = b->df;
     x.da = b->da;
-    x.dshares = b->dshares;
+    x.dots = b->dots;
     x.scratch = b->reduce;
     const size_t E = (size_t)c->num_experts;
     if (p->counts) x.load = {b->load + (size_t)l * E, b->load + (size_t)c->num_layers * E};
@@ -369,9 +368,10 @@ static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
         residual_norm(p, &b->norm1, b->h1, NULL, &x);
         residual_norm(p, &b->norm2, b->h2, NULL, &x_mid);
     }
-    if (plan->recomputes_activation && plan->fcproj.gradient == EPILOGUE_PLAIN)  // else in the gradient's product
-        activation_forward(m->config.mlp, b->a, b->activation.slopes, b->activation.slopes,
-                           m->config.num_experts ? b->experts.rows.R : p->N, m->plan.local.ffn_dim, p->stream);
+    // else beside its gradient
+    if (plan->recomputes_activation && plan->fcproj.gradient == EPILOGUE_PLAIN && !m->config.num_experts)
+        activation_forward(m->config.mlp, b->a, b->activation.slopes, b->activation.slopes, p->N, m->plan.local.ffn_dim,
+                           p->stream);
 }
 // m->b.dx: the gradient of the MLP's output. Returns that of its input.
 static const floatX *mlp_backward(Model *m, const Pass *p, const Block *b) {
@@ -542,7 +542,7 @@ static void micro_step(Model *m, int micro, int num_micro, int reduce, int logit
     p.quantises_weights = m->plan.fp8 && micro == 0;  // not by weights_changed: a graph repeats what it saw
     model_forward(m, &p);
     head(m, &p, share, NULL, 1);
-    p.quantises_weights = 0;
+    p.quantises_weights = p.counts = 0;  // what backward makes again is there already
     loss_sum(&m->b.step->loss, m->b.losses, p.logit_rows, share, p.stream);
     model_backward(m, &p);
 }

@@ -63,8 +63,9 @@ typedef struct {
 enum { KV_PAGE = 128 };
 static int kv_pages(int tokens) { return (tokens + KV_PAGE - 1) / KV_PAGE; }
 
-// On a GPU the rows of each expert begin at a multiple of EXPERT_ROWS.
-enum { MOST_EXPERTS = 1024, MOST_ACTIVE = 32, EXPERT_ROWS = 128 };
+// On a GPU the rows of each expert begin at a multiple of EXPERT_ROWS, and sums over their columns are made of those of
+// EXPERT_PART.
+enum { MOST_EXPERTS = 1024, MOST_ACTIVE = 32, EXPERT_ROWS = 128, EXPERT_PART = 256 };
 enum { VOCAB_GPT2 = 50257, VOCAB_LLAMA2 = 32000, VOCAB_LLAMA3 = 128256 };
 
 // Properties of the kinds. A new kind needs a case in each.

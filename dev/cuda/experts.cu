@@ -1,6 +1,6 @@
 // Ladder of llmc/model/experts.cuh with kernels/experts.cuh and matmul_experts.cuh: a mixture of experts forward and
-// backward against the loops of train_gpt2.c, with experts that have all rows or none, and its products beside one
-// dense product of as many rows.
+// backward against the loops of train_gpt2.c, with experts that have all rows or none, with the activation in the
+// products and apart, to the same bits, and its products beside one dense product of as many rows.
 // Build and run: make bench, or see dev/cuda/common.cuh.
 #include "common.cuh"
 #define LLMC_ORACLE
@@ -100,21 +100,24 @@ static Experts device_experts(const Shape *s) {
     x.rows.shares = device_new<float>(N * K);
     x.rows.experts = device_new<int>(N * K);
     x.rows.rows = device_new<int>(N * K);
-    x.rows.entries = device_new<int>(R);
-    x.rows.groups = device_new<int>(E + 1 + R / EXPERT_ROWS);
-    x.rows.counts = device_new<int>(E);
+    x.rows.groups = device_new<int>(experts_groups(R, s->E));
     x.f = device_new<floatX>(R * 2 * (size_t)s->F);
     x.a = device_new<floatX>(R * (size_t)s->F);
     x.logits = device_new<floatX>(N * E);
     x.wide = device_new<floatX>(R * (size_t)s->C);
-    x.df = device_new<floatX>(R * 2 * (size_t)s->F);
     x.da = device_new<floatX>(R * (size_t)s->F);
-    x.dshares = device_new<float>(N * K);
+    x.dots = device_new<float>((size_t)expert_parts(s->F) * R);
     x.scratch = device_new<char>(experts_scratch_bytes(N, s->E));
     x.load = {device_zero<float>(E), device_zero<float>(1)};
     x.drouter = device_new<floatX>(E * (size_t)s->C);
     x.dfc = device_new<floatX>(E * 2 * (size_t)s->F * (size_t)s->C);
     x.dfcproj = device_new<floatX>(E * (size_t)s->F * (size_t)s->C);
+    return x;
+}
+// With the activation in its products.
+static Experts fused_experts(const Experts *apart) {
+    Experts x = *apart;
+    x.fused = 2;
     return x;
 }
 static Matmul open_matmul(void) {
@@ -161,16 +164,19 @@ static void check_mixture(Shape s, float balance) {
     check("dWfcproj", x.dfcproj, cpu.dfcproj, (size_t)s.E * s.C, (size_t)s.F, bound(2e-2, 2e-5), 0.5);
     check("dWfc", x.dfc, cpu.dfc, (size_t)s.E * 2 * s.F, (size_t)s.C, bound(2e-2, 2e-5), 0.5);
     check("dWrouter", x.drouter, cpu.drouter, (size_t)s.E, (size_t)s.C, bound(5e-2, 5e-5), 0.5);
-    check_same_bits("bits",
-                    {{p.branch, nc * sizeof(floatX)},
-                     {x.dfcproj, ecf * sizeof(floatX)},
-                     {x.dfc, 2 * ecf * sizeof(floatX)},
-                     {x.drouter, ec * sizeof(floatX)}},
-                    [&] {
-                        experts_forward(&p, &x, h);
-                        experts_project(&p, &x);
-                        experts_backward(&p, &x, dout, h);
-                    });
+    const Experts fused = fused_experts(&x), *const ways[] = {&x, &fused};
+    for (const Experts *again : ways)
+        if (again == &x || matmul_can_fuse(MLP_SWIGLU, s.F, s.E))
+            check_same_bits(again == &x ? "bits" : "bits with the activation in products",
+                            {{p.branch, nc * sizeof(floatX)},
+                             {x.dfcproj, ecf * sizeof(floatX)},
+                             {x.dfc, 2 * ecf * sizeof(floatX)},
+                             {x.drouter, ec * sizeof(floatX)}},
+                            [&] {
+                                experts_forward(&p, again, h);
+                                experts_project(&p, again);
+                                experts_backward(&p, again, dout, h);
+                            });
     p.accumulate = 1;
     float *twice = download(x.dfc, 2 * ecf);
     for (size_t i = 0; i < 2 * ecf; i++) twice[i] *= 2;
@@ -182,16 +188,18 @@ static void check_mixture(Shape s, float balance) {
 
 // A product of all rows of a mixture, and a dense one of as many.
 static void product_beside(const Pass *p, const Experts *x, const char *what, MatmulForm form, int in, int out,
-                           floatX *to, const floatX *a, const floatX *b) {
-    const int rows = x->rows.N * x->rows.K;
-    const MatmulProblem dense = {form, rows, in, out};
+                           floatX *to, const floatX *a, const floatX *b, MatmulEpilogue epilogue = EPILOGUE_PLAIN) {
+    const int rows = x->rows.N * x->rows.K, activates = epilogue != EPILOGUE_PLAIN;
+    const MatmulProblem dense = {form, rows, in, out, epilogue, activates ? MLP_SWIGLU : NO_ACTIVATION};
     MatmulOperands o = {};
     o.out = to;
     o.a = a;
     o.b = b;
+    o.aux = activates ? x->f : NULL;
+    o.accumulate = form == MATMUL_BACKWARD_WEIGHT && p->accumulate;
     bench_beside(
-        what, 0, 2.0 * rows * in * out, [&] { experts_product(p, x, form, in, out, to, a, b); }, "one dense product",
-        [&] { matmul(p->matmul, &dense, &o, p->stream); });
+        what, 0, 2.0 * rows * in * out, [&] { experts_product(p, x, form, in, out, to, a, b, epilogue); },
+        "one dense product", [&] { matmul(p->matmul, &dense, &o, p->stream); });
 }
 static void bench_mixture(const char *name, Shape s) try {
     ladder_case("%s, N=%d, %d of %d experts, C=%d F=%d", name, s.N, s.K, s.E, s.C, s.F);
@@ -206,24 +214,69 @@ static void bench_mixture(const char *name, Shape s) try {
     x.fcproj = device_normal<floatX>(ecf, 0.02f);
     experts_forward(&p, &x, h);
     bench("route", 0, 0, [&] { route(&x.rows, x.logits, 1, x.load, x.scratch, p.stream); });
-    bench("gather rows", 2.0 * s.N * s.K * s.C * sizeof(floatX), 0,
-          [&] { gather_rows(&x.rows, x.wide, h, 0, s.C, p.stream); });
+    bench("route backward", 0, 0, [&] { route_backward(&x.rows, x.logits, x.dots, s.F, 0, 1, p.stream); });
+    for (int shared = 0; shared < 2; shared++)
+        bench(shared ? "gather rows with shares" : "gather rows", (double)(s.K + 1) * s.N * s.C * sizeof(floatX), 0,
+              [&] { gather_rows(&x.rows, x.wide, h, shared, s.C, p.stream); });
     bench("sum rows", (double)(s.K + 1) * s.N * s.C * sizeof(floatX), 0,
           [&] { sum_rows(&x.rows, p.branch, NULL, x.wide, 1, s.C, p.stream); });
     product_beside(&p, &x, "fc", MATMUL_FORWARD, s.C, 2 * s.F, x.f, x.wide, x.fc);
     product_beside(&p, &x, "fcproj", MATMUL_FORWARD, s.F, s.C, x.wide, x.a, x.fcproj);
-    product_beside(&p, &x, "fc dX", MATMUL_BACKWARD_INPUT, s.C, 2 * s.F, x.wide, x.df, x.fc);
+    product_beside(&p, &x, "fc dX", MATMUL_BACKWARD_INPUT, s.C, 2 * s.F, x.wide, x.f, x.fc);
     product_beside(&p, &x, "fcproj dX", MATMUL_BACKWARD_INPUT, s.F, s.C, x.da, x.wide, x.fcproj);
-    product_beside(&p, &x, "fc dW", MATMUL_BACKWARD_WEIGHT, s.C, 2 * s.F, x.dfc, x.df, x.wide);
+    product_beside(&p, &x, "fc dW", MATMUL_BACKWARD_WEIGHT, s.C, 2 * s.F, x.dfc, x.f, x.wide);
     product_beside(&p, &x, "fcproj dW", MATMUL_BACKWARD_WEIGHT, s.F, s.C, x.dfcproj, x.wide, x.a);
-    bench("forward", 0, flops, [&] {
-        experts_forward(&p, &x, h);
-        experts_project(&p, &x);
-    });
-    bench("backward", 0, 2 * flops, [&] { experts_backward(&p, &x, dout, h); });
+    p.accumulate = 1;
+    product_beside(&p, &x, "fc dW, added", MATMUL_BACKWARD_WEIGHT, s.C, 2 * s.F, x.dfc, x.f, x.wide);
+    product_beside(&p, &x, "fcproj dW, added", MATMUL_BACKWARD_WEIGHT, s.F, s.C, x.dfcproj, x.wide, x.a);
+    p.accumulate = 0;
+    const Experts fused = fused_experts(&x);
+    const int can = matmul_can_fuse(MLP_SWIGLU, s.F, s.E);
+    if (can) {
+        product_beside(&p, &fused, "fc, swiglu", MATMUL_FORWARD, s.C, 2 * s.F, x.a, x.wide, x.fc,
+                       EPILOGUE_ACTIVATION_KEEPS_INPUT);
+        product_beside(&p, &fused, "fcproj dX, swiglu", MATMUL_BACKWARD_INPUT, s.F, s.C, x.a, x.wide, x.fcproj,
+                       EPILOGUE_GRADIENT_FROM_INPUT);
+    }
+    bench("activation's gradient apart", 0, 0,
+          [&] { experts_activation_backward(&x.rows, MLP_SWIGLU, x.f, x.a, x.dots, x.da, s.F, p.stream); });
+    for (int fuses = 0; fuses <= can; fuses++) {
+        const Experts *m = fuses ? &fused : &x;
+        bench(fuses ? "forward" : "forward, activation apart", 0, flops, [&] {
+            experts_forward(&p, m, h);
+            experts_project(&p, m);
+        });
+        bench(fuses ? "backward" : "backward, activation apart", 0, 2 * flops,
+              [&] { experts_backward(&p, m, dout, h); });
+    }
     matmul_close(&mm);
 } catch (const NoRoom &no) {
     ladder_skip(no);
+}
+
+// Few rows an expert: what the order of tiles costs. bytes: of each operand once.
+static void bench_groups(Shape s) {
+    const size_t ecf = (size_t)s.E * s.C * s.F;
+    Experts x = device_experts(&s);
+    Matmul mm = open_matmul();
+    Pass p = pass_for(&s, &mm);
+    floatX *h = device_normal<floatX>((size_t)s.N * s.C, 1);
+    x.router = device_normal<floatX>((size_t)s.E * s.C, 0.02f);
+    x.fc = device_normal<floatX>(2 * ecf, 0.02f);
+    x.fcproj = device_normal<floatX>(ecf, 0.02f);
+    experts_forward(&p, &x, h);
+    const double rows = (double)*download(x.rows.groups + s.E, 1), bytes = sizeof(floatX) * (2.0 * ecf + rows * s.C);
+    const int usual = matmul_group_rows;
+    for (int group : {128, 256, 2048}) {
+        ladder_case("N=%d, %d of %d experts, C=%d F=%d, tiles in groups of %d rows", s.N, s.K, s.E, s.C, s.F, group);
+        matmul_group_rows = group;
+        bench("fc", bytes + rows * 2 * s.F * sizeof(floatX), 4.0 * s.N * s.K * s.C * s.F,
+              [&] { experts_product(&p, &x, MATMUL_FORWARD, s.C, 2 * s.F, x.f, x.wide, x.fc); });
+        bench("fcproj dX", bytes - ecf * sizeof(floatX) + rows * s.F * sizeof(floatX), 2.0 * s.N * s.K * s.C * s.F,
+              [&] { experts_product(&p, &x, MATMUL_BACKWARD_INPUT, s.F, s.C, x.da, x.wide, x.fcproj); });
+        matmul_group_rows = usual;
+    }
+    matmul_close(&mm);
 }
 
 int main(int argc, char **argv) {
@@ -237,6 +290,7 @@ int main(int argc, char **argv) {
     }
     if (ladder.bench) {
         measure_limits();
+        bench_groups({4096, 128, 8, 2048, 768, 1, 0});
         bench_mixture("Qwen3-30B-A3B", {16384, 128, 8, 2048, 768, 1, 0});
         bench_mixture("Qwen3-30B-A3B", {4096, 128, 8, 2048, 768, 1, 0});
         bench_mixture("Mixtral", {16384, 8, 2, 4096, 14336, 1, 0});

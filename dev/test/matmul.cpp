@@ -96,55 +96,137 @@ static void check_product(int M, int N, int K, int batch, int blocks) {
           "%s form %d, %d of %d x %d x %d, %d columns, %d blocks: %zu elements differ, %zu stored",
           SYMMETRIC ? "symmetric" : "plain", (int)FORM, batch, M, N, K, COLUMNS, blocks, wrong, elements_stored);
 }
-// Of experts that have so many rows; those that fill up the last tile are zeros. a: rows, b: weights or rows.
-template <MatmulForm FORM, int COLUMNS>
-static void check_experts(const std::vector<int> &counts, int out, int in, int blocks) {
-    typedef HopperTile<MmaOnCpu, FORM, COLUMNS, 1, Plain, true> S;
-    const int E = (int)counts.size(), of_k = FORM == MATMUL_BACKWARD_WEIGHT;
-    std::vector<int> experts(1, 0), tiles;
-    for (int e = 0; e < E; e++) {
-        const int whole = counts[(size_t)e] < 1 ? 1 : (counts[(size_t)e] + EXPERT_ROWS - 1) / EXPERT_ROWS;
-        for (int i = 0; i < whole; i++) tiles.push_back(e);
-        experts.push_back(experts.back() + whole * EXPERT_ROWS);
+// Experts that have so many rows, and those of zeros that fill up the last tile of each; there is room for more.
+struct Mixture {
+    int E, used, rows;
+    std::vector<int> counts, experts, tiles;
+    Mixture(const std::vector<int> &counts_) : E((int)counts_.size()), counts(counts_), experts(1, 0) {
+        for (int e = 0; e < E; e++) {
+            const int whole = std::max(1, (counts[(size_t)e] + EXPERT_ROWS - 1) / EXPERT_ROWS);
+            for (int i = 0; i < whole; i++) tiles.push_back(e);
+            experts.push_back(experts.back() + whole * EXPERT_ROWS);
+        }
+        used = experts.back();
+        for (int e = 0; e < E; e++) experts.push_back(experts[(size_t)e] + counts[(size_t)e]);
+        rows = used + 2 * EXPERT_ROWS;
+        experts.insert(experts.end(), tiles.begin(), tiles.end());
     }
-    const int used = experts.back(), rows = used + 2 * EXPERT_ROWS;  // there is room for more
-    experts.insert(experts.end(), tiles.begin(), tiles.end());
-    const int K = of_k ? rows : FORM == MATMUL_FORWARD ? in : out, M = of_k ? out : rows;
+    std::vector<bf16> values(int width, uint64_t stream) const {
+        std::vector<bf16> x((size_t)(rows * width), bf16(0.0f));
+        for (int e = 0; e < E; e++)
+            for (size_t i = (size_t)(experts[(size_t)e] * width), n = (size_t)(counts[(size_t)e] * width); n-- > 0; i++)
+                x[i] = rand_normal(23, stream, i);
+        return x;
+    }
+    HopperWork work(int M, int N, int K, int tile_columns, int outs) const {
+        HopperWork w = {};
+        w.M = M;
+        w.N = N;
+        w.K = K;
+        w.schedule = matmul_schedule(M, N, 128, tile_columns, outs);
+        w.schedule.experts = experts.data();
+        w.schedule.num_experts = E;
+        return w;
+    }
+};
+static std::vector<bf16> random_values(size_t n, uint64_t stream) {
+    std::vector<bf16> x(n);
+    for (size_t i = 0; i < n; i++) x[i] = rand_normal(23, stream, i);
+    return x;
+}
+// a: rows, b: weights or rows. Add: to what is in out.
+template <MatmulForm FORM, int COLUMNS, typename Epilogue = Plain>
+static void check_experts(const std::vector<int> &counts, int out, int in, int blocks) {
+    typedef HopperTile<MmaOnCpu, FORM, COLUMNS, 1, Epilogue, true> S;
+    const Mixture m(counts);
+    const int of_k = FORM == MATMUL_BACKWARD_WEIGHT, adds = Epilogue::ADDS;
+    const int K = of_k ? m.rows : FORM == MATMUL_FORWARD ? in : out, M = of_k ? out : m.rows;
     const int N = FORM == MATMUL_FORWARD ? out : in;
-    std::vector<bf16> a((size_t)rows * (size_t)(FORM == MATMUL_FORWARD ? in : out), bf16(0.0f)),
-        b((size_t)(of_k ? rows : E * out) * (size_t)in), to((size_t)(of_k ? E * out : rows) * (size_t)N, bf16(NAN));
-    const size_t width = a.size() / (size_t)rows;
-    for (int e = 0; e < E; e++)
-        for (size_t i = (size_t)experts[(size_t)e] * width, n = (size_t)counts[(size_t)e] * width; n-- > 0; i++)
-            a[i] = rand_normal(23, 0, i);
-    for (size_t i = 0; i < b.size(); i++) b[i] = rand_normal(23, 1, i);
+    std::vector<bf16> a = m.values(FORM == MATMUL_FORWARD ? in : out, 0),
+                      b = random_values((size_t)(of_k ? m.rows : m.E * out) * (size_t)in, 1),
+                      to((size_t)(of_k ? m.E * out : m.rows) * (size_t)N, bf16(adds ? 3.0f : NAN));
     const CUtensorMap a_map = {a.data(), 1, S::MN_A ? K : M, 1, S::MN_A ? M : K},
-                      b_map = {b.data(), of_k ? 1 : E, S::MN_B ? K : N, 1, S::MN_B ? N : K},
-                      out_map = {to.data(), of_k ? E : 1, M, 1, N};
-    HopperWork w = {};
-    w.M = M;
-    w.N = N;
-    w.K = K;
-    w.schedule = matmul_schedule(M, N, S::ROWS, S::OUT_COLUMNS, of_k ? E : 1);
-    w.schedule.experts = experts.data();
-    w.schedule.num_experts = E;
+                      b_map = {b.data(), of_k ? 1 : m.E, S::MN_B ? K : N, 1, S::MN_B ? N : K},
+                      out_map = {to.data(), of_k ? m.E : 1, M, 1, N};
+    const HopperWork w = m.work(M, N, K, S::OUT_COLUMNS, of_k ? m.E : 1);
     gridDim.x = blocks;
     launch_on_cpu(blocks, S::THREADS, S::BYTES, false, [&] { matmul_kernel<S>(a_map, b_map, out_map, out_map, w); });
     size_t wrong = 0;
-    for (size_t i = 0; i < (of_k ? to.size() : (size_t)used * (size_t)N); i++) {
+    for (size_t i = 0; i < (of_k ? to.size() : (size_t)m.used * (size_t)N); i++) {
         const size_t r = i / (size_t)N, c = i % (size_t)N;
-        const size_t e = of_k ? r / (size_t)out : (size_t)tiles[r / EXPERT_ROWS];
+        const size_t e = of_k ? r / (size_t)out : (size_t)m.tiles[r / EXPERT_ROWS];
         float sum = 0;
-        for (size_t k = of_k ? (size_t)experts[e] : 0; k < (of_k ? (size_t)experts[e + 1] : (size_t)K); k++)
+        for (size_t k = of_k ? (size_t)m.experts[e] : 0; k < (of_k ? (size_t)m.experts[e + 1] : (size_t)K); k++)
             sum +=
                 a[of_k ? k * (size_t)out + r % (size_t)out : r * (size_t)K + k] *
                 (float)
                     b[(of_k ? 0 : e * (size_t)out * (size_t)in) + (S::MN_B ? k * (size_t)in + c : c * (size_t)K + k)];
-        wrong += to[i].bits != bf16(sum).bits;
+        wrong += to[i].bits != bf16(adds ? sum + 3 : sum).bits;
     }
-    for (size_t i = (size_t)used * (size_t)N; i < to.size() && !of_k; i++) wrong += to[i].bits != bf16(NAN).bits;
-    check(!wrong, "experts, form %d, %d of %d x %d, %d columns, %d blocks: %zu elements differ", (int)FORM, E, out, in,
-          COLUMNS, blocks, wrong);
+    for (size_t i = (size_t)m.used * (size_t)N; i < to.size() && !of_k; i++) wrong += to[i].bits != bf16(NAN).bits;
+    check(!wrong, "experts, form %d%s, %d of %d x %d, %d columns, %d blocks: %zu elements differ", (int)FORM,
+          adds ? " added" : "", m.E, out, in, COLUMNS, blocks, wrong);
+}
+// An activation in the products of experts: forward keeps its input, whose gradient takes its place, beside the
+// activation again and each row's products with the gradient.
+struct Gated {
+    static constexpr int INPUTS = 2;
+    static float apply(float (&slopes)[2], const float (&inputs)[2]) {
+        slopes[0] = inputs[1];
+        slopes[1] = inputs[0] + 1;
+        return (inputs[0] + 1) * inputs[1];
+    }
+};
+static void check_experts_activation(const std::vector<int> &counts, int F, int C, int blocks) {
+    typedef HopperTile<MmaOnCpu, MATMUL_FORWARD, 256, 1, Activate<Gated, true>, true> Forward;
+    typedef HopperTile<MmaOnCpu, MATMUL_BACKWARD_INPUT, 256, 1, ActivationGradient<Gated, true, true>, true> Backward;
+    const Mixture m(counts);
+    const size_t f = (size_t)F, c = (size_t)C;
+    std::vector<bf16> h = m.values(C, 0), fc = random_values((size_t)m.E * 2 * f * c, 1), dout = m.values(C, 2),
+                      fcproj = random_values((size_t)m.E * c * f, 3);
+    std::vector<bf16> a((size_t)m.rows * f, bf16(NAN)), inputs((size_t)m.rows * 2 * f, bf16(NAN)), again = a, df;
+    std::vector<float> dots((size_t)((F + 255) / 256 * m.rows), NAN);
+    const CUtensorMap h_map = {h.data(), 1, m.rows, 1, C}, fc_map = {fc.data(), m.E, 2 * F, 1, C},
+                      a_map = {a.data(), 1, m.rows, 1, F}, f_map = {inputs.data(), 1, m.rows, 1, 2 * F},
+                      dout_map = {dout.data(), 1, m.rows, 1, C}, fcproj_map = {fcproj.data(), m.E, C, 1, F},
+                      again_map = {again.data(), 1, m.rows, 1, F};
+    gridDim.x = blocks;
+    const HopperWork forward = m.work(m.rows, F, C, Forward::OUT_COLUMNS, 1);
+    launch_on_cpu(blocks, Forward::THREADS, Forward::BYTES, false,
+                  [&] { matmul_kernel<Forward>(h_map, fc_map, a_map, f_map, forward); });
+    const std::vector<bf16> kept = inputs;
+    HopperWork backward = m.work(m.rows, F, C, Backward::OUT_COLUMNS, 1);
+    backward.dots = dots.data();
+    launch_on_cpu(blocks, Backward::THREADS, Backward::BYTES, false,
+                  [&] { matmul_kernel<Backward>(dout_map, fcproj_map, again_map, f_map, backward); });
+    size_t wrong = 0, wrong_dots = 0;
+    for (size_t r = 0; r < (size_t)m.used; r++) {
+        const size_t e = (size_t)m.tiles[r / EXPERT_ROWS];
+        std::vector<float> parts(4 * dots.size() / (size_t)m.rows, 0);  // of the threads that have a row
+        for (size_t i = 0; i < f; i++) {
+            float gate = 0, up = 0, d = 0, slopes[2];
+            for (size_t k = 0; k < c; k++) {
+                gate += h[r * c + k] * (float)fc[(e * 2 * f + i) * c + k];
+                up += h[r * c + k] * (float)fc[(e * 2 * f + f + i) * c + k];
+                d += dout[r * c + k] * (float)fcproj[(e * c + k) * f + i];
+            }
+            const bf16 y = Gated::apply(slopes, {bf16(gate), bf16(up)}), rounded = d;
+            const size_t at = r * 2 * f + i;
+            wrong += a[r * f + i].bits != y.bits || again[r * f + i].bits != y.bits ||
+                     kept[at].bits != bf16(gate).bits || kept[at + f].bits != bf16(up).bits ||
+                     inputs[at].bits != bf16(rounded * (float)bf16(slopes[0])).bits ||
+                     inputs[at + f].bits != bf16(rounded * (float)bf16(slopes[1])).bits;
+            float &part = parts[i / 256 * 4 + i % 8 / 2];
+            part = fmaf(rounded, y, part);
+        }
+        for (size_t i = 0; i < parts.size() / 4; i++) {
+            const float *q = &parts[4 * i];
+            wrong_dots += dots[i * (size_t)m.rows + r] != (q[0] + q[1]) + (q[2] + q[3]);
+        }
+    }
+    for (size_t i = (size_t)m.used * 2 * f; i < inputs.size(); i++) wrong += inputs[i].bits != bf16(NAN).bits;
+    check(!wrong && !wrong_dots, "experts' activation, %d of %d x %d, %d blocks: %zu elements, %zu sums differ", m.E, F,
+          C, blocks, wrong, wrong_dots);
 }
 template <int COLUMNS> static void check_symmetric(int n, int K, int batch, int blocks) {
     check_product<MATMUL_FORWARD, COLUMNS, Symmetric>(n, n, K, batch, blocks);
@@ -166,6 +248,12 @@ int main(void) {
     check_experts<MATMUL_BACKWARD_INPUT, 256>({1, 260, 0}, 72, 328, 3);
     check_experts<MATMUL_BACKWARD_WEIGHT, 256>({0, 200, 3}, 136, 264, 2);
     check_experts<MATMUL_BACKWARD_WEIGHT, 256>({700}, 72, 24, 1);
+    matmul_group_rows = 256;  // an expert has several groups, the last with one tile
+    check_experts<MATMUL_FORWARD, 256>({10, 350, 700}, 520, 24, 3);
+    check_experts<MATMUL_BACKWARD_WEIGHT, 192, Add>({0, 200, 3}, 136, 264, 2);
+    check_experts<MATMUL_BACKWARD_WEIGHT, 192, Add>({700, 1}, 72, 24, 1);
+    check_experts_activation({130, 0, 5}, 320, 72, 2);
+    check_experts_activation({3, 128}, 64, 2120, 1);
     printf("matmul on wgmma: %d passed, %d failed\n", checks_passed, checks_failed);
     return checks_failed ? EXIT_FAILURE : EXIT_SUCCESS;
 }

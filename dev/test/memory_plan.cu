@@ -27,12 +27,17 @@ int matmul_rows_fits(const RowsProduct *) { return 0; }
 // The tables of our matmuls are not linked: here every activation can be part of a matmul.
 const HopperVariant *hopper_forward(int *count) {
     static const HopperVariant variants[] = {
-        {MATMUL_FLOATX, MATMUL_FORWARD, EPILOGUE_ACTIVATION, MLP_GELU, 256, 1, NULL},
-        {MATMUL_FLOATX, MATMUL_FORWARD, EPILOGUE_ACTIVATION, MLP_SWIGLU, 256, 1, NULL},
-        {MATMUL_FLOATX, MATMUL_FORWARD, EPILOGUE_ACTIVATION, MLP_RELU2, 256, 1, NULL},
-        {MATMUL_FLOATX, MATMUL_FORWARD, EPILOGUE_ROPE, MLP_GELU, 256, 1, NULL},
+        {MATMUL_FLOATX, MATMUL_FORWARD, EPILOGUE_ACTIVATION_KEEPS_INPUT, MLP_GELU, 256, 1, NULL, 0},
+        {MATMUL_FLOATX, MATMUL_FORWARD, EPILOGUE_ACTIVATION_KEEPS_INPUT, MLP_SWIGLU, 256, 1, NULL, 0},
+        {MATMUL_FLOATX, MATMUL_FORWARD, EPILOGUE_ACTIVATION_KEEPS_INPUT, MLP_SWIGLU, 256, 1, NULL, 1},
+        {MATMUL_FLOATX, MATMUL_FORWARD, EPILOGUE_ACTIVATION_KEEPS_INPUT, MLP_RELU2, 256, 1, NULL, 0},
+        {MATMUL_FLOATX, MATMUL_BACKWARD_INPUT, EPILOGUE_GRADIENT_FROM_INPUT, MLP_GELU, 256, 1, NULL, 0},
+        {MATMUL_FLOATX, MATMUL_BACKWARD_INPUT, EPILOGUE_GRADIENT_FROM_INPUT, MLP_SWIGLU, 256, 1, NULL, 0},
+        {MATMUL_FLOATX, MATMUL_BACKWARD_INPUT, EPILOGUE_GRADIENT_FROM_INPUT, MLP_SWIGLU, 256, 1, NULL, 1},
+        {MATMUL_FLOATX, MATMUL_BACKWARD_INPUT, EPILOGUE_GRADIENT_FROM_INPUT, MLP_RELU2, 256, 1, NULL, 0},
+        {MATMUL_FLOATX, MATMUL_FORWARD, EPILOGUE_ROPE, MLP_GELU, 256, 1, NULL, 0},
     };
-    *count = sizeof variants / sizeof *variants;
+    *count = sizeof(floatX) == 2 ? COUNT_OF(variants) : 0;
     return variants;
 }
 const HopperVariant *hopper_backward(int *count) {
@@ -105,6 +110,11 @@ static size_t mlp_rows(size_t N) {
     const size_t all = N * (size_t)config.active_experts + 128 * (size_t)config.num_experts;
     return config.num_experts ? (all + 127) / 128 * 128 : N;
 }
+// Whether backward makes the activation again: as asked, and of experts.
+static int again_of(const Plan *p) {
+    const long long level = p->options.recompute;
+    return level == 1 || level == 2 || config.num_experts > 0;
+}
 // Then a block keeps h1, h2 and a in fp8.
 static int keeps_fp8_inputs(const Options *o) {
     return !strcmp(o->matmul_dtype, "fp8") && mesh.tp.world == 1 && o->recompute != 2;
@@ -117,7 +127,7 @@ static void check_layout(Planned *run) {
     Buffers *m = &run->b;
     const size_t N = p->N, rows = N / (size_t)mesh.tp.world, F = (size_t)c->ffn_dim, C = (size_t)c->channels;
     const Region r = region_of(p);
-    const int again = o->recompute == 1 || o->recompute == 2, whole = whole_of(o), inside = c->num_layers - whole;
+    const int again = again_of(p), whole = whole_of(o), inside = c->num_layers - whole;
     const int da_apart = c->mlp == MLP_SWIGLU && p->activation_fused < 2, in_fp8 = keeps_fp8_inputs(o);
     const size_t of_mlp = mlp_rows(N);
     buffers_place(p, m);
@@ -154,9 +164,8 @@ static void check_layout(Planned *run) {
         const ExpertRows *x = &y->experts;
         const size_t E = (size_t)c->num_experts, words = saved_routing_size(p);
         const int *first = m->saved_routing + (l ? (size_t)(l - whole) : 0) * words;
-        fault_unless(!E || ((int *)x->probs == first && x->counts + E == first + words && (size_t)x->R == of_mlp &&
-                            (int *)x->shares == first + N * E && x->counts == x->groups + E + 1 + of_mlp / 128 &&
-                            x->groups == x->entries + of_mlp),
+        fault_unless(!E || ((int *)x->probs == first && (int *)x->shares == first + N * E && (size_t)x->R == of_mlp &&
+                            x->groups + 2 * E + 1 + of_mlp / 128 == first + words),
                      o, "a mixture's routing");
         used_once = 0;
         for (const Part &p : norms)
@@ -193,8 +202,8 @@ static int leaving(const Plan *p) {
     return strstr(p->options.offload, "activations") && p->config.num_layers > 2 ? p->config.num_layers - 2 : 0;
 }
 // Copies of weights, of all blocks or of one, and scratch for the operands of one product. With ZeRO 3 two blocks'
-// weights as they lie, instead of those in floatX, and one block's transposed.
-static double fp8_sizes(const Plan *p, int stage, double block) {
+// weights as they lie, instead of those in floatX, and one block's transposed. *in_region: what blocks alone have.
+static double fp8_sizes(const Plan *p, int stage, double block, double *in_region) {
     const Options *o = &p->options;
     const Config *c = &p->local;
     const int blocks = strcmp(o->matmul_dtype, "native") != 0, head = !strcmp(o->head_dtype, "fp8");
@@ -206,8 +215,9 @@ static double fp8_sizes(const Plan *p, int stage, double block) {
                  weights = blocks * copies * block + head * C * V;
     const double inputs = fmax(N * fmax(fmax(C, H), c->ffn_dim), part * C),
                  gradients = N * fmax(fmax(qkv_width(c), fc_width(c)), C);
-    return weights + fmax(inputs, gradients) + !strcmp(o->matmul_dtype, "fp8") * (inputs + gradients) +
-           4 * (blocks || head) * (double)p->N;
+    const double operands = fmax(inputs, gradients) + !strcmp(o->matmul_dtype, "fp8") * (inputs + gradients);
+    *in_region = head ? 0 : operands + (stage < 3 && !o->fp8_copies ? weights : 0);
+    return weights + operands - *in_region + 4 * (blocks || head) * (double)p->N;
 }
 // All bytes but tables, sums in parts, vectors and messages, which are small.
 static double sum_of_sizes(const Planned *r) {
@@ -217,16 +227,12 @@ static double sum_of_sizes(const Planned *r) {
     const double b = sizeof(floatX), N = (double)p->N, tp = mesh.tp.world, L = c->num_layers, C = c->channels,
                  F = c->ffn_dim;
     const double W = qkv_width(c), before = fc_width(c), heads = c->num_heads, H = heads * c->head_dim,
-                 inside = L - whole_of(o), again = o->recompute == 1 || o->recompute == 2 ? F : 0,
-                 M = (double)mlp_rows(p->N), E = config.num_experts, K = config.active_experts;
-    const int da_apart =
-        c->mlp == MLP_SWIGLU &&
-        (E > 0 || o->gelu_fusion >= 0 ? o->gelu_fusion < 2 : N < MATMUL_FUSION_ROWS || b == 4 || c->ffn_dim % 64);
-    // df takes f's place
-    const int in_place =
-        again && E == 0 &&
-        (o->gelu_fusion >= 0 ? o->gelu_fusion == 2
-                             : N >= MATMUL_FUSION_ROWS && b == 2 && c->ffn_dim % (c->mlp == MLP_SWIGLU ? 64 : 8) == 0);
+                 inside = L - whole_of(o), again = again_of(p) * F, M = (double)mlp_rows(p->N), E = config.num_experts,
+                 K = config.active_experts;
+    const int can = b == 2 && c->ffn_dim % (c->mlp == MLP_SWIGLU ? 64 : 8) == 0;
+    const int fused = o->gelu_fusion >= 0 ? (int)o->gelu_fusion : can && (E > 0 || N >= MATMUL_FUSION_ROWS) ? 2 : 0;
+    const int da_apart = c->mlp == MLP_SWIGLU && fused < 2;
+    const int in_place = E > 0 || (again > 0 && fused == 2);  // df takes f's place
     const int stage = mesh.dp.world > 1 ? (int)o->zero_stage : 0;
     const double total = (double)r->table.total, block = (double)param_unit(&r->table, 1).count,
                  share = 1.0 / mesh.dp.world, states = total * (stage ? share : 1),
@@ -239,12 +245,14 @@ static double sum_of_sizes(const Planned *r) {
              b * N * fmax(C, H) + (c->embedding_norm ? b * N * C / tp : 0) +
              inside * (b * N * (W + H) + b * M * (before + (in_fp8 ? 0 : a_kept)) + 4 * N * (heads + 4 / tp)) +
              8 * N / tp;
+    double in_region;
+    bytes += fp8_sizes(p, stage, block, &in_region);
     bytes += fmax(b * (double)head_rows(o, p->B, p->T) * c->padded_vocab_size,
-                  fmax(b * M * ((in_place ? 0 : before) + da_apart * F + again), N * (b * W + 4 * heads)));
-    if (E > 0) bytes += b * (M * C + N * E) + 4 * N * K + inside * 4 * (N * (E + 3 * K) + M * (1 + 1 / 128.0) + 2 * E);
+                  fmax(b * M * ((in_place ? 0 : before) + da_apart * F + again), N * (b * W + 4 * heads)) + in_region);
+    if (E > 0) bytes += b * (M * C + N * E) + 4 * ceil(F / 256) * M + inside * 4 * (N * (E + 3 * K) + M / 128 + 2 * E);
     if (tp > 1) bytes += b * N * C * (o->tp_overlap ? 7 : 1);
     if (mesh.dp.world > 1) bytes += 4 * (double)zero_largest_unit(&r->table);
-    return bytes + fp8_sizes(p, stage, block) + MATMUL_WORKSPACE_BYTES + (tp > 1 ? 12 : 20) * N;
+    return bytes + MATMUL_WORKSPACE_BYTES + (tp > 1 ? 12 : 20) * N;
 }
 static void check_sum(const Planned *r) {
     const Plan *p = &r->plan;
@@ -823,11 +831,10 @@ static void check_model(const char *name, int tp, int dp) {
         const char *const dtypes[] = {"native", "fp8", "fp8-dw-bf16"};
         const int fp8 = sizeof(floatX) == 2 && o.seq_len % 16 == 0 && config.ffn_dim / tp % 16 == 0 && !mixes;
         o.sample_every = 0;
-        if (mixes && o.gelu_fusion > 0) continue;
         o.matmul_dtype = dtypes[fp8 * (way / 3 % 3)];
         o.head_dtype = fp8 && way / 5 % 2 ? "fp8" : "native";
         o.fp8_copies = way / 9 % 3 - 1;
-        if (o.gelu_fusion > 0 && !matmul_can_fuse(config.mlp, config.ffn_dim / tp)) continue;
+        if (o.gelu_fusion > 0 && !matmul_can_fuse(config.mlp, config.ffn_dim / tp, config.num_experts)) continue;
         static Planned m;
         begin(&m, &o);
         check_layout(&m);

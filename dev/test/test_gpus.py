@@ -740,6 +740,7 @@ def test_what_saves_time_or_memory_changes_no_bit_of_mixtures(train, tmp_path, k
     more = ["-e", MIXTURES[kind], "-n", "12"]
     ways = [[], ["--debug", "cuda-graphs=0"], *([["-r", str(level)] for level in (1, 2, 3)])]
     ways += [["-r", "2", "--debug", "recompute-blocks=1"], ["--offload", "states"]]
+    ways += [["--debug", "gelu-fusion=0"]]
     for i, way in enumerate(ways):
         succeeds(train(0, f"{i}", *more, *way), 300)
         assert curve(tmp_path / f"{i}") == curve(tmp_path / "0"), way

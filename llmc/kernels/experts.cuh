@@ -3,7 +3,7 @@
 // rows begin at a multiple of EXPERT_ROWS; rows behind its last are zeros.
 //
 //   forward    route: logits (N,E) -> experts, shares, rows      gather: rows (R,C) of h      sum: of a token's rows
-//   backward   gather: rows of dout, times their shares          activation: its gradient, and that of the shares
+//   backward   gather: rows of dout, times their shares          activation: its gradient, and dots for the shares'
 //              route_backward: gradient of the logits            sum: of a token's rows
 //
 // Rows are sorted by counting, in chunks of tokens: within an expert they keep the order of the tokens, and every sum
@@ -24,9 +24,7 @@ typedef struct {
     float *shares;  // (N,K), falling
     int *experts;   // (N,K); of equally probable ones the first
     int *rows;      // (N,K) the rows of a token
-    int *entries;   // (R) a row's place in the three above, n * K + k; -1: zeros
-    int *groups;    // MatmulSchedule.experts: (E+1), (R/EXPERT_ROWS)
-    int *counts;    // (E) rows of an expert that are a token's
+    int *groups;    // MatmulSchedule.experts: (E+1), (E), (R/EXPERT_ROWS)
 } ExpertRows;
 // What a step's report says, added to: rows of each expert (E) of a block, and its balance (route_balance_cpu).
 typedef struct { float *rows, *balance; } ExpertLoad;
@@ -34,15 +32,15 @@ typedef struct { float *rows, *balance; } ExpertLoad;
 static size_t experts_room(size_t N, int E, int K) {
     return round_up(N * (size_t)K + (size_t)E * EXPERT_ROWS, EXPERT_ROWS);
 }
+static size_t experts_groups(size_t R, int E) { return 2 * (size_t)E + 1 + R / EXPERT_ROWS; }
+static int expert_parts(int F) { return (F + EXPERT_PART - 1) / EXPERT_PART; }
 static size_t experts_chunks(size_t N) { return ceil_div(N, CHUNK_TOKENS); }
-// Of each chunk and expert: rows, then where they begin; and the sum of probabilities.
+// Of each chunk and expert: rows, then how many are in chunks before it; and the sum of probabilities.
 typedef struct {
-    int *rows;
-    float *probs;
-} ExpertChunks;
-static size_t experts_scratch_bytes(size_t N, int E) {
-    return experts_chunks(N) * (size_t)E * (sizeof(int) + sizeof(float));
-}
+    int rows;
+    float probs;
+} ExpertChunk;
+static size_t experts_scratch_bytes(size_t N, int E) { return experts_chunks(N) * (size_t)E * sizeof(ExpertChunk); }
 
 // ---- route
 
@@ -66,31 +64,19 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
     float share = 0, shares = 0;
     int expert = 0;
     for (int k = 0; k < r.K; k++) {
-        float best = -1;
-        int at = r.E;
+        unsigned long long best = 0;  // probability, then how early the expert is; NaN, without its sign, is above all
         for (int e = lane; e < r.E; e += WARP)
-            if (p[e] > best) {
-                best = p[e];
-                at = e;
-            }
-        for (int mask = WARP / 2; mask > 0; mask /= 2) {
-            const float other = __shfl_xor_sync(0xffffffffu, best, mask);
-            const int other_at = __shfl_xor_sync(0xffffffffu, at, mask);
-            if (other > best || (other == best && other_at < at)) {
-                best = other;
-                at = other_at;
-            }
-        }
-        if (at == r.E) {  // the logits are not finite
-            at = k;
-            best = sum;
-        }
-        if (at % WARP == lane) p[at] = -2;
+            if (!(p[e] < 0))
+                best = max(best, (__float_as_uint(p[e]) & 0x7fffffffull) << 32 | (0xffffffffu - (unsigned)e));
+        for (int mask = WARP / 2; mask > 0; mask /= 2) best = max(best, __shfl_xor_sync(0xffffffffu, best, mask));
+        const int at = (int)(0xffffffffu - (unsigned)best);
+        const float chosen = __uint_as_float((unsigned)(best >> 32));
+        if (at % WARP == lane) p[at] = -1;
         if (lane == k) {
-            share = best;
+            share = chosen;
             expert = at;
         }
-        shares += best;
+        shares += chosen;
     }
     if (lane >= r.K) return;
     r.shares[(size_t)n * r.K + lane] = renormalise ? share / shares : share;
@@ -107,109 +93,110 @@ __device__ inline int experts_rank(int *counts, int expert) {
     __syncwarp();
     return first + before;
 }
-// A warp has a chunk. PLACES: gives each row its place, from where the expert's rows of this chunk begin on; else
-// counts rows and sums probabilities.
+// A warp has a chunk. PLACES: gives each row its place, from where the expert's rows of this chunk begin; else counts
+// rows and sums probabilities.
 template <bool PLACES>
-__global__ void __launch_bounds__(CHUNK_WARPS *WARP) experts_chunk_kernel(const ExpertRows r, const ExpertChunks c) {
+__global__ void __launch_bounds__(CHUNK_WARPS *WARP) experts_chunk_kernel(const ExpertRows r, ExpertChunk *chunks) {
     extern __shared__ int4 experts_shared[];  // (CHUNK_WARPS,E+1) ints
     const int lane = threadIdx.x % WARP, chunk = blockIdx.x * CHUNK_WARPS + threadIdx.x / WARP;
     int *counts = (int *)experts_shared + threadIdx.x / WARP * (r.E + 1);
     const int first = chunk * CHUNK_TOKENS, end = min(first + CHUNK_TOKENS, r.N);
+    ExpertChunk *const here = chunks + (size_t)chunk * r.E;
     if (first >= r.N) return;
-    for (int e = lane; e <= r.E; e += WARP) counts[e] = PLACES && e < r.E ? c.rows[(size_t)chunk * r.E + e] : 0;
+    for (int e = lane; e <= r.E; e += WARP) counts[e] = PLACES && e < r.E ? r.groups[e] + here[e].rows : 0;
     __syncwarp();
     for (int i = first * r.K; i < end * r.K; i += WARP) {
         const bool mine = i + lane < end * r.K;
         const int row = experts_rank(counts, mine ? r.experts[i + lane] : r.E);
-        if (!PLACES || !mine) continue;
-        r.rows[i + lane] = row;
-        r.entries[row] = i + lane;
+        if (PLACES && mine) r.rows[i + lane] = row;
     }
     for (int e = lane; !PLACES && e < r.E; e += WARP) {
         float sum = 0;
+        #pragma unroll 16
         for (int n = first; n < end; n++) sum += r.probs[(size_t)n * r.E + e];
-        c.rows[(size_t)chunk * r.E + e] = counts[e];
-        c.probs[(size_t)chunk * r.E + e] = sum;
+        here[e] = {counts[e], sum};
     }
 }
-// One block, a thread for each expert: where its rows begin, and those of each chunk.
+// One block, a thread for each expert: where its rows begin, and how many are before each chunk.
 __global__ void __launch_bounds__(1024)
-    experts_groups_kernel(const ExpertRows r, const ExpertChunks c, ExpertLoad load) {
+    experts_groups_kernel(const ExpertRows r, ExpertChunk *chunks, ExpertLoad load) {
     __shared__ int begins[1024];
-    __shared__ float parts[1024];
-    const int e = threadIdx.x, chunks = (r.N + CHUNK_TOKENS - 1) / CHUNK_TOKENS;
+    __shared__ float warps[WARP];
+    constexpr int AHEAD = 8;  // loads that are under way together
+    const int e = threadIdx.x, num_chunks = (r.N + CHUNK_TOKENS - 1) / CHUNK_TOKENS;
     const bool mine = e < r.E;
     int count = 0;
     float probs = 0;
-    for (int i = 0; i < chunks && mine; i++) {
-        count += c.rows[(size_t)i * r.E + e];
-        probs += c.probs[(size_t)i * r.E + e];
+    for (int first = 0; first < num_chunks && mine; first += AHEAD) {
+        ExpertChunk c[AHEAD];
+        #pragma unroll
+        for (int i = 0; i < AHEAD; i++) c[i] = chunks[(size_t)min(first + i, num_chunks - 1) * r.E + e];
+        for (int i = 0; i < AHEAD && first + i < num_chunks; i++) {
+            chunks[(size_t)(first + i) * r.E + e].rows = count;
+            count += c[i].rows;
+            probs += c[i].probs;
+        }
     }
     const int room = mine ? (max(count, 1) + EXPERT_ROWS - 1) / EXPERT_ROWS * EXPERT_ROWS : 0;
     begins[e] = room;
-    parts[e] = (float)count * probs;
-    __syncthreads();
+    const float balance = block_reduce<Sum>((float)count * probs, warps);
     for (int by = 1; by < 1024; by *= 2) {  // sums of all up to this one
         const int before = e >= by ? begins[e - by] : 0;
-        const float part = e >= by ? parts[e - by] : 0;
         __syncthreads();
         begins[e] += before;
-        parts[e] += part;
         __syncthreads();
     }
     if (!mine) return;
     const int begin = begins[e] - room;
     r.groups[e] = begin;
-    r.counts[e] = count;
+    r.groups[r.E + 1 + e] = begin + count;
     if (e == r.E - 1) r.groups[r.E] = begins[e];
-    for (int i = 0; i < room / EXPERT_ROWS; i++) r.groups[r.E + 1 + begin / EXPERT_ROWS + i] = e;
-    for (int i = count; i < room; i++) r.entries[begin + i] = -1;
-    for (int i = 0, at = begin; i < chunks; i++) {
-        int *rows = &c.rows[(size_t)i * r.E + e];
-        const int here = *rows;
-        *rows = at;
-        at += here;
-    }
+    for (int i = 0; i < room / EXPERT_ROWS; i++) r.groups[2 * r.E + 1 + begin / EXPERT_ROWS + i] = e;
     if (!load.rows) return;
     load.rows[e] += (float)count;
-    if (e == r.E - 1) *load.balance += parts[e] * r.E / ((float)r.N * r.N);
+    if (e == r.E - 1) *load.balance += balance * r.E / ((float)r.N * r.N);
 }
 
 // ---- rows
 
-// out (R,C): each row is that of its token in inp (N,C), times its share if SHARED.
-template <bool SHARED>
+// out (R,C): each row is that of its token in inp (N,C), times its share if `shared`. A warp has a token, which is so
+// read once, or one of the EXPERT_ROWS rows behind an expert's last: zeros.
 __global__ void __launch_bounds__(EXPERTS_THREADS)
-    gather_rows_kernel(floatX *out, const floatX *inp, const ExpertRows r, int C) {
-    const int lane = threadIdx.x % WARP, row = blockIdx.x * EXPERTS_WARPS + threadIdx.x / WARP;
-    if (row >= r.groups[r.E]) return;
-    const int entry = r.entries[row];
-    const float share = SHARED && entry >= 0 ? r.shares[entry] : 1;
-    for (int at = lane * VecX::size; at < C; at += WARP * VecX::size) {
-        VecX x;
-        if (entry >= 0) x = vec_load(inp + (size_t)(entry / r.K) * C + at);
-        #pragma unroll
-        for (int i = 0; i < VecX::size; i++)
-            x.v[i] = entry < 0 ? (floatX)0.0f : SHARED ? (floatX)(share * (float)x.v[i]) : x.v[i];
-        vec_store(out + (size_t)row * C + at, x);
+    gather_rows_kernel(floatX *out, const floatX *inp, const ExpertRows r, int shared, int C) {
+    const int n = blockIdx.x * EXPERTS_WARPS + threadIdx.x / WARP, expert = (n - r.N) / EXPERT_ROWS;
+    const bool of_token = n < r.N;
+    if (!of_token && expert >= r.E) return;
+    const int behind = of_token ? 0 : r.groups[r.E + 1 + expert] + (n - r.N) % EXPERT_ROWS;
+    if (!of_token && behind >= r.groups[expert + 1]) return;
+    for (int at = threadIdx.x % WARP * VecX::size; at < C; at += WARP * VecX::size) {
+        VecX x = {};
+        if (!of_token) vec_store(out + (size_t)behind * C + at, x);
+        if (of_token) x = vec_load(inp + (size_t)n * C + at);
+        for (size_t entry = (size_t)n * r.K; of_token && entry < (size_t)(n + 1) * r.K; entry++) {
+            const float share = shared ? r.shares[entry] : 1;
+            VecX y;
+            #pragma unroll
+            for (int i = 0; i < VecX::size; i++) y.v[i] = (floatX)(share * (float)x.v[i]);
+            vec_store(out + (size_t)r.rows[entry] * C + at, y);
+        }
     }
 }
-// out (N,C) = [x +] sum over a token's rows (R,C), times their shares if SHARED, in the order of its experts.
-template <bool SHARED>
+// out (N,C) = [x +] sum over a token's rows (R,C), times their shares if `shared`, in the order of its experts.
 __global__ void __launch_bounds__(EXPERTS_THREADS)
-    sum_rows_kernel(floatX *out, const floatX *x /*NULL: none*/, const floatX *rows, const ExpertRows r, int C) {
+    sum_rows_kernel(floatX *out, const floatX *x /*NULL: none*/, const floatX *rows, const ExpertRows r, int shared,
+                    int C) {
     const size_t i = (size_t)blockIdx.x * EXPERTS_THREADS + threadIdx.x, vectors = (size_t)C / VecX::size;
     const size_t n = i / vectors, at = i % vectors * VecX::size;
     kernels_behind_begin();
     kernels_before_wait();
     if (n >= (size_t)r.N) return;
     float sum[VecX::size];
-    VecX v;
+    VecX v = {};
     if (x) v = vec_load(x + n * C + at);
     #pragma unroll
-    for (int j = 0; j < VecX::size; j++) sum[j] = x ? (float)v.v[j] : 0;
+    for (int j = 0; j < VecX::size; j++) sum[j] = (float)v.v[j];
     for (int k = 0; k < r.K; k++) {
-        const float share = SHARED ? r.shares[n * r.K + k] : 1;
+        const float share = shared ? r.shares[n * r.K + k] : 1;
         v = vec_load(rows + (size_t)r.rows[n * r.K + k] * C + at);
         #pragma unroll
         for (int j = 0; j < VecX::size; j++) sum[j] += share * (float)v.v[j];
@@ -221,48 +208,55 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
 
 // ---- backward
 
-// df (R,INPUTS*F) = da (R,F) times the slopes of each input; dshares (N,K) = da a / share: da has the share in it.
-template <int INPUTS>
+// f (R,INPUTS F): the activation's inputs become their gradients, from da (R,F). a (R,F): the activation again. dots
+// (parts,R): sums of da a over EXPERT_PART columns. Four threads have a row, and all digits are those of
+// ActivationGradient (matmul_epilogue.cuh), so are the orders of sums.
+template <typename Act>
 __global__ void __launch_bounds__(EXPERTS_THREADS)
-    experts_activation_kernel(floatX *df, float *dshares, const floatX *da, const floatX *a, const floatX *slopes,
-                              const ExpertRows r, int F) {
-    const int lane = threadIdx.x % WARP, row = blockIdx.x * EXPERTS_WARPS + threadIdx.x / WARP;
-    if (row >= r.groups[r.E]) return;
-    float dot = 0;
-    for (int at = lane * VecX::size; at < F; at += WARP * VecX::size) {
-        const VecX d = vec_load(da + (size_t)row * F + at), y = vec_load(a + (size_t)row * F + at);
-        #pragma unroll
-        for (int i = 0; i < VecX::size; i++) dot += (float)d[i] * (float)y[i];
-        #pragma unroll
-        for (int input = 0; input < INPUTS; input++) {
-            const size_t place = ((size_t)row * INPUTS + input) * F + at;
-            VecX x = vec_load(slopes + place);
-            #pragma unroll
-            for (int i = 0; i < VecX::size; i++) x.v[i] = (floatX)((float)d[i] * (float)x[i]);
-            vec_store(df + place, x);
-        }
+    experts_activation_kernel(floatX *f, floatX *a, float *dots, const floatX *da, const ExpertRows r, int F) {
+    constexpr int INPUTS = Act::INPUTS;
+    const size_t row = ((size_t)blockIdx.x * EXPERTS_THREADS + threadIdx.x) / 4;
+    const int begin = threadIdx.x % 4 * 2;
+    if (row >= (size_t)r.groups[r.E]) return;
+    for (int part = 0; part * EXPERT_PART < F; part++) {
+        float dot = 0;
+        for (int at = part * EXPERT_PART + begin; at < min((part + 1) * EXPERT_PART, F); at += 8)
+            for (int c = at; c < at + 2; c++) {
+                const float d = (float)da[row * F + c];
+                floatX *place = f + row * INPUTS * F + c;
+                float inputs[INPUTS], slopes[INPUTS];
+                for (int p = 0; p < INPUTS; p++) inputs[p] = (float)place[p * F];
+                const floatX y = (floatX)Act::apply(slopes, inputs);
+                for (int p = 0; p < INPUTS; p++) place[p * F] = (floatX)(d * (float)(floatX)slopes[p]);
+                a[row * F + c] = y;
+                dot = fmaf(d, (float)y, dot);
+            }
+        dot += __shfl_xor_sync(0xffffffffu, dot, 1);
+        dot += __shfl_xor_sync(0xffffffffu, dot, 2);
+        if (begin == 0) dots[(size_t)part * r.R + row] = dot;
     }
-    dot = warp_reduce<Sum>(dot);
-    const int entry = r.entries[row];
-    if (lane || entry < 0) return;
-    const float share = r.shares[entry];
-    dshares[entry] = share == 0 ? 0 : dot / share;
 }
-// dlogits (N,E) from dshares (N,K) and `balance` times the loss of route_balance_cpu. A warp has a token.
+// dlogits (N,E) from dots (parts,R), whose sum is the gradient of the share times the share, and from `balance` times
+// the loss of route_balance_cpu. A warp has a token.
 __global__ void __launch_bounds__(EXPERTS_THREADS)
-    route_backward_kernel(floatX *dlogits, const float *dshares, const ExpertRows r, float balance, int renormalise) {
+    route_backward_kernel(floatX *dlogits, const float *dots, int parts, const ExpertRows r, float balance,
+                          int renormalise) {
     const int lane = threadIdx.x % WARP, n = blockIdx.x * EXPERTS_WARPS + threadIdx.x / WARP;
     if (n >= r.N) return;
     const float *p = r.probs + (size_t)n * r.E, even = balance * r.E / ((float)r.N * r.N);
     const size_t entry = (size_t)n * r.K + lane;
-    const int expert = lane < r.K ? r.experts[entry] : -1;
-    float d = lane < r.K ? dshares[entry] : 0;
+    const bool mine = lane < r.K;
+    const int expert = mine ? r.experts[entry] : -1;
+    const float share = mine ? r.shares[entry] : 0;
+    float d = 0;
+    for (int i = 0; i < parts && mine; i++) d += dots[(size_t)i * r.R + r.rows[entry]];
+    d = share == 0 ? 0 : d / share;
     if (renormalise) {
-        const float chosen = warp_reduce<Sum>(lane < r.K ? p[expert] : 0);
-        d = (d - warp_reduce<Sum>(lane < r.K ? d * r.shares[entry] : 0)) / chosen;
+        const float chosen = warp_reduce<Sum>(mine ? p[expert] : 0);
+        d = (d - warp_reduce<Sum>(d * share)) / chosen;
     }
     const auto of = [&](int e) {  // the gradient of p[e]
-        float x = e < r.E ? even * (float)r.counts[e] : 0;
+        float x = e < r.E ? even * (float)(r.groups[r.E + 1 + e] - r.groups[e]) : 0;
         for (int k = 0; k < r.K; k++) {
             const float dk = __shfl_sync(0xffffffffu, d, k);
             if (__shfl_sync(0xffffffffu, expert, k) == e) x += dk;
@@ -282,6 +276,8 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
 }
 
 #ifdef __CUDACC__  // not where a CPU runs the kernels (dev/test/experts.cpp)
+#include "activation_policy.cuh"
+
 // ---- launchers
 
 // logits (N,E) -> experts and shares; rows that are not sorted.
@@ -296,8 +292,7 @@ static void choose(const ExpertRows *r, const floatX *logits, int renormalise, c
 static void route(const ExpertRows *r, const floatX *logits, int renormalise, ExpertLoad load, void *scratch,
                   cudaStream_t stream) {
     const size_t chunks = experts_chunks((size_t)r->N);
-    int *const rows = (int *)scratch;
-    const ExpertChunks c = {rows, (float *)(rows + chunks * (size_t)r->E)};
+    ExpertChunk *const c = (ExpertChunk *)scratch;
     const size_t counts = (size_t)CHUNK_WARPS * (size_t)(r->E + 1) * sizeof(int);
     choose(r, logits, renormalise, stream);
     experts_chunk_kernel<false><<<blocks_for(chunks, CHUNK_WARPS), CHUNK_WARPS * WARP, counts, stream>>>(*r, c);
@@ -308,36 +303,31 @@ static void route(const ExpertRows *r, const floatX *logits, int renormalise, Ex
 }
 // out (R,C) from inp (N,C). shared: times the shares.
 static void gather_rows(const ExpertRows *r, floatX *out, const floatX *inp, int shared, int C, cudaStream_t stream) {
-    const unsigned blocks = blocks_for((size_t)r->R, EXPERTS_WARPS);
-    if (shared)
-        gather_rows_kernel<true><<<blocks, EXPERTS_THREADS, 0, stream>>>(out, inp, *r, C);
-    else
-        gather_rows_kernel<false><<<blocks, EXPERTS_THREADS, 0, stream>>>(out, inp, *r, C);
+    const size_t warps = (size_t)r->N + (size_t)r->E * EXPERT_ROWS;
+    gather_rows_kernel<<<blocks_for(warps, EXPERTS_WARPS), EXPERTS_THREADS, 0, stream>>>(out, inp, *r, shared, C);
     launchCheck();
-    timing_lap("experts' rows", 0, 2.0 * r->N * r->K * C * sizeof(floatX), stream);
+    timing_lap("experts' rows", 0, (double)r->N * (r->K + 1) * C * sizeof(floatX), stream);
 }
 // out (N,C) = [x +] sums of rows (R,C)
 static void sum_rows(const ExpertRows *r, floatX *out, const floatX *x, const floatX *rows, int shared, int C,
                      cudaStream_t stream) {
     const unsigned blocks = blocks_for((size_t)r->N * (size_t)C / VecX::size, EXPERTS_THREADS);
-    launch_early(shared ? sum_rows_kernel<true> : sum_rows_kernel<false>, blocks, EXPERTS_THREADS, 0, 1, stream, out, x,
-                 rows, *r, C);
+    launch_early(sum_rows_kernel, blocks, EXPERTS_THREADS, 0, 1, stream, out, x, rows, *r, shared, C);
     timing_lap("experts' rows", 0, (double)r->N * (r->K + 1) * C * sizeof(floatX), stream);
 }
-// inputs: of the activation, 1 or 2 (gate and up).
-static void experts_activation_backward(const ExpertRows *r, floatX *df, float *dshares, const floatX *da,
-                                        const floatX *a, const floatX *slopes, int inputs, int F, cudaStream_t stream) {
-    const unsigned blocks = blocks_for((size_t)r->R, EXPERTS_WARPS);
-    if (inputs == 2)
-        experts_activation_kernel<2><<<blocks, EXPERTS_THREADS, 0, stream>>>(df, dshares, da, a, slopes, *r, F);
-    else
-        experts_activation_kernel<1><<<blocks, EXPERTS_THREADS, 0, stream>>>(df, dshares, da, a, slopes, *r, F);
+static void experts_activation_backward(const ExpertRows *r, MlpKind mlp, floatX *f, floatX *a, float *dots,
+                                        const floatX *da, int F, cudaStream_t stream) {
+    const unsigned blocks = blocks_for((size_t)r->R * 4, EXPERTS_THREADS);
+    with_activation(mlp, [&](auto policy) {
+        experts_activation_kernel<decltype(policy)><<<blocks, EXPERTS_THREADS, 0, stream>>>(f, a, dots, da, *r, F);
+    });
     launchCheck();
-    timing_lap("activation backward", 0, (2.0 + 2 * inputs) * r->N * r->K * F * sizeof(floatX), stream);
+    timing_lap("activation backward", 0, (2.0 + 2 * activation_inputs(mlp)) * r->N * r->K * F * sizeof(floatX), stream);
 }
-static void route_backward(const ExpertRows *r, floatX *dlogits, const float *dshares, float balance, int renormalise,
-                           cudaStream_t stream) {
-    route_backward_kernel<<<blocks_for((size_t)r->N, EXPERTS_WARPS), EXPERTS_THREADS, 0, stream>>>(dlogits, dshares, *r,
+static void route_backward(const ExpertRows *r, floatX *dlogits, const float *dots, int F, float balance,
+                           int renormalise, cudaStream_t stream) {
+    route_backward_kernel<<<blocks_for((size_t)r->N, EXPERTS_WARPS), EXPERTS_THREADS, 0, stream>>>(dlogits, dots,
+                                                                                                   expert_parts(F), *r,
                                                                                                    balance,
                                                                                                    renormalise);
     launchCheck();

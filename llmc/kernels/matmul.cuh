@@ -115,9 +115,10 @@ static const HopperVariant *matmul_variant(const MatmulProblem *q, int *at) {
     }
     return NULL;
 }
-static int matmul_has_epilogue(MatmulForm form, MatmulEpilogue epilogue, MlpKind activation) {
+static int matmul_has_epilogue(MatmulForm form, MatmulEpilogue epilogue, MlpKind activation, int experts = 0) {
     MatmulProblem q = {};
     int at = 0;
+    q.experts = experts;
     q.form = form;
     q.epilogue = epilogue;
     q.activation = activation;
@@ -136,10 +137,10 @@ static int matmul_has_fp8(void) {
     return sizeof(floatX) == 2 && sm >= 89;
 }
 // Whether the activation of an MLP of width F can be part of its matmuls, forward and backward. If not: matmul first,
-// then activation.cuh.
-static int matmul_can_fuse(MlpKind activation, int F) {
-    return matmul_has_epilogue(MATMUL_FORWARD, EPILOGUE_ACTIVATION, activation) &&
-           matmul_has_epilogue(MATMUL_BACKWARD_INPUT, EPILOGUE_GRADIENT, activation) &&
+// then activation.cuh. Experts have those that keep the input.
+static int matmul_can_fuse(MlpKind activation, int F, int experts = 0) {
+    return matmul_has_epilogue(MATMUL_FORWARD, EPILOGUE_ACTIVATION_KEEPS_INPUT, activation, experts) &&
+           matmul_has_epilogue(MATMUL_BACKWARD_INPUT, EPILOGUE_GRADIENT_FROM_INPUT, activation, experts) &&
            F % (activation_inputs(activation) > 1 ? 64 /*a tile's box*/ : VecX::size) == 0;
 }
 // Whether the product that gives q, k, v can rotate heads of HD. Those of 128 it could, but that was slower (8B: 619 us
@@ -433,8 +434,14 @@ static void matmul_tune(Matmul *mm, MatmulPlan *p, const MatmulOperands *x, cuda
 // Every plan with what was chosen and, where it was timed, how fast it is.
 static void matmul_report(const Matmul *mm, FILE *f) {
     static const char *forms[] = {"forward", "input gradient", "weight gradient"};
-    static const char *epilogues[] = {
-        "", ", symmetric", ", rope", ", activation", ", activation keeps input", ", activation's gradient"};
+    static const char *epilogues[] = {"",
+                                      ", symmetric",
+                                      ", added",
+                                      ", rope",
+                                      ", activation",
+                                      ", activation keeps input",
+                                      ", activation's gradient",
+                                      ", activation's gradient from input"};
     fprintf(f, "matmul plans: %d, tuned in %.1f s\n", mm->count, mm->tune_seconds);
     for (int i = 0; i < mm->count; i++) {
         const MatmulPlan *p = &mm->plans[i];
@@ -481,9 +488,10 @@ static void matmul(Matmul *mm, const MatmulProblem *q, const MatmulOperands *x, 
     assert((q->epilogue == EPILOGUE_PLAIN || !x->accumulate) && !(q->experts && x->accumulate) &&
            !(x->a_by_row && x->accumulate) && (!x->column_sums || matmul_sums_columns(q)));
     assert(q->epilogue != EPILOGUE_SYMMETRIC || (x->a == x->b && matmul_sizes(q).M == matmul_sizes(q).N && !x->bias));
-    // What writes over its input must not run twice: the choice made with slopes holds for it, too.
+    // What writes over its input must not run twice: the choice made with slopes holds for it, too. Of experts there is
+    // one kernel, and nothing to choose.
     MatmulProblem planned = *q;
-    if (q->epilogue == EPILOGUE_GRADIENT_FROM_INPUT) planned.epilogue = EPILOGUE_GRADIENT;
+    if (q->epilogue == EPILOGUE_GRADIENT_FROM_INPUT && !q->experts) planned.epilogue = EPILOGUE_GRADIENT;
     // cuBLASLt would add the bias before rows are divided by their scales
     MatmulPlan *p = matmul_plan(mm, &planned, q->dtype == MATMUL_E4M3 ? NULL : x->bias);
     const double flops = matmul_flops(q);

@@ -15,6 +15,7 @@
 //   policy                      phases             box 0                      box 1
 //   Plain, Rotate               0 1                x -> out
 //   Symmetric                   0 1                x -> out                   transposed x -> out
+//   Add                         0 1      load      out, for a whole tile in as many boxes; then out + x -> out
 //   Activate, one input         0 1 2 3            f -> out                   f' or x -> aux
 //     gate and up               0 1                f -> out                   f' or x of up -> aux
 //                               2 3                f' or x of gate -> aux
@@ -26,15 +27,17 @@
 //     gate and up               0 1      load      aux -> gate                aux -> up
 //                               2 3 4 5            dx of gate -> aux          dx of up -> aux
 //                               6                  f -> out
+//     of experts                the same, and sums of x f over each row's columns of the tile
 //
 // A box that was stored is filled again when TMA has read it (box_free), and stored when the whole warpgroup has filled
 // it (box_full), both by one thread, the storer. "load": the box is still being stored, or aux is on its way. Where
 // blocks alternate between the boxes (DOUBLE_BUFFERED) the next block's aux is loaded meanwhile, and no phase waits.
 //
 // A policy says: PRODUCTS, of which each has its part of b's columns (gate and up); BOXES that it has for each
-// warpgroup; how many matrices of a product's size lie side by side in out and in aux; whether it READS_AUX and
-// SUMS_COLUMNS; phases<COLUMNS> of a tile; begin(tile), when the tile's place is known; finish(tile, phase), with
-// `phase` known at compile time; and end(tile) after the last tile.
+// warpgroup; how many matrices of a product's size lie side by side in out and in aux; whether it READS_AUX,
+// SUMS_COLUMNS and ADDS; phases<COLUMNS> of a tile; begin(tile), when the tile's place is known; add(tile, sums), if it
+// ADDS, before they are rounded; finish(tile, phase), with `phase` known at compile time; and end(tile) after the last
+// tile.
 #ifndef LLMC_MATMUL_EPILOGUE_CUH
 #define LLMC_MATMUL_EPILOGUE_CUH
 
@@ -50,6 +53,7 @@ struct HopperWork {
     RopeRows rope;
     const float *a_absmax, *b_absmax;
     int a_by_row;
+    float *dots;
 };
 
 __device__ inline float2 unpack_bf16(unsigned x) {
@@ -96,11 +100,11 @@ template <typename S> struct FinishedTile {
     __device__ void store(const CUtensorMap *map, int box, int c, int part = 0) const {
         box_store(map, boxes + box * BOX_BYTES, part * N + column + c * BOX_COLUMNS, 0, row, product);
     }
-    __device__ void put(int c, int k) {
+    __device__ void put(int c, int k, int box = 0) {
         unsigned r[4];
         #pragma unroll
         for (int i = 0; i < 4; i++) r[i] = word(c, k, i);
-        stmatrix(address(boxes, k), r);
+        stmatrix(address(boxes + box * BOX_BYTES, k), r);
     }
     // The same, transposed, into the second box: 16 of its rows, of which this warp has 16 columns.
     __device__ void put_transposed(int c, int k) {
@@ -110,7 +114,8 @@ template <typename S> struct FinishedTile {
     // Half of a block as it is, after prepare(c) before the first half; the second stores it. SYMMETRIC: a box
     // below the diagonal is stored transposed, too, in place of the one above it, which is left out. A box on the
     // diagonal is symmetric: its elements (i,j) and (j,i) are sums of the same terms in the same order.
-    template <bool SYMMETRIC = false, typename Prepare> __device__ void put_half(int phase, Prepare prepare) {
+    template <bool SYMMETRIC = false, typename Prepare>
+    __device__ void put_half(int phase, Prepare prepare, int box = 0) {
         const int c = phase / 2, begin = phase % 2 * 2, at_column = column + c * BOX_COLUMNS;
         if (outside(c) || (SYMMETRIC && at_column > row)) return;
         if (begin == 0) {
@@ -119,23 +124,23 @@ template <typename S> struct FinishedTile {
         }
         #pragma unroll
         for (int k = begin; k < begin + 2; k++) {
-            put(c, k);
+            put(c, k, box);
             if (SYMMETRIC) put_transposed(c, k);
         }
         if (begin == 0) return;
         box_full();
         if (!storer) return;
-        store(out_map, 0, c);
+        store(out_map, box, c);
         if (SYMMETRIC && at_column < row) box_store(out_map, boxes + BOX_BYTES, row, 0, at_column, product);
         bulk_commit();
     }
 };
 
-// ---- plain, symmetric, and rotated
+// ---- plain, symmetric, added, and rotated
 
 struct Plain {
     static constexpr int PRODUCTS = 1, BOXES = 1, OUT_PARTS = 1, AUX_PARTS = 0;
-    static constexpr bool READS_AUX = false, SUMS_COLUMNS = false;
+    static constexpr bool READS_AUX = false, SUMS_COLUMNS = false, ADDS = false;
     template <int COLUMNS> static constexpr int phases = COLUMNS / 32;
     template <typename T> __device__ void begin(const T &) {}
     template <typename T> __device__ void end(const T &) {}
@@ -147,6 +152,40 @@ struct Symmetric : Plain {
     static constexpr int BOXES = 2;
     template <typename T> __device__ void finish(T &t, int phase) {
         t.template put_half<true>(phase, [](int) {});
+    }
+};
+// What is in out already comes while the tile's steps run, and is added to the sums before they are rounded.
+struct Add : Plain {
+    static constexpr int BOXES = 3;
+    static constexpr bool ADDS = true;
+    unsigned parity = 0;  // of the barrier
+    template <typename T> __device__ void begin(const T &t) {
+        static_assert(T::BLOCKS == BOXES, "a box for each block of a tile");
+        if (!t.storer) return;
+        bulk_wait_read();
+        mbarrier_arrive_expect(t.aux_barriers, BOXES * BOX_BYTES);
+        for (int c = 0; c < BOXES; c++)
+            box_load(t.boxes + c * BOX_BYTES, t.out_map, t.aux_barriers, t.column + c * BOX_COLUMNS, 0, t.row,
+                     t.product);
+    }
+    // Into the sums of a thread.
+    template <typename T, int N> __device__ void add(const T &t, float (&sums)[N]) {
+        mbarrier_wait(t.aux_barriers, parity);
+        parity ^= 1;
+        #pragma unroll
+        for (int k = 0; k < 4 * BOXES; k++) {  // of 16 columns
+            unsigned old[4];
+            ldmatrix(old, t.address(t.boxes + k / 4 * BOX_BYTES, k % 4));
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float2 x = unpack_bf16(old[i]);
+                sums[8 * k + 2 * i] += x.x;
+                sums[8 * k + 2 * i + 1] += x.y;
+            }
+        }
+    }
+    template <typename T> __device__ void finish(T &t, int phase) {
+        t.put_half(phase, [](int) {}, phase / 2);
     }
 };
 // A column block is a head. Both columns of a pair lie in the same thread.
@@ -201,7 +240,7 @@ __device__ inline unsigned activate(unsigned (&slopes)[INPUTS], const unsigned (
 template <typename Act, bool KEEPS_INPUT> struct Activate {
     static constexpr int PRODUCTS = Act::INPUTS, BOXES = 2, OUT_PARTS = 1, AUX_PARTS = Act::INPUTS;
     static constexpr int WIDTH = Act::INPUTS;  // of a phase, in 16 columns
-    static constexpr bool READS_AUX = false, SUMS_COLUMNS = false;
+    static constexpr bool READS_AUX = false, SUMS_COLUMNS = false, ADDS = false;
     template <int COLUMNS> static constexpr int phases = COLUMNS / 16 / WIDTH;
     template <typename T> __device__ void begin(const T &) {}
     template <typename T> __device__ void end(const T &) {}
@@ -243,11 +282,11 @@ template <typename Act, bool KEEPS_INPUT> struct Activate {
 
 // The product times the slopes in aux; or aux is the input, whose gradient takes its place, and out = f. Aux comes by
 // TMA, a block at a time. Of an activation with one input the columns of what is written are summed, 64 rows at a time
-// and before rounding: the bias gradient of the layer below.
-template <typename Act, bool FROM_INPUT> struct ActivationGradient {
+// and before rounding: the bias gradient of the layer below. OF_EXPERTS: of each row the product times f is summed.
+template <typename Act, bool FROM_INPUT, bool OF_EXPERTS = false> struct ActivationGradient {
     static constexpr int INPUTS = Act::INPUTS;
     static constexpr int PRODUCTS = 1, BOXES = 2, OUT_PARTS = FROM_INPUT ? 1 : INPUTS, AUX_PARTS = INPUTS;
-    static constexpr bool READS_AUX = true, SUMS_COLUMNS = INPUTS == 1;
+    static constexpr bool READS_AUX = true, SUMS_COLUMNS = INPUTS == 1, ADDS = false;
     static constexpr bool DOUBLE_BUFFERED = INPUTS == 1 && !FROM_INPUT;
     static constexpr int WIDTH = FROM_INPUT ? 1 : 2;  // of a phase, in 16 columns
     // Phases of a block: aux is loaded, gradients are computed, and f follows where they have taken both boxes.
@@ -257,6 +296,7 @@ template <typename Act, bool FROM_INPUT> struct ActivationGradient {
     unsigned parity = 0;  // of aux's barriers: bit per box
     unsigned most = 0;    // of what was written
     float sums[8];        // of 32 columns: column 2t+e of 8-column group g of the k-th 16 is [4g + 2e + k]
+    float dots[2];        // of this thread's columns of rows g, g + 8
 
     __device__ static constexpr int box_of(int c) { return DOUBLE_BUFFERED ? c % 2 : 0; }
     // By the storer: a box is free once the store from it has read it.
@@ -314,6 +354,10 @@ template <typename Act, bool FROM_INPUT> struct ActivationGradient {
             for (int p = 0; p < INPUTS; p++) slopes[p] = inputs[p] = aux[p][i];
             if constexpr (FROM_INPUT) f[i] = activate<Act>(slopes, inputs);
             if (FROM_INPUT && INPUTS == 2) t.word(c, k, i) = f[i];
+            if constexpr (OF_EXPERTS) {
+                const float2 y = unpack_bf16(f[i]);
+                dots[i % 2] = fmaf(d.y, y.y, fmaf(d.x, y.x, dots[i % 2]));
+            }
             #pragma unroll
             for (int p = 0; p < INPUTS; p++) {
                 const float2 slope = unpack_bf16(slopes[p]), y = make_float2(d.x * slope.x, d.y * slope.y);
@@ -331,6 +375,23 @@ template <typename Act, bool FROM_INPUT> struct ActivationGradient {
         if (FROM_INPUT && INPUTS == 1) stmatrix(at + BOX_BYTES, f);
     }
     template <typename T> __device__ void finish(T &t, int phase) {
+        if (OF_EXPERTS && phase == 0) dots[0] = dots[1] = 0;
+        finish_block(t, phase);
+        if (OF_EXPERTS && phase == T::BLOCKS * BLOCK - 1) store_dots(t);
+    }
+    template <typename T> __device__ void store_dots(const T &t) const {
+        static_assert(T::BLOCKS * BOX_COLUMNS == EXPERT_PART, "a tile gives a part of a row's sum");
+        const int row = t.row + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4;
+        float *to = t.work.dots + (size_t)(t.column / EXPERT_PART) * t.M + row;
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float dot = dots[h];
+            dot += __shfl_xor_sync(0xffffffffu, dot, 1);
+            dot += __shfl_xor_sync(0xffffffffu, dot, 2);
+            if (threadIdx.x % 4 == 0) to[8 * h] = dot;
+        }
+    }
+    template <typename T> __device__ void finish_block(T &t, int phase) {
         // begin, in 16 columns of the block; < 0: aux is loaded; 4: f is left
         const int c = phase / BLOCK, begin = (phase % BLOCK - LOADS) * WIDTH;
         if (!DOUBLE_BUFFERED && phase % BLOCK == 0 && c > 0 && t.storer) fetch(t, c);

@@ -45,8 +45,8 @@ __device__ inline void matmul_math(const HopperWork &w, const MatmulSchedule &sc
     for (int i = blockIdx.x / S::CLUSTER;; i += clusters) {
         // In the last round the tile before is finished, by the same code.
         if (S::GROUPS == GROUPED_K && i < schedule.tiles()) {
-            const int expert = schedule.tile(i).product;
-            steps = (schedule.first_of(expert + 1) - schedule.first_of(expert)) / S::Dtype::STAGE_K;
+            const int expert = schedule.tile(i).product, rows = schedule.end_of(expert) - schedule.first_of(expert);
+            steps = (rows + S::Dtype::STAGE_K - 1) / S::Dtype::STAGE_K;
         }
         const int here = i < schedule.tiles() ? steps : 0;
         #pragma unroll
@@ -56,7 +56,7 @@ __device__ inline void matmul_math(const HopperWork &w, const MatmulSchedule &sc
             if (waiting) epilogue.finish(out, s);
         }
         if (!here) break;
-        const MatmulSchedule::Tile t = schedule.tile(i);
+        const MatmulSchedule::Tile t = schedule.tile<S::GROUPS>(i);
         out.product = S::GROUPS == GROUPED_ROWS ? 0 : t.product;
         out.row = (t.row * S::CLUSTER + rank) * S::ROWS + out.warpgroup * BOX_ROWS;
         out.column = t.column * S::OUT_COLUMNS;
@@ -70,6 +70,7 @@ __device__ inline void matmul_math(const HopperWork &w, const MatmulSchedule &sc
             named_barrier(1 + out.warpgroup, WARPGROUP);
         }
         mma.complete(steps);
+        if constexpr (S::Epilogue::ADDS) epilogue.add(out, mma.acc);
         const float2 scale = matmul_row_scales<S>(w, out.row);
         #pragma unroll
         for (int n = 0; n < S::COLUMNS / 8; n++) {
@@ -163,8 +164,8 @@ template <typename S> static void hopper_launch(const MatmulProblem *q, const Ma
     schedule.experts = o->experts;
     schedule.num_experts = q->experts;
     const HopperWork w = {
-        M,       N,           K,           schedule,   (const bf16 *)o->bias, o->absmax, o->column_sums,
-        o->rope, o->a_absmax, o->b_absmax, o->a_by_row};
+        M,           N,           K,           schedule, (const bf16 *)o->bias, o->absmax, o->column_sums, o->rope,
+        o->a_absmax, o->b_absmax, o->a_by_row, o->dots};
     const CUtensorMap a = S::MN_A ? matrix_map<Element>(o->a, K, M, batch) : matrix_map<Element>(o->a, M, K, batch);
     const CUtensorMap b =
         S::MN_B ? matrix_map<Element>(o->b, K, N, weights) : matrix_map<Element>(o->b, z.N, K, weights);
@@ -193,7 +194,10 @@ constexpr HopperVariant hopper_row(MatmulEpilogue epilogue, MlpKind activation =
     constexpr MatmulDtype dtype = Dtype::SCALED ? MATMUL_E4M3 : MATMUL_FLOATX;
     return {dtype, FORM, epilogue, activation, COLUMNS, CLUSTER, hopper_launch<Tile>, OF_EXPERTS};
 }
-#define HOPPER_EXPERTS(form, columns) hopper_row<MmaBf16, form, columns, 1, Plain, true>(EPILOGUE_PLAIN)
+template <MatmulForm FORM, int COLUMNS, typename Epilogue>
+constexpr HopperVariant hopper_experts(MatmulEpilogue epilogue, MlpKind activation = NO_ACTIVATION) {
+    return hopper_row<MmaBf16, FORM, COLUMNS, 1, Epilogue, true>(epilogue, activation);
+}
 #define HOPPER_PLAIN(Dtype, form, columns, cluster) hopper_row<Dtype, form, columns, cluster, Plain>(EPILOGUE_PLAIN)
 #define HOPPER_SYMMETRIC(Dtype, form, columns, cluster) \
     hopper_row<Dtype, form, columns, cluster, Symmetric>(EPILOGUE_SYMMETRIC)

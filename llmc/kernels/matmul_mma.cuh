@@ -133,12 +133,11 @@ __device__ inline void mma_fetch(const CUtensorMap *a_map, const CUtensorMap *b_
     tensor_map_prefetch(a_map);
     tensor_map_prefetch(b_map);
     for (int i = blockIdx.x / S::CLUSTER; i < schedule.tiles(); i += clusters) {
-        const MatmulSchedule::Tile t = schedule.tile(i);
+        const MatmulSchedule::Tile t = schedule.tile<S::GROUPS>(i);
         const int row = (t.row * S::CLUSTER + rank) * S::ROWS, column = t.column * S::OUT_COLUMNS;
-        const int a_product = S::GROUPS ? 0 : t.product;
-        const int b_product = S::GROUPS == GROUPED_ROWS ? schedule.expert_of(t.row) : a_product;
+        const int a_product = S::GROUPS ? 0 : t.product, b_product = S::GROUPS == GROUPED_K ? 0 : t.product;
         const int first = S::GROUPS == GROUPED_K ? schedule.first_of(t.product) : 0;
-        const int end = S::GROUPS == GROUPED_K ? schedule.first_of(t.product + 1) : K;
+        const int end = S::GROUPS == GROUPED_K ? schedule.end_of(t.product) : K;
         for (int k = first; k < end; k += S::Dtype::STAGE_K, ring.next()) {
             const unsigned a = tiles + ring.stage * S::STAGE_BYTES, b = a + S::A_BOXES * BOX_BYTES;
             const unsigned barrier = full + 8 * ring.stage;

@@ -7,6 +7,7 @@
 // cuBLASLt, is a second matrix beside out, which it writes or reads:
 //   PLAIN                    x
 //   SYMMETRIC                of a = b in FORWARD, BACKWARD_WEIGHT: x, its own transpose; our kernel computes half
+//   ADD                      of BACKWARD_WEIGHT of a mixture: out + x, rounded once
 //   ROPE                     of FORWARD: x rotated as in rope.cuh
 //   ACTIVATION               of FORWARD: f(x), aux = f'(x)
 //   ACTIVATION_KEEPS_INPUT   of FORWARD: f(x), aux = x
@@ -18,9 +19,9 @@
 //   BACKWARD_INPUT   a: dout (rows,out)  b: weight^T (in,out)
 //   BACKWARD_WEIGHT  a: dout^T (out,rows)  b: inp^T (in,rows)
 // Of a mixture, inp, dout and out of the first two forms have the rows of all experts (matmul_schedule.cuh), and there
-// is a weight for each: (E,out,in).
-// SwiGLU has two inputs, gate and up, side by side: twice the columns in weight and x of FORWARD, in aux, and in x
-// times slopes. BACKWARD_INPUT's `in` is then one of the two, the width of f.
+// is a weight for each: (E,out,in). GRADIENT_FROM_INPUT then gives sums over columns of x f, too: the gradients of
+// shares. SwiGLU has two inputs, gate and up, side by side: twice the columns in weight and x of FORWARD, in aux, and
+// in x times slopes. BACKWARD_INPUT's `in` is then one of the two, the width of f.
 #ifndef LLMC_MATMUL_PROBLEM_CUH
 #define LLMC_MATMUL_PROBLEM_CUH
 
@@ -31,6 +32,7 @@ typedef enum { MATMUL_FORWARD, MATMUL_BACKWARD_INPUT, MATMUL_BACKWARD_WEIGHT } M
 typedef enum {
     EPILOGUE_PLAIN,
     EPILOGUE_SYMMETRIC,
+    EPILOGUE_ADD,
     EPILOGUE_ROPE,
     EPILOGUE_ACTIVATION,
     EPILOGUE_ACTIVATION_KEEPS_INPUT,
@@ -69,13 +71,14 @@ typedef struct {
     floatX *aux;         // of activations and their gradients
     float *column_sums;  // NULL, or where matmul_sums_columns: partial sums of the gradient's columns
     RopeRows rope;
-    int accumulate;  // of EPILOGUE_PLAIN without bias: out += the product
+    int accumulate;  // of EPILOGUE_PLAIN without bias and experts: out += the product
     // fp8: the largest absolute values of a and b, from which their scales follow (fp8.h). a_by_row: one for each row
     // of a, else one.
     const float *a_absmax, *b_absmax;
     int a_by_row;
     float *absmax;       // fp8: NULL, or raised to the absmax of an activation's gradient
     const int *experts;  // of a mixture: their rows (MatmulSchedule.experts)
+    float *dots;         // of a mixture's GRADIENT_FROM_INPUT: (parts,rows) sums over EXPERT_PART columns of x f
 } MatmulOperands;
 
 // The product in row-major terms: out (M,N) = a (M,K) b (K,N).

@@ -5,8 +5,9 @@
 // diagonal down.
 //
 // A mixture of experts has its rows sorted by expert; those of an expert begin at a multiple of EXPERT_ROWS, with rows
-// of zeros behind them, and are at least so many: a tile of rows has one expert. GROUPED_ROWS: it chooses the weight.
-// GROUPED_K: the gradient of each expert's weight is a product (as of a batch) whose sum runs over its rows.
+// of zeros behind them, and are at least so many: a tile of rows has one expert. GROUPED_ROWS: it chooses the weight,
+// and groups of rows end with an expert, so that memory gives each part of a weight once. GROUPED_K: the gradient of
+// each expert's weight is a product (as of a batch) whose sum runs over its rows.
 #ifndef LLMC_MATMUL_SCHEDULE_CUH
 #define LLMC_MATMUL_SCHEDULE_CUH
 
@@ -19,28 +20,36 @@ struct MatmulSchedule {
     int row_tiles, column_tiles, group;  // a row tile is that of a whole cluster; row tiles of a group
     int batch, each;                     // tiles of a product
     int rows, columns;                   // of a tile; columns are 0 if all tiles are wanted
-    // On the device: the first row of each of `batch` experts and the end of the last; then the expert of each
-    // EXPERT_ROWS rows. NULL: not grouped.
+    // On the device: where the rows of each expert begin, and where those of the last end; where each one's zeros
+    // begin; then the expert of each EXPERT_ROWS rows. NULL: not grouped.
     const int *experts;
     int num_experts;
     struct Tile { int row, column, product; };
     __host__ __device__ int tiles() const { return each * batch; }
     // The first wanted tile of a column of tiles.
     __host__ __device__ int first_row(int column) const { return column * columns / rows; }
-    __device__ Tile tile(int i) const {
-        const int product = batch == 1 ? 0 : i / each;
+    // product: of GROUPED_ROWS the expert.
+    template <MatmulGroups GROUPS = NOT_GROUPED> __device__ Tile tile(int i) const {
+        int product = batch == 1 ? 0 : i / each;
         i -= product * each;
         for (int column = 0; columns > 0; column++) {
             const int row = first_row(column) + i;
             if (row < row_tiles) return {row, column, product};
             i = row - row_tiles;
         }
-        const int first = i / (group * column_tiles) * group, size = min(group, row_tiles - first);
-        const int rest = i - first * column_tiles;
+        int first = i / (group * column_tiles) * group, end = row_tiles;
+        if constexpr (GROUPS == GROUPED_ROWS) {
+            product = experts[2 * num_experts + 1 + i / column_tiles];
+            const int begin = experts[product] / EXPERT_ROWS;
+            first = begin + (i / column_tiles - begin) / group * group;
+            end = experts[product + 1] / EXPERT_ROWS;
+        }
+        const int size = min(group, end - first), rest = i - first * column_tiles;
         return {first + rest % size, rest / size, product};
     }
+    // Of an expert's rows, for GROUPED_K: at least one.
     __device__ int first_of(int expert) const { return experts[expert]; }
-    __device__ int expert_of(int row_tile) const { return experts[num_experts + 1 + row_tile]; }
+    __device__ int end_of(int expert) const { return max(experts[num_experts + 1 + expert], experts[expert] + 1); }
     // GROUPED_ROWS: there are as many tiles of rows as the experts' rows fill, which the host does not know.
     __device__ MatmulSchedule of_rows() const {
         MatmulSchedule s = *this;

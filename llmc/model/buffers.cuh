@@ -103,11 +103,11 @@ typedef struct {
     // scratch
     char *region;  // see Region
     floatX *logits, *dqkv, *df, *da;
-    // of a mixture: what blocks keep of their routing; rows (R,C), logits (N,E), gradients of shares (N,K); rows of
-    // each expert of each block, then the blocks' balance, in the step so far (L*E+1)
+    // of a mixture: what blocks keep of their routing; rows (R,C), logits (N,E), dots (expert_parts,R); rows of each
+    // expert of each block, then the blocks' balance, in the step so far (L*E+1)
     int *saved_routing;
     floatX *expert_rows, *router_logits;
-    float *dshares, *load, *host_load;
+    float *dots, *load, *host_load;
     float *attention;  // its D
     AttentionTickets *tickets;
     floatX *dx, *branch;
@@ -164,7 +164,7 @@ static Fp8Operands fp8_operands(const Plan *p, Buffers *b) {
 
 // What is never alive together shares one region: [logits] and, in blocks, [df | da | a] of the MLP's backward, [dqkv |
 // attention's scratch], with [operands in fp8] behind both. Where a part begins, in bytes. With the activation computed
-// again inside the gradient's product df takes f's place, and a is alone.
+// again beside its gradient, as inside the product, df takes f's place.
 // After backward it is Muon's scratch.
 typedef struct {
     size_t da /*0: df is not here*/, a, attention, fp8, bytes;
@@ -176,9 +176,8 @@ static Region region_of(const Plan *p) {
     const int fused = p->activation_fused == 2, unfused_gate = activation_inputs(c->mlp) > 1 && !fused;
     const size_t width = round_up(plan_mlp_rows(p) * (size_t)c->ffn_dim * sizeof(floatX), REGION_ALIGN);
     Region r;
-    r.da = fused && p->recomputes_activation
-               ? 0
-               : round_up(plan_mlp_rows(p) * (size_t)fc_width(c) * sizeof(floatX), REGION_ALIGN);
+    const int in_place = p->recomputes_activation && (fused || p->config.num_experts);
+    r.da = in_place ? 0 : round_up(plan_mlp_rows(p) * (size_t)fc_width(c) * sizeof(floatX), REGION_ALIGN);
     r.a = r.da + (unfused_gate ? width : 0);
     r.attention = round_up(p->N * (size_t)qkv_width(c) * sizeof(floatX), REGION_ALIGN);
     const AttentionProblem attention = attention_plan(p->B, p->T, c->num_heads, c->num_kv_heads, c->head_dim);
@@ -220,7 +219,7 @@ static size_t saved_stats_size(const Plan *p) { return p->N * (size_t)p->local.n
 // 4-byte words of a block's routing.
 static size_t saved_routing_size(const Plan *p) {
     const size_t E = (size_t)p->config.num_experts, K = (size_t)p->config.active_experts, R = plan_mlp_rows(p);
-    return E ? p->N * (E + 3 * K) + R + E + 1 + R / EXPERT_ROWS + E : 0;
+    return E ? p->N * (E + 3 * K) + experts_groups(R, (int)E) : 0;
 }
 // Of the adapters' products of one layer.
 static size_t adapters_scratch_bytes(const Plan *p) {
@@ -524,7 +523,7 @@ static int inputs_leave(const Plan *p) {
 }
 static void request_activations(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
-    const int leave = inputs_leave(p), level = (int)p->options.recompute;
+    const int leave = inputs_leave(p), level = std::max((int)p->options.recompute, p->recomputes_activation);
     const size_t C = (size_t)c->channels, rows = p->rows, L = (size_t)c->num_layers, kept = plan_block_places(p),
                  streams = leave ? 2 : L;
     const char *names[] = {"qkv, y, f, norms, a of kept layers", "qkv, y, f, norms of kept layers",
@@ -568,7 +567,7 @@ static void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     if (c->num_experts) {
         memory_request(m, &b->expert_rows, "experts' rows (R,C)", plan_mlp_rows(p) * (size_t)c->channels);
         memory_request(m, &b->router_logits, "router's logits (B,T,E)", p->N * (size_t)c->num_experts);
-        memory_request(m, &b->dshares, "gradients of shares (B,T,K)", p->N * (size_t)c->active_experts);
+        memory_request(m, &b->dots, "parts of shares' gradients", (size_t)expert_parts(c->ffn_dim) * plan_mlp_rows(p));
         memory_request(m, &b->load, "experts' load (L,E)", load_size(c));
         memory_request_pinned(m, &b->host_load, "experts' load", load_size(c));
     }
@@ -651,9 +650,7 @@ static ExpertRows experts_place(const Plan *p, int *next) {
     r.shares = (float *)take(p->N * (size_t)K);
     r.experts = take(p->N * (size_t)K);
     r.rows = take(p->N * (size_t)K);
-    r.entries = take((size_t)R);
-    r.groups = take((size_t)(E + 1 + R / EXPERT_ROWS));
-    r.counts = take((size_t)E);
+    r.groups = take(experts_groups((size_t)R, E));
     return r;
 }
 // Cuts the saved buffers into blocks and the region into its parts.

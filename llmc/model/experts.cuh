@@ -2,9 +2,11 @@
 //
 //   forward    logits = h Wrouter^T -> experts, shares      f = rows of h Wfc^T      a = activation(f)
 //              branch = sums by shares of a Wfcproj^T
-//   backward   rows of dout with their shares -> dWfcproj, da -> df, dshares         dWfc      dlogits -> dWrouter
+//   backward   rows of dout with their shares -> da -> df, a, dots      dWfcproj, dWfc      dlogits -> dWrouter
 //              branch = dlogits Wrouter + sums of df Wfc
 //
+// The activation is part of the products where the plan says so. f is its input, of which backward makes df, in place,
+// and a, so that no block keeps a.
 // One buffer holds the rows of h, and after their product the experts' outputs; in backward those of dout, of h, and
 // the gradient of h, each in place of the one before.
 #ifndef LLMC_MODEL_EXPERTS_CUH
@@ -17,7 +19,7 @@
 #include "linear.cuh"
 
 typedef struct {
-    int C, F, renormalise, keeps_input;  // keeps_input: f stays what the activation read, else it becomes slopes
+    int C, F, renormalise, fused;  // fused: Plan.activation_fused
     MlpKind mlp;
     ExpertRows rows;
     const floatX *router, *fc, *fcproj;  // weights (E,C), (E,inputs F,C), (E,C,F)
@@ -25,41 +27,33 @@ typedef struct {
     RowsWeight kept_fc, kept_fcproj;  // a step of generation: as they are kept; no weight: as in training
     int by_rows;                      // and the router's product is that of matmul_rows.cuh
     floatX *drouter, *dfc, *dfcproj;  // their gradients; NULL: frozen
-    floatX *f, *a;                    // (R,inputs F), (R,F)
+    floatX *f, *a, *da;               // (R,inputs F), (R,F); da: not if fused is 2
     floatX *logits, *wide;            // (N,E) and their gradient; (R,C) rows
-    floatX *df, *da;                  // as f, a
-    float *dshares;                   // (N,K)
+    float *dots;                      // (expert_parts,R)
     void *scratch;                    // experts_scratch_bytes
     ExpertLoad load;                  // of the step's report
 } Experts;
 
 static int experts_fc_width(const Experts *x) { return x->F * activation_inputs(x->mlp); }
-// A product of all experts' rows, or a gradient of all their weights.
+// A product of all experts' rows, or a gradient of all their weights. An activation in it has f beside `to`.
 static void experts_product(const Pass *p, const Experts *x, MatmulForm form, int in, int out, floatX *to,
-                            const floatX *a, const floatX *b) {
-    MatmulProblem q = {form, x->rows.R, in, out};
-    MatmulOperands o = {};
+                            const floatX *a, const floatX *b, MatmulEpilogue epilogue = EPILOGUE_PLAIN) {
+    const int activates = epilogue >= EPILOGUE_ACTIVATION;
+    MatmulProblem q = {form, x->rows.R, in, out, epilogue, activates ? x->mlp : NO_ACTIVATION};
+    MatmulOperands o = {to, a, b};
+    if (form == MATMUL_BACKWARD_WEIGHT && p->accumulate) q.epilogue = EPILOGUE_ADD;
     q.experts = x->rows.E;
-    o.out = to;
-    o.a = a;
-    o.b = b;
+    o.aux = activates ? x->f : NULL;
     o.experts = x->rows.groups;
-    o.accumulate = form == MATMUL_BACKWARD_WEIGHT && p->accumulate;
+    o.dots = x->dots;
     matmul_experts(p->matmul, &q, &o, p->stream);
 }
 static void router_product(const Pass *p, const Experts *x, MatmulForm form, floatX *to, const floatX *a,
                            const floatX *b) {
     const MatmulProblem q = {form, p->N, x->C, x->rows.E};
-    MatmulOperands o = {};
-    o.out = to;
-    o.a = a;
-    o.b = b;
+    MatmulOperands o = {to, a, b};
     o.accumulate = form == MATMUL_BACKWARD_WEIGHT && p->accumulate;
     matmul(p->matmul, &q, &o, p->stream);
-}
-// All rows that there is room for: of those behind the last expert's nobody reads.
-static void experts_activation(const Pass *p, const Experts *x) {
-    activation_forward(x->mlp, x->a, x->keeps_input ? NULL : x->f, x->f, x->rows.R, x->F, p->stream);
 }
 // ---- a step of generation: rows are not sorted, a and the wide rows have one for each of a token's experts
 
@@ -97,8 +91,10 @@ static void experts_forward(const Pass *p, const Experts *x, const floatX *h) {
     router_product(p, x, MATMUL_FORWARD, x->logits, h, x->router);
     route(&x->rows, x->logits, x->renormalise, x->load, x->scratch, p->stream);
     gather_rows(&x->rows, x->wide, h, 0, x->C, p->stream);
-    experts_product(p, x, MATMUL_FORWARD, x->C, experts_fc_width(x), x->f, x->wide, x->fc);
-    experts_activation(p, x);
+    experts_product(p, x, MATMUL_FORWARD, x->C, experts_fc_width(x), x->fused ? x->a : x->f, x->wide, x->fc,
+                    x->fused ? EPILOGUE_ACTIVATION_KEEPS_INPUT : EPILOGUE_PLAIN);
+    // all rows that there is room for: of those behind the last expert's nobody reads
+    if (!x->fused) activation_forward(x->mlp, x->a, NULL, x->f, x->rows.R, x->F, p->stream);
 }
 // a -> p->branch
 static const floatX *experts_project(const Pass *p, const Experts *x) {
@@ -112,20 +108,20 @@ static const floatX *experts_project(const Pass *p, const Experts *x) {
 
 // ---- backward
 
-// dout (N,C): the gradient of the branch; that of h becomes p->branch. f holds slopes.
+// dout (N,C): the gradient of the branch; that of h becomes p->branch.
 static const floatX *experts_backward(const Pass *p, const Experts *x, const floatX *dout, const floatX *h) {
-    const int wide = experts_fc_width(x);
+    const int wide = experts_fc_width(x), fused = x->fused == 2;
     gather_rows(&x->rows, x->wide, dout, 1, x->C, p->stream);
-    experts_product(p, x, MATMUL_BACKWARD_INPUT, x->F, x->C, x->da, x->wide, x->fcproj);
+    experts_product(p, x, MATMUL_BACKWARD_INPUT, x->F, x->C, fused ? x->a : x->da, x->wide, x->fcproj,
+                    fused ? EPILOGUE_GRADIENT_FROM_INPUT : EPILOGUE_PLAIN);
+    if (!fused) experts_activation_backward(&x->rows, x->mlp, x->f, x->a, x->dots, x->da, x->F, p->stream);
     if (x->dfcproj) experts_product(p, x, MATMUL_BACKWARD_WEIGHT, x->F, x->C, x->dfcproj, x->wide, x->a);
     adapters_gradient(p, &x->fcproj_adapters, x->F, x->C, x->rows.R, x->rows.groups, x->wide, x->a);
-    experts_activation_backward(&x->rows, x->df, x->dshares, x->da, x->a, x->f, activation_inputs(x->mlp), x->F,
-                                p->stream);
     if (x->dfc || x->fc_adapters.count) gather_rows(&x->rows, x->wide, h, 0, x->C, p->stream);
-    if (x->dfc) experts_product(p, x, MATMUL_BACKWARD_WEIGHT, x->C, wide, x->dfc, x->df, x->wide);
-    adapters_gradient(p, &x->fc_adapters, x->C, wide, x->rows.R, x->rows.groups, x->df, x->wide);
-    experts_product(p, x, MATMUL_BACKWARD_INPUT, x->C, wide, x->wide, x->df, x->fc);
-    route_backward(&x->rows, x->logits, x->dshares, p->balance, x->renormalise, p->stream);
+    if (x->dfc) experts_product(p, x, MATMUL_BACKWARD_WEIGHT, x->C, wide, x->dfc, x->f, x->wide);
+    adapters_gradient(p, &x->fc_adapters, x->C, wide, x->rows.R, x->rows.groups, x->f, x->wide);
+    experts_product(p, x, MATMUL_BACKWARD_INPUT, x->C, wide, x->wide, x->f, x->fc);
+    route_backward(&x->rows, x->logits, x->dots, x->F, p->balance, x->renormalise, p->stream);
     if (x->drouter) router_product(p, x, MATMUL_BACKWARD_WEIGHT, x->drouter, x->logits, h);
     router_product(p, x, MATMUL_BACKWARD_INPUT, p->branch, x->logits, x->router);
     sum_rows(&x->rows, p->branch, p->branch, x->wide, 0, x->C, p->stream);

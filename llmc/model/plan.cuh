@@ -74,16 +74,15 @@ static int plan_normalises_qk(const Plan *p) { return p->qkv.output == LINEAR_QK
 // Where the activation is part of a product. Our kernel has the bits of a product with the activation apart and is
 // faster (dev/cuda/matmul.cu).
 static int plan_activation_fused(const Plan *p) {
-    const int can = matmul_can_fuse(p->local.mlp, p->local.ffn_dim);
+    const int experts = p->config.num_experts, can = matmul_can_fuse(p->local.mlp, p->local.ffn_dim, experts);
     const int asked = (int)p->options.gelu_fusion;
     require(asked <= 0 || can,
             "--debug gelu-fusion=%d needs a bf16 build and a Hopper GPU, and with SwiGLU an MLP width that is a "
             "multiple of 64\n"
             "leave it out",
             asked);
-    if (p->config.num_experts) return 0;
     if (asked >= 0) return asked;
-    return can && p->N >= MATMUL_FUSION_ROWS ? 2 : 0;
+    return can && (experts || p->N >= MATMUL_FUSION_ROWS) ? 2 : 0;
 }
 static void plan_layers(Plan *p) {
     const Config *c = &p->local;
@@ -178,9 +177,7 @@ static void plan_require_experts(const Config *c, const Options *o, const Mesh *
     const struct {
         int asked;
         const char *what;
-    } lacks[] = {{mesh->tp.world > 1, "--tp"},
-                 {o->gelu_fusion > 0, "--debug gelu-fusion"},
-                 {matmul_is_fp8(o), "--matmul-dtype fp8"}};
+    } lacks[] = {{mesh->tp.world > 1, "--tp"}, {matmul_is_fp8(o), "--matmul-dtype fp8"}};
     for (int i = 0; i < COUNT_OF(lacks) && c->num_experts; i++)
         require(!lacks[i].asked, "a mixture of experts has no %s on a GPU so far\nuse ./train_gpt2 (make train_gpt2)",
                 lacks[i].what);
@@ -225,7 +222,7 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     p.zero_stage = zero_stage_of(o, &mesh->dp);
     p.fp8_each_pass = plan_fp8_each_pass(&p, o);
     const long long recompute = p.options.recompute;
-    p.recomputes_activation = recompute == 1 || recompute == 2;
+    p.recomputes_activation = recompute == 1 || recompute == 2 || c->num_experts > 0;  // experts.cuh
     p.recomputes_norms = recompute == 2;
     p.keeps_fp8_inputs = p.fp8_weight_gradients && ranks == 1 && !p.recomputes_norms;
     p.whole_blocks = whole_blocks(&p.options, c->num_layers);
