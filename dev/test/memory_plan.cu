@@ -120,28 +120,42 @@ static int keeps_fp8_inputs(const Options *o) {
     return !strcmp(o->matmul_dtype, "fp8") && mesh.tp.world == 1 && o->recompute != 2;
 }
 // What is alive together does not overlap, and lies inside; what is saved fills its buffer to the last element.
-static void check_layout(Planned *run) {
-    const Plan *p = &run->plan;
+// What shares the region.
+static void check_region(const Plan *p, Buffers *m) {
     const Options *o = &p->options;
     const Config *c = &p->local;
-    Buffers *m = &run->b;
-    const size_t N = p->N, rows = N / (size_t)mesh.tp.world, F = (size_t)c->ffn_dim, C = (size_t)c->channels;
+    const size_t N = p->N, F = (size_t)c->ffn_dim, of_mlp = mlp_rows(N);
     const Region r = region_of(p);
-    const int again = again_of(p), whole = whole_of(o), inside = c->num_layers - whole;
-    const int da_apart = c->mlp == MLP_SWIGLU && p->activation_fused < 2, in_fp8 = keeps_fp8_inputs(o);
-    const size_t of_mlp = mlp_rows(N);
-    buffers_place(p, m);
+    const int da_apart = c->mlp == MLP_SWIGLU && p->activation_fused < 2, again = again_of(p);
     const Part region = part("region", m->region, r.bytes / sizeof(floatX)),
                logits = part("logits", m->logits, head_rows(o, p->B, p->T) * (size_t)c->padded_vocab_size);
     const Part df = part("df", m->df, r.da ? of_mlp * (size_t)fc_width(c) : 0),
                da = part("da", m->da, da_apart ? of_mlp * F : 0), a = part("a", m->blocks[0].a, again ? of_mlp * F : 0);
     const Part dqkv = part("dqkv", m->dqkv, N * (size_t)qkv_width(c)),
                D = part("attention", (void *)m->attention, N * (size_t)c->num_heads * sizeof(float) / sizeof(floatX));
-    for (const Part *p : {&logits, &df, &da, &a, &dqkv, &D})
-        fault_unless(p->begin == p->end || (p->begin >= region.begin && p->end <= region.end && p->begin % 16 == 0), o,
-                     p->name);
+    for (const Part *x : {&logits, &df, &da, &a, &dqkv, &D})
+        fault_unless(x->begin == x->end || (x->begin >= region.begin && x->end <= region.end && x->begin % 16 == 0), o,
+                     x->name);
     fault_unless(apart(&df, &da) && apart(&df, &a) && apart(&da, &a), o, "df, da, a overlap");
     fault_unless(apart(&dqkv, &D), o, "dqkv and attention's scratch overlap");
+    size_t end = std::max({df.end, da.end, a.end, dqkv.end, D.end});
+    for (const auto &x : fp8_operands(p, m).of) {
+        if (!x.bytes || !x.in_region) continue;
+        const size_t begin = (size_t)*x.to;
+        fault_unless(begin >= end && begin + x.bytes <= region.end && begin % 1024 == region.begin % 1024, o, x.name);
+        end = begin + x.bytes;
+    }
+}
+static void check_layout(Planned *run) {
+    const Plan *p = &run->plan;
+    const Options *o = &p->options;
+    const Config *c = &p->local;
+    Buffers *m = &run->b;
+    const size_t N = p->N, rows = N / (size_t)mesh.tp.world, F = (size_t)c->ffn_dim, C = (size_t)c->channels;
+    const int again = again_of(p), whole = whole_of(o), inside = c->num_layers - whole, in_fp8 = keeps_fp8_inputs(o);
+    const size_t of_mlp = mlp_rows(N);
+    buffers_place(p, m);
+    check_region(p, m);
     size_t used = 0, used_once = 0, inputs = 0;
     auto follows = [&](const floatX *buffer, size_t &used, const Part &p) {
         fault_unless(p.begin == p.end || (p.begin == (size_t)buffer + used && p.begin % 16 == 0), o, p.name);

@@ -710,6 +710,13 @@ def test_muon_in_fp32_is_that_of_the_cpu(train, tmp_path, kind, polynomials):
 
 # ---- mixtures of experts
 
+
+def close_but_for_routes(a, b):
+    """Of two steps, the second after an update, and roughly of all: rounding may give a token another expert."""
+    close(*({step: run[step] for step in (1, 2)} for run in (a, b)), 1e-4)
+    close(a, b, 2e-2)
+
+
 MIXTURES = {
     "qwen3_moe": "qwen3:30B-A3B,layers=3,channels=128,heads=2,kv_heads=1,head_dim=64,ffn=128,experts=16,"
     "active=3,vocab=256",
@@ -726,7 +733,7 @@ def test_mixtures_in_fp32_are_those_of_the_cpu(train, tmp_path, kind, more):
     PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
     for precision in ("fp32", "cpu", "bf16"):
         succeeds(train(0, precision, *more, precision=precision), 300)
-    close(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"), 1e-3)
+    close_but_for_routes(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"))
     losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("bf16", "cpu"))
     close(*losses, 2e-2)
     steps = [events(tmp_path / run, "step") for run in ("fp32", "cpu")]
@@ -888,7 +895,7 @@ def test_adapters_of_mixtures_in_fp32_are_those_of_the_cpu(lora, tmp_path, kind,
     PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
     for precision in ("fp32", "cpu", "bf16"):
         succeeds(lora(0, precision, kind, *more, precision=precision), 300)
-    close(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"), 1e-3)
+    close_but_for_routes(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"))
     losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("bf16", "cpu"))
     close(*losses, 2e-2)
     text = succeeds(lora(0, "again", kind, *more, "-r", 3), 300)
