@@ -134,8 +134,8 @@ $(CU)/%.ptx: %.cu train_gpt2.cu train_gpt2.c $(HEADERS) $(wildcard dev/cuda/*.cu
 MATMUL_OBJECTS := $(patsubst %,$(CU)/llmc/kernels/matmul_hopper_%.o,forward backward fp8)
 $(addprefix $(CU)/,train_gpt2cu test_gpt2cu $(addprefix dev/cuda/,experts lora matmul matmul_fp8 muon rope tp)): $(MATMUL_OBJECTS)
 $(addprefix $(CU)/,train_gpt2cu test_gpt2cu): $(patsubst %,$(CU)/llmc/%.o,kernels/attention kernels/attention_decode kernels/decode_experts kernels/matmul_rows kernels/norm model/decode)
-$(CU)/dev/cuda/matmul_rows: $(CU)/llmc/kernels/matmul_rows.o
-$(CU)/dev/cuda/decode_experts: $(CU)/llmc/kernels/decode_experts.o
+$(addprefix $(CU)/dev/cuda/,experts matmul_rows): $(CU)/llmc/kernels/matmul_rows.o
+$(addprefix $(CU)/dev/cuda/,experts decode_experts): $(CU)/llmc/kernels/decode_experts.o
 $(CU)/dev/cuda/attention_decode: $(CU)/llmc/kernels/attention_decode.o
 $(CU)/train_gpt2cu $(CU)/test_gpt2cu: $(CU)/%cu: $(CU)/%.o $(BUILD)/revision.o
 	$(NVCC) $(NVFLAGS) $^ -o $@.$(PARTIAL) $(CUDA_LIBS) $(MPI_LIBS) $(if $(MPI_LIBS),$(NCCL_LIBS)) && mv -f $@.$(PARTIAL) $@
