@@ -436,7 +436,7 @@ static void check_pieces(Shape s, float std, int fp8) {
     cudaStream_t stream = ladder.gpu.compute;
     // e4m3: queries see rounded keys and values. What was rounded once stays.
     cache.qkv = whole;
-    if (fp8) kv_prompt(&cache, 0, s.T, s.T, s.NH, s.NKV, s.HD, stream);
+    if (fp8) kv_prompt(&cache, NULL, 0, s.T, s.T, s.NH, s.NKV, s.HD, stream);
     cache.qkv = qkv;
     for (AttentionProblem a : paths(s)) {
         cache.at = 0;
@@ -448,7 +448,7 @@ static void check_pieces(Shape s, float std, int fp8) {
             cudaCheck(cudaMemcpyAsync(qkv + at * stride, whole + at * stride, n * stride * sizeof(floatX),
                                       cudaMemcpyDeviceToDevice, stream));
             cache.at = at;
-            kv_prompt(&cache, 0, n, a.T, s.NH, s.NKV, s.HD, stream);
+            kv_prompt(&cache, NULL, 0, n, a.T, s.NH, s.NKV, s.HD, stream);
             a.queries = a.T - at;
             poison(out, rows * width);
             attention_forward(&a, out, lse, qkv, stream);

@@ -255,7 +255,7 @@ static void bench_mixture(const char *name, Shape s) try {
 }
 
 // Few rows an expert: what the order of tiles costs. bytes: of each operand once.
-static void bench_groups(Shape s) {
+static void bench_groups(Shape s) try {
     const size_t ecf = (size_t)s.E * s.C * s.F;
     Experts x = device_experts(&s);
     Matmul mm = open_matmul();
@@ -277,6 +277,8 @@ static void bench_groups(Shape s) {
         matmul_group_rows = usual;
     }
     matmul_close(&mm);
+} catch (const NoRoom &no) {
+    ladder_skip(no);
 }
 
 int main(int argc, char **argv) {
