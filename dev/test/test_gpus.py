@@ -364,6 +364,9 @@ def test_prompts_beside_texts(precision, cache, weights):
     together = answers(PROGRAMS[precision], asked, True, *options)
     assert together == answers(PROGRAMS[precision], asked, False, *options)
     assert together == answers(PROGRAMS[precision], asked, True, *options, "--debug", "cuda-graphs=0")
+    again = [r | {"max_tokens": 3} for r in asked[:4]]
+    kept = {of: tokens[:3] for of, tokens in together.items() if of[0] in {r["id"] for r in again}}
+    assert kept == answers(PROGRAMS[precision], again, True, *options, "--debug", "kv-cache=0")
     if precision == "fp32":
         cpu = answers(test_weights.TRAINER, asked, True, *options)
         assert {s: [t for t, _ in of] for s, of in cpu.items()} == {s: [t for t, _ in of] for s, of in together.items()}

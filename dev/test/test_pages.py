@@ -132,3 +132,14 @@ def test_a_short_prompt_beside_a_text():
 def test_fewer_pages_than_a_text_fills():
     said = run("-e", MODEL, "--serve", 2, "--debug", "cache-pages=7", status=1)
     assert "900 tokens take 8 pages" in said and "room for 7" in said and "shorter --seq-len" in said
+
+
+def test_long_prompts_in_steps_without_a_cache():
+    """--debug kv-cache=0 makes them again as they were made, beside short ones."""
+    draw = random.Random(3)
+    asked = [
+        {"id": str(n), "tokens": [draw.randrange(256) for _ in range(n)], "max_tokens": 5, "seed": n}
+        for n in (40, 300, 30, 350)
+    ]
+    kept = answers(asked, 9, "--debug", "prompt-rows=50")[0]
+    assert answers(asked, 9, "--debug", "prompt-rows=50,kv-cache=0")[0] == kept

@@ -298,10 +298,14 @@ static DecodeRow engine_row(const Sequence *s, int token) {
 static void engine_recompute(Engine *e, Sequence *s) {
     DecodeRow rows[DECODE_ROWS];
     Drawn drawn[DECODE_ROWS];
+    const int alone = e->prompt_rows ? 0 : s->prompted - s->begin;  // else it rides in these steps, too
     model_set_length(e->m, s->slot, 0);
-    if (s->prompted > s->begin) model_prompt(e->m, s->slot, s->tokens + s->begin, s->prompted - s->begin);
-    for (int at = s->prompted, n; at < s->count - 1; at += n) {
-        for (n = 0; n < e->rows && at + n < s->count - 1; n++) rows[n] = engine_row(s, s->tokens[at + n]);
+    if (alone > 0) model_prompt(e->m, s->slot, s->tokens + s->begin, alone);
+    for (int at = s->begin + (alone > 0 ? alone : 0), n; at < s->count - 1; at += n) {
+        for (n = 0; n < e->rows && at + n < s->count - 1; n++) {
+            rows[n] = engine_row(s, s->tokens[at + n]);
+            rows[n].prompt = at + n < s->prompted;
+        }
         model_decode(e->m, rows, n);
         model_drawn(e->m, drawn);
     }
@@ -359,11 +363,16 @@ static int engine_queue_rows(Engine *e, Sequence *s, DecodeRow *rows, int *n, in
     e->proposed += s->proposed;
     return count > 1 + s->proposed ? count - 1 - s->proposed : 0;
 }
-// A piece of the first long prompt that is not complete has the rows that are left.
-static void engine_queue_piece(Engine *e, DecodeRow *rows, int *n) {
+// The first long prompt that is not complete; NULL: there is none.
+static Sequence *engine_long_prompt(const Engine *e) {
     Sequence *s = e->first;
     while (s != e->waits && engine_prompt_left(e, s) <= 0) s = s->next;
-    if (s == e->waits) return;
+    return s == e->waits ? NULL : s;
+}
+// A piece of it has the rows that are left.
+static void engine_queue_piece(Engine *e, DecodeRow *rows, int *n) {
+    Sequence *s = engine_long_prompt(e);
+    if (!s) return;
     engine_find_again(e, s);
     const int done = model_length(e->m, s->slot), left = engine_prompt_left(e, s), room = e->rows - *n;
     const int count = left < room ? left : room, *tokens = s->tokens + s->begin + done;
@@ -379,6 +388,7 @@ static void engine_queue(Engine *e) {
     DecodeRow rows[DECODE_ROWS];
     int n = 0, spare = e->rows;
     for (const Sequence *s = e->first; s != e->waits; s = s->next) spare -= 1 + s->proposed;
+    if (e->prompt_rows && engine_long_prompt(e)) spare /= 2;  // short prompts leave it some
     for (Sequence *s = e->first; s != e->waits; s = s->next) {
         if (s->count + s->ahead >= s->most || engine_prompt_left(e, s) > 0) continue;
         if (model_length(e->m, s->slot) == e->window) {  // it first has to know its last token
