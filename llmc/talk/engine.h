@@ -348,11 +348,14 @@ static void engine_propose(Engine *e) {
 // Queues the rows of a sequence: its last token and what is proposed, or what it has to make again, as far as there are
 // `spare` rows. Returns how many of these it took, or -1: it waits.
 static int engine_queue_rows(Engine *e, Sequence *s, DecodeRow *rows, int *n, int spare) {
+    if (!e->keeps) {
+        if (!engine_grow(e, s, s->count - s->begin)) return -1;
+        engine_recompute(e, s);
+    }
     const int length = model_length(e->m, s->slot), at = s->begin + length, drawn = s->ahead > 0;
     const int left = drawn ? 1 : s->count + s->proposed - at, most = 1 + s->proposed + spare;
     const int count = left < most ? left : most;
     if (!engine_grow(e, s, length + count)) return -1;
-    if (!e->keeps) engine_recompute(e, s);
     for (int i = 0; i < count; i++) {
         const int counts = at + i >= s->count - 1;  // what the others draw is known
         e->steps[e->queued].of[*n] = counts ? s : NULL;
