@@ -196,14 +196,6 @@ static void check_sums(int N, int E, int K, int renormalise, int C) {
         check(d < BOUND, "%d tokens of %d: sums off by %.1e (bound %.0e)", N, C, d, BOUND);
     }
 }
-struct Gated {
-    static constexpr int INPUTS = 2;
-    static float apply(float (&slopes)[2], const float (&inputs)[2]) {
-        slopes[0] = inputs[1];
-        slopes[1] = inputs[0] + 1;
-        return (inputs[0] + 1) * inputs[1];
-    }
-};
 // dout's rows with shares, then the activation's gradient, and that of the shares and logits
 static void check_backward(int N, int E, int K, int renormalise, int C, int F) {
     Sides s(N, E, K);

@@ -169,14 +169,6 @@ static void check_experts(const std::vector<int> &counts, int out, int in, int b
 }
 // An activation in the products of experts: forward keeps its input, whose gradient takes its place, beside the
 // activation again and each row's products with the gradient.
-struct Gated {
-    static constexpr int INPUTS = 2;
-    static float apply(float (&slopes)[2], const float (&inputs)[2]) {
-        slopes[0] = inputs[1];
-        slopes[1] = inputs[0] + 1;
-        return (inputs[0] + 1) * inputs[1];
-    }
-};
 static void check_experts_activation(const std::vector<int> &counts, int F, int C, int blocks) {
     typedef HopperTile<MmaOnCpu, MATMUL_FORWARD, 256, 1, Activate<Gated, true>, true> Forward;
     typedef HopperTile<MmaOnCpu, MATMUL_BACKWARD_INPUT, 256, 1, ActivationGradient<Gated, true, true>, true> Backward;
