@@ -678,7 +678,7 @@ static void buffers_place(const Plan *p, Buffers *b) {
         *x.to = (uint8_t *)b->region + fp8;
         fp8 += round_up(x.bytes, REGION_ALIGN);
     }
-    b->blocks = new_array(BlockActs, c->num_layers);
+    b->blocks = new_zeros(BlockActs, c->num_layers);
     for (int l = 0; l < c->num_layers; l++) {
         BlockActs *a = &b->blocks[l];
         if (l > 0 && l <= p->whole_blocks) {  // all but x'' are those of block 0

@@ -166,7 +166,7 @@ static void decoder_table(const Plan *p, const Buffers *b, const Decoder *d, Dec
 }
 static void decoder_set_matrices(const Plan *p, const Buffers *b, Decoder *d, cudaStream_t stream) {
     const int count = quantised_count(p);
-    DecodeMatrix *table = new_array(DecodeMatrix, count);
+    DecodeMatrix *table = new_zeros(DecodeMatrix, count);
     decoder_table(p, b, d, table);
     if (d->has_kernel) upload(d->matrices, table, (size_t)count * sizeof *table, stream);
     for (int i = 0; i < count && d->kept; i++)
