@@ -225,6 +225,12 @@ static void attend(const Model *m, const Pass *p, const Block *b, int l) {
     kv_prompt(k, NULL, l, p->T, p->attention.T, NH, NKV, HD, p->stream);
     attention_forward(&p->attention, k->y, k->lse, k->qkv, p->stream);
 }
+static void mlp_inside(const Model *m, const Pass *p, const Block *b) {
+    if (m->config.num_experts)
+        experts_forward(p, &b->experts, b->h2);
+    else
+        linear_forward(p, &b->fc, b->a, b->h2);
+}
 // A block up to its activation: all that backward reads of it, so all that --recompute 3 makes again.
 static void block_inside(const Model *m, const Pass *p, const Block *b, int l, Residual *x) {
     residual_norm(p, &b->norm1, b->h1, l ? block_acts(m, p, l - 1)->x_out : NULL, x);
@@ -232,10 +238,7 @@ static void block_inside(const Model *m, const Pass *p, const Block *b, int l, R
     attend(m, p, b, l);
     x->branch = linear_project(p, &b->proj, b->y);
     residual_norm(p, &b->norm2, b->h2, b->x_mid, x);
-    if (m->config.num_experts)
-        experts_forward(p, &b->experts, b->h2);
-    else
-        linear_forward(p, &b->fc, b->a, b->h2);
+    mlp_inside(m, p, b);
 }
 static void block_forward(Model *m, const Pass *p, int l, Residual *x) {
     Range range("block", l);
@@ -359,7 +362,14 @@ static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
     const Plan *plan = &m->plan;
     Residual x = {b->norm1.x, NULL}, x_mid = {b->norm2.x, NULL};
     if (l < plan->whole_blocks) {
-        block_inside(m, p, b, l, &x);
+        if (plan->keeps_attention) {
+            residual_norm(p, &b->norm1, b->h1, NULL, &x);
+            linear_forward(p, &b->qkv, b->q_k_v, b->h1);
+            residual_norm(p, &b->norm2, b->h2, NULL, &x_mid);
+            mlp_inside(m, p, b);
+        } else {
+            block_inside(m, p, b, l, &x);
+        }
         linear_keep_input(p, &b->fcproj, b->a);
         return;
     }

@@ -104,12 +104,13 @@ LONG = ["-x", "100000", "-n", "100000", "--timeout", TIMEOUT]
 # ---- one GPU
 
 
-@pytest.mark.parametrize("blocks", [0, 1, 2, 3])
-def test_recomputing_changes_no_bit(train, tmp_path, blocks):
-    """Each level with so many of three blocks made again whole."""
+@pytest.mark.parametrize("blocks, attention", [(0, 1), (1, 1), (1, 0), (2, 0), (3, 1), (3, 0)])
+def test_recomputing_changes_no_bit(train, tmp_path, blocks, attention):
+    """Each level with so many of three blocks made again, whole or except attention."""
     succeeds(train(0, "plain", "-n", "12", "--debug", "gelu-fusion=0"), 300)
     for level in range(4):
-        more = ["--recompute", level, "--debug", f"gelu-fusion=0,recompute-blocks={blocks}"]
+        made = f"recompute-blocks={blocks},recompute-attention={attention}"
+        more = ["--recompute", level, "--debug", f"gelu-fusion=0,{made}"]
         succeeds(train(0, f"{level}", "-n", "12", *more), 300)
         assert curve(tmp_path / "plain") == curve(tmp_path / f"{level}")
         assert checkpoint(tmp_path / "plain", 12) == checkpoint(tmp_path / f"{level}", 12)
@@ -130,9 +131,9 @@ def budgets(text):
 
 
 def takes(text, gib):
-    """How many blocks a run with this budget made again whole."""
+    """How many blocks a run with this budget made again, whole or not."""
     assert float(re.search(r"total on the GPU +([0-9.]+)", text)[1]) / 1024 <= gib and "fits      with" in text
-    again = re.search(r"(\d+) of 12 blocks made again whole", text)
+    again = re.search(r"(\d+) of 12 blocks made again", text)
     return int(again[1]) if again else 0
 
 
@@ -563,7 +564,11 @@ def test_fp8_copies_of_a_block_change_no_bit(train, tmp_path, level):
         ("one kept", 1, 0, ["-b", 16]),
         ("one made", 0, 2, ["-b", 16]),
     ):
-        ways = [*others, "--debug", f"fp8-copies={copies},recompute-blocks={blocks}"]
+        ways = [
+            *others,
+            "--debug",
+            f"fp8-copies={copies},recompute-blocks={blocks},recompute-attention={int(blocks < 2)}",
+        ]
         text = succeeds_in_fp8(train(0, name, *more, *ways))
         assert STAND_IN or ("fp8 copies of a block at a time" in text) == (copies == 0), text
         same_run(tmp_path / name, tmp_path / ("one kept" if name.startswith("one") else "kept"))
@@ -749,7 +754,8 @@ def test_mixtures_in_fp32_are_those_of_the_cpu(train, tmp_path, kind, more):
 def test_what_saves_time_or_memory_changes_no_bit_of_mixtures(train, tmp_path, kind):
     more = ["-e", MIXTURES[kind], "-n", "12"]
     ways = [[], ["--debug", "cuda-graphs=0"], *([["-r", str(level)] for level in (1, 2, 3)])]
-    ways += [["-r", "2", "--debug", "recompute-blocks=1"], ["--offload", "states"]]
+    ways += [["-r", "2", "--debug", f"recompute-blocks=1,recompute-attention={made}"] for made in (0, 1)]
+    ways += [["--offload", "states"]]
     ways += [["--debug", "gelu-fusion=0"]]
     for i, way in enumerate(ways):
         succeeds(train(0, f"{i}", *more, *way), 300)
@@ -1215,7 +1221,7 @@ def test_tensor_parallel_runs_repeat(train, tmp_path, kind, tp):
         "again": ["-z", "0"],
         "1": ["--recompute", "1"],
         "2": ["--recompute", "2"],
-        "2 and a block": ["--recompute", "2", "--debug", "recompute-blocks=1"],
+        "2 and a block": ["--recompute", "2", "--debug", "recompute-blocks=1,recompute-attention=0"],
         "3": ["--recompute", "3", "--debug", "timing=5"],
     }.items():
         succeeds(train(WORLD, name, *more, "--tp", tp, *others), 300)

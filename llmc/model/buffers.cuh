@@ -3,8 +3,9 @@
 //
 // Kept for backward, per block: x', x'', h1, h2, qkv, y, lse, the activation's slopes in place of f, a and the norms'
 // statistics: 8C + 2F (GELU) values a token; with QK-norm also q_k_v, which attention reads. --recompute 1 keeps f and
-// no a, 2 h1, h2 and q_k_v once and not per block, 3 all but x''. Of whole_blocks all but x'' is once, too. Where only
-// weights' gradients read h1, h2 and a, in fp8, they are kept so, transposed, and in floatX once (keeps_fp8_inputs).
+// no a, 2 h1, h2 and q_k_v once and not per block, 3 all but x''. Of whole_blocks all but x'' is once, too, or all but
+// x', x'', y and lse (keeps_attention). Where only weights' gradients read h1, h2 and a, in fp8, they are kept so,
+// transposed, and in floatX once (keeps_fp8_inputs).
 //
 // Where an element of the parameters is. Four coordinates, all in elements:
 //
@@ -203,6 +204,9 @@ static size_t norms_size(const Plan *p, int shared) {
 }
 // Places for what a block keeps: whole blocks have the one of the block behind them.
 static size_t plan_block_places(const Plan *p) { return (size_t)(p->config.num_layers - p->whole_blocks); }
+// Whole blocks that keep what attention gave.
+static size_t plan_kept_attention(const Plan *p) { return p->keeps_attention ? (size_t)p->whole_blocks : 0; }
+static size_t heads_width(const Config *c) { return (size_t)(c->num_heads * c->head_dim); }
 // Elements that a block keeps, and those in fp8.
 static size_t saved_block_size(const Plan *p) {
     const Config *c = &p->local;
@@ -525,7 +529,7 @@ static void request_activations(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
     const int leave = inputs_leave(p), level = std::max((int)p->options.recompute, p->recomputes_activation);
     const size_t C = (size_t)c->channels, rows = p->rows, L = (size_t)c->num_layers, kept = plan_block_places(p),
-                 streams = leave ? 2 : L;
+                 streams = leave ? 2 : L, apart = plan_kept_attention(p);
     const char *names[] = {"qkv, y, f, norms, a of kept layers", "qkv, y, f, norms of kept layers",
                            "qkv, y, f of kept layers", "qkv, y, f, a, recomputed"};
     memory_group(m, "activations");
@@ -535,14 +539,16 @@ static void request_activations(const Plan *p, Buffers *b, Memory *m) {
         memory_request(m, &b->rstd_tokens, "its 1/std (B,T)", rows);
     }
     memory_request(m, &b->saved_x, leave ? "residuals (3,B,T,C)" : "residuals (L+kept,B,T,C)",
-                   (streams + kept) * rows * C);
+                   (streams + kept + apart) * rows * C);
     if (leave && p->trains) memory_request_pinned(m, &b->host_x, "residuals (L-2,B,T,C)", (L - 2) * rows * C);
     const size_t shared = norms_size(p, 1), inputs = saved_inputs_size(p);
-    memory_request(m, &b->saved_block, names[inputs && level < 3 ? 2 : level], kept * saved_block_size(p));
+    memory_request(m, &b->saved_block, names[inputs && level < 3 ? 2 : level],
+                   kept * saved_block_size(p) + apart * p->N * heads_width(c));
     if (inputs) memory_request(m, &b->saved_inputs, "norms, a of kept layers in fp8", kept * inputs);
     if (c->num_experts) memory_request(m, &b->saved_routing, "experts and their rows", kept * saved_routing_size(p));
     if (shared) memory_request(m, &b->shared_norms, inputs ? "what norms give" : "what norms give, recomputed", shared);
-    memory_request(m, &b->saved_stats, "lse, mean, 1/std", kept * saved_stats_size(p));
+    memory_request(m, &b->saved_stats, "lse, mean, 1/std",
+                   kept * saved_stats_size(p) + apart * p->N * (size_t)c->num_heads);
     memory_request(m, &b->h_final, "final norm (B,T,C)", rows * C);
     memory_request(m, &b->mean_final, "final mean (B,T)", rows);
     memory_request(m, &b->rstd_final, "final 1/std (B,T)", rows);
@@ -681,15 +687,20 @@ static void buffers_place(const Plan *p, Buffers *b) {
     b->blocks = new_zeros(BlockActs, c->num_layers);
     for (int l = 0; l < c->num_layers; l++) {
         BlockActs *a = &b->blocks[l];
-        if (l > 0 && l <= p->whole_blocks) {  // all but x'' are those of block 0
+        if (l > 0 && l <= p->whole_blocks) {  // all else are those of block 0
             *a = b->blocks[0];
+            if (p->keeps_attention) {
+                a->x_mid = values(x, rows * C);
+                a->y = values(next, N * heads_width(c));
+                a->lse = values(stats, N * (size_t)c->num_heads);
+            }
             a->x_out = l >= 2 && inputs_leave(p) ? b->blocks[l - 2].x_out : values(x, rows * C);
             continue;
         }
         a->x_mid = values(x, rows * C);
         a->x_out = values(x, rows * C);
         a->qkv = values(next, N * (size_t)qkv_width(c));
-        a->y = values(next, N * (size_t)(c->num_heads * c->head_dim));
+        a->y = values(next, N * heads_width(c));
         a->f = values(next, plan_mlp_rows(p) * (size_t)fc_width(c));
         a->a = p->recomputes_activation ? (floatX *)(b->region + region.a)
                : p->keeps_fp8_inputs    ? b->df  // not read when that is written

@@ -37,6 +37,7 @@ typedef struct {
     int recomputes_norms;       // and h1, h2, normalised q and k
     int keeps_fp8_inputs;       // of h1, h2 and a what weights' gradients read of them, in fp8; they have one place
     int whole_blocks;           // of so many of the first blocks all but their inputs
+    int keeps_attention;        // or but these, attention's output and what it is added to
     int offload;                // what is in host memory while it is not used: bits of backend.h
     int head_rows;              // the head runs on so many rows at a time
     int compacts_rows;          // a micro-step's head runs on the rows that are learned alone
@@ -226,6 +227,7 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     p.recomputes_norms = recompute == 2;
     p.keeps_fp8_inputs = p.fp8_weight_gradients && ranks == 1 && !p.recomputes_norms;
     p.whole_blocks = whole_blocks(&p.options, c->num_layers);
+    p.keeps_attention = p.trains && recompute < 3 && !o->recompute_attention;
     p.offload = plan_offload(&p);
     p.head_rows = (int)head_rows(o, p.B, p.T);
     p.compacts_rows = p.trains && ranks == 1;
@@ -279,7 +281,7 @@ static void plan_print(const Plan *p, FILE *f) {
         return;
     }
     fprintf(f, "\nplan      ");
-    print_recomputed((int)p->options.recompute, p->whole_blocks, p->config.num_layers, f);
+    print_recomputed((int)p->options.recompute, p->whole_blocks, p->keeps_attention, p->config.num_layers, f);
     fprintf(f, " | head in %zu part%s | %s %s%s, gradients %s%s, m and v %s", ceil_div(p->N, (size_t)p->head_rows),
             ceil_div(p->N, (size_t)p->head_rows) == 1 ? "" : "s", p->lora.rank ? "adapters" : "weights", FLOATX_NAME,
             p->has_master ? " and fp32" : "", FLOATX_NAME, p->sums_in_fp32 ? ", added up in fp32" : "",
