@@ -103,7 +103,7 @@ static int block_keeps_input(const Plan *p, int l) {
 }
 // fc and fcproj of a block are the layers of all its experts.
 static Experts experts_of(const Model *m, const Pass *p, const Block *of, const BlockActs *a, int l) {
-    const Config *c = &m->config;
+    const Config *c = &m->plan.local;
     const Buffers *b = &m->b;
     const Unit *u = &of->unit;
     Experts x = {c->channels, c->ffn_dim, c->renormalise, m->plan.activation_fused, c->mlp, a->experts};

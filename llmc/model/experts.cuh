@@ -9,6 +9,10 @@
 // and a, so that no block keeps a.
 // One buffer holds the rows of h, and after their product the experts' outputs; in backward those of dout, of h, and
 // the gradient of h, each in place of the one before.
+//
+// Of a tensor-parallel group each rank has a part of every expert's width, and routes all rows: by the same numbers, so
+// alike. What it gives is its part of a sum: of the branch, of a, so of the shares' gradients, and of all that follows
+// from these linearly: the gradients of logits, of the router and of h. The first rank has the balance's.
 #ifndef LLMC_MODEL_EXPERTS_CUH
 #define LLMC_MODEL_EXPERTS_CUH
 
@@ -81,8 +85,9 @@ static void router_step(const Pass *p, const Experts *x, const floatX *h) {
 
 // ---- forward
 
-// h (N,C) -> f, a
-static void experts_forward(const Pass *p, const Experts *x, const floatX *h) {
+// This rank's rows of h (N,C) -> f, a
+static void experts_forward(const Pass *p, const Experts *x, const floatX *h_mine) {
+    const floatX *h = rows_gather(p, h_mine);
     if (x->kept_fc.weight) {
         router_step(p, x, h);
         experts_step_product(p, x, x->C, experts_fc_width(x), &x->kept_fc, 1, x->a, h);
@@ -96,36 +101,37 @@ static void experts_forward(const Pass *p, const Experts *x, const floatX *h) {
     // all rows that there is room for: of those behind the last expert's nobody reads
     if (!x->fused) activation_forward(x->mlp, x->a, NULL, x->f, x->rows.R, x->F, p->stream);
 }
-// a -> p->branch
+// a -> this rank's rows of the branch, in p->branch
 static const floatX *experts_project(const Pass *p, const Experts *x) {
     if (x->kept_fcproj.weight)
         experts_step_product(p, x, x->F, x->C, &x->kept_fcproj, 0, x->wide, x->a);
     else
         experts_product(p, x, MATMUL_FORWARD, x->F, x->C, x->wide, x->a, x->fcproj);
     sum_rows(&x->rows, p->branch, NULL, x->wide, 1, x->C, p->stream);
-    return p->branch;
+    return rows_scatter(p, p->branch, NULL);
 }
 
 // ---- backward
 
-// dout (N,C): the gradient of the branch; that of h becomes p->branch.
-static const floatX *experts_backward(const Pass *p, const Experts *x, const floatX *dout, const floatX *h) {
-    const int wide = experts_fc_width(x), fused = x->fused == 2;
-    gather_rows(&x->rows, x->wide, dout, 1, x->C, p->stream);
+// This rank's rows of dout (N,C), the gradient of the branch, and of h -> those of the gradient of h, in p->branch.
+static const floatX *experts_backward(const Pass *p, const Experts *x, const floatX *dout, const floatX *h_mine) {
+    const int wide = experts_fc_width(x), fused = x->fused == 2, reads_h = x->dfc || x->fc_adapters.count;
+    gather_rows(&x->rows, x->wide, rows_gather(p, dout), 1, x->C, p->stream);
     experts_product(p, x, MATMUL_BACKWARD_INPUT, x->F, x->C, fused ? x->a : x->da, x->wide, x->fcproj,
                     fused ? EPILOGUE_GRADIENT_FROM_INPUT : EPILOGUE_PLAIN);
     if (!fused) experts_activation_backward(&x->rows, x->mlp, x->f, x->a, x->dots, x->da, x->F, p->stream);
     if (x->dfcproj) experts_product(p, x, MATMUL_BACKWARD_WEIGHT, x->F, x->C, x->dfcproj, x->wide, x->a);
     adapters_gradient(p, &x->fcproj_adapters, x->F, x->C, x->rows.R, x->rows.groups, x->wide, x->a);
-    if (x->dfc || x->fc_adapters.count) gather_rows(&x->rows, x->wide, h, 0, x->C, p->stream);
+    const floatX *h = reads_h ? rows_gather(p, h_mine) : NULL;  // in place of all of dout
+    if (reads_h) gather_rows(&x->rows, x->wide, h, 0, x->C, p->stream);
     if (x->dfc) experts_product(p, x, MATMUL_BACKWARD_WEIGHT, x->C, wide, x->dfc, x->f, x->wide);
     adapters_gradient(p, &x->fc_adapters, x->C, wide, x->rows.R, x->rows.groups, x->f, x->wide);
     experts_product(p, x, MATMUL_BACKWARD_INPUT, x->C, wide, x->wide, x->f, x->fc);
-    route_backward(&x->rows, x->logits, x->dots, x->F, p->balance, x->renormalise, p->stream);
+    route_backward(&x->rows, x->logits, x->dots, x->F, p->exchange->rank ? 0 : p->balance, x->renormalise, p->stream);
     if (x->drouter) router_product(p, x, MATMUL_BACKWARD_WEIGHT, x->drouter, x->logits, h);
     router_product(p, x, MATMUL_BACKWARD_INPUT, p->branch, x->logits, x->router);
     sum_rows(&x->rows, p->branch, p->branch, x->wide, 0, x->C, p->stream);
-    return p->branch;
+    return rows_scatter(p, p->branch, NULL);
 }
 
 #endif

@@ -173,14 +173,9 @@ static int plan_offload(const Plan *p) {
     return asked;
 }
 // What a mixture of experts has not on a GPU so far: the CPU trainer has it.
-static void plan_require_experts(const Config *c, const Options *o, const Mesh *mesh) {
-    const struct {
-        int asked;
-        const char *what;
-    } lacks[] = {{mesh->tp.world > 1, "--tp"}, {matmul_is_fp8(o), "--matmul-dtype fp8"}};
-    for (int i = 0; i < COUNT_OF(lacks) && c->num_experts; i++)
-        require(!lacks[i].asked, "a mixture of experts has no %s on a GPU so far\nuse ./train_gpt2 (make train_gpt2)",
-                lacks[i].what);
+static void plan_require_experts(const Config *c, const Options *o) {
+    require(!c->num_experts || !matmul_is_fp8(o),
+            "a mixture of experts has no --matmul-dtype fp8 on a GPU so far\nuse ./train_gpt2 (make train_gpt2)");
     require(c->num_experts % VecX::size == 0, "%d experts are no multiple of %d\nuse ./train_gpt2 (make train_gpt2)",
             c->num_experts, VecX::size);
 }
@@ -204,7 +199,7 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     p.rows = p.N / (size_t)ranks;
     p.trains = !forward_only(o);
     p.ranged = o->documents > 0 || o->window > 0;
-    plan_require_experts(c, o, mesh);
+    plan_require_experts(c, o);
     matmul_check(&mesh->job, &p.local, o);
     require(strcmp(o->matmul_dtype, "bf16") || sizeof(floatX) == 2,
             "--matmul-dtype bf16 needs a bf16 build\nleave it out");
