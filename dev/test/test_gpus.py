@@ -775,6 +775,29 @@ def test_gradients_of_mixtures_added_up_in_bf16(train, tmp_path, kind):
     assert checkpoint(tmp_path / "again", 12) == checkpoint(tmp_path / "bf16", 12)
 
 
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_mixtures_in_fp8(train, tmp_path, kind):
+    """The same bits whatever saves time or memory; near bf16, and near the CPU, where each expert has its scale."""
+    more = ["-e", MIXTURES[kind], "-l", "3e-4", *WATCHED]
+    ways = {
+        "first": [],
+        "kernels": ["--debug", "cuda-graphs=0"],
+        "recomputed": ["-r", "3", "--debug", "timing=5"],
+        "apart": ["-r", "2", "--debug", "gelu-fusion=0"],
+        "copies made": ["--debug", "fp8-copies=0"],
+    }
+    for name, way in ways.items():
+        text = succeeds_in_fp8(train(0, name, *more, "--matmul-dtype", "fp8", *([] if STAND_IN else way)))
+        assert STAND_IN or "products fp8 (e4m3), of experts' weights' gradients bf16" in text
+        same_run(tmp_path / name, tmp_path / "first")
+    PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
+    succeeds(train(0, "cpu", *more, "--matmul-dtype", "fp8", precision="cpu"), 300)
+    succeeds(train(0, "bf16", *more), 300)
+    for other in ("cpu", "bf16"):
+        close(losses(tmp_path / "first"), losses(tmp_path / other), 1e-2)
+    assert losses(tmp_path / "first") != losses(tmp_path / "bf16")
+
+
 @pytest.mark.parametrize("weights", ["native", "int8", "int4", "fp8"])
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_tokens_of_mixtures_in_fp32_are_those_of_the_cpu(kind, weights):
@@ -955,7 +978,8 @@ def test_adapters_resume_bitwise_and_merge_to_what_was_trained(lora, train, tmp_
     assert events(tmp_path / "run", "eval")[-1]["loss"] == merged
 
 
-def test_adapters_beside_products_in_fp8(lora, tmp_path):
+@pytest.mark.parametrize("kind", ["llama3.2", "qwen3_moe"])
+def test_adapters_beside_products_in_fp8(lora, tmp_path, kind):
     ways = {
         "plain": ["--debug", "cuda-graphs=0"],
         "graphs": [],
@@ -965,10 +989,10 @@ def test_adapters_beside_products_in_fp8(lora, tmp_path):
     }
     more = ["--matmul-dtype", "fp8", "--debug", "gelu-fusion=0", *WATCHED]
     for name, way in ways.items():
-        succeeds_in_fp8(lora(0, name, "llama3.2", *more, *([] if STAND_IN else way)))
+        succeeds_in_fp8(lora(0, name, kind, *more, *([] if STAND_IN else way)))
         same_run(tmp_path / name, tmp_path / "plain")
     PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
-    succeeds(lora(0, "cpu", "llama3.2", "--matmul-dtype", "fp8", *WATCHED, precision="cpu"), 300)
+    succeeds(lora(0, "cpu", kind, "--matmul-dtype", "fp8", *WATCHED, precision="cpu"), 300)
     losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("plain", "cpu"))
     close(*losses, 2e-2)
 
@@ -1258,6 +1282,19 @@ def test_tensor_parallel_runs_repeat(train, tmp_path, kind, tp):
     for steps, go_on in ((6, 0), (12, 1)):
         succeeds(train(WORLD, "run", *more, "--tp", tp, "-x", steps, "-y", go_on), 300)
     assert checkpoint(tmp_path / "run", 12) == checkpoint(tmp_path / "mesh", 12)
+
+
+@several
+def test_mixtures_in_fp8_between_ranks(train, tmp_path):
+    """Stage 3 gathers blocks in fp8 but for routers: the same bits. A group shares every expert's width."""
+    more = ["-e", MIXTURES["qwen3_moe"], "-l", "3e-4", "--matmul-dtype", "fp8", "-b", 8, *WATCHED]
+    for name, stage in (("1", 1), ("2", 2), ("3", 3)):
+        succeeds_in_fp8(train(2, name, *more, "-z", stage))
+        same_run(tmp_path / name, tmp_path / "1")
+    for name, others in (("tp", []), ("again", ["-r", "3"])):
+        succeeds(train(2, name, *more, "--tp", 2, *others), 300)
+        same_run(tmp_path / name, tmp_path / "tp")
+    close(losses(tmp_path / "tp"), losses(tmp_path / "1"), 1e-2)
 
 
 def first_moments(folder, step):

@@ -36,14 +36,17 @@ typedef struct {
     ExpertLoad load;        // of the step's report
 } Experts;
 
-// A product of all experts' rows, or a gradient of all their weights. An activation in it has f beside `to`.
+// A product of all experts' rows with their weights. An activation in it has f beside `to`. Or a gradient of all
+// weights: in, the rows of the input.
 static void experts_product(const Pass *p, const Experts *x, const Linear *l, MatmulForm form, floatX *to,
-                            const floatX *a, const floatX *b, MatmulEpilogue epilogue = EPILOGUE_PLAIN) {
-    const int activates = epilogue >= EPILOGUE_ACTIVATION;
-    MatmulProblem q = {form, x->rows.R, l->in, l->out, epilogue, activates ? l->mlp : NO_ACTIVATION};
-    MatmulOperands o = {to, a, b};
-    if (form == MATMUL_BACKWARD_WEIGHT && p->accumulate) q.epilogue = EPILOGUE_ADD;
-    q.experts = x->rows.E;
+                            const floatX *a, MatmulEpilogue epilogue = EPILOGUE_PLAIN, const floatX *in = NULL) {
+    const int activates = epilogue >= EPILOGUE_ACTIVATION, forward = form == MATMUL_FORWARD, R = x->rows.R;
+    const MatmulDtype dtype = in ? l->weight_dtype : l->dtype;
+    const MatmulProblem q = {form, R, l->in, l->out, epilogue, activates ? l->mlp : NO_ACTIVATION, dtype, 0, x->rows.E};
+    MatmulOperands o = {to, a, in};
+    // no count, as behind the last expert's rows anything is
+    if (!in) linear_operand(&o, linear_rows(p, dtype, a, R, forward ? l->in : l->out, l->in_absmax, NULL));
+    if (!in) linear_weight(l, dtype, &o, forward ? l->weight_fp8 : l->weight_fp8_transposed);
     o.aux = activates ? x->fc.aux : NULL;
     o.experts = x->rows.groups;
     o.dots = x->dots;
@@ -52,7 +55,8 @@ static void experts_product(const Pass *p, const Experts *x, const Linear *l, Ma
 // Of weights and adapters, from rows of dout and of the input.
 static void experts_weight_gradient(const Pass *p, const Experts *x, const Linear *l, const floatX *dout,
                                     const floatX *in) {
-    if (l->dweight) experts_product(p, x, l, MATMUL_BACKWARD_WEIGHT, l->dweight, dout, in);
+    const MatmulEpilogue epilogue = p->accumulate ? EPILOGUE_ADD : EPILOGUE_PLAIN;
+    if (l->dweight) experts_product(p, x, l, MATMUL_BACKWARD_WEIGHT, l->dweight, dout, epilogue, in);
     adapters_gradient(p, &l->adapters, l->in, l->out, x->rows.R, x->rows.groups, dout, in);
 }
 static void router_product(const Pass *p, const Experts *x, MatmulForm form, floatX *to, const floatX *a,
@@ -102,7 +106,7 @@ static void experts_forward(const Pass *p, const Experts *x, const floatX *h_min
     router_product(p, x, MATMUL_FORWARD, x->logits, h, x->router);
     route(&x->rows, x->logits, x->renormalise, x->load, x->scratch, p->stream);
     gather_rows(&x->rows, x->wide, h, 0, p->C, p->stream);
-    experts_product(p, x, fc, MATMUL_FORWARD, fused ? x->a : fc->aux, x->wide, fc->weight, fc->epilogue);
+    experts_product(p, x, fc, MATMUL_FORWARD, fused ? x->a : fc->aux, x->wide, fc->epilogue);
     // all rows that there is room for: of those behind the last expert's nobody reads
     if (!fused) activation_forward(fc->mlp, x->a, NULL, fc->aux, x->rows.R, x->fcproj.in, p->stream);
 }
@@ -112,7 +116,7 @@ static const floatX *experts_project(const Pass *p, const Experts *x) {
     if (l->kept.weight)
         experts_step_product(p, x, l, 0, x->wide, x->a);
     else
-        experts_product(p, x, l, MATMUL_FORWARD, x->wide, x->a, l->weight);
+        experts_product(p, x, l, MATMUL_FORWARD, x->wide, x->a);
     sum_rows(&x->rows, p->branch, NULL, x->wide, 1, p->C, p->stream);
     return rows_scatter(p, p->branch, NULL);
 }
@@ -124,13 +128,13 @@ static const floatX *experts_backward(const Pass *p, const Experts *x, const flo
     const Linear *fc = &x->fc, *l = &x->fcproj;
     const int fused = l->gradient != EPILOGUE_PLAIN, reads_h = fc->dweight || fc->adapters.count, F = l->in;
     gather_rows(&x->rows, x->wide, rows_gather(p, dout), 1, p->C, p->stream);
-    experts_product(p, x, l, MATMUL_BACKWARD_INPUT, fused ? x->a : x->da, x->wide, l->weight, l->gradient);
+    experts_product(p, x, l, MATMUL_BACKWARD_INPUT, fused ? x->a : x->da, x->wide, l->gradient);
     if (!fused) experts_activation_backward(&x->rows, l->mlp, fc->aux, x->a, x->dots, x->da, F, p->stream);
     experts_weight_gradient(p, x, l, x->wide, x->a);
     const floatX *h = reads_h ? rows_gather(p, h_mine) : NULL;  // in place of all of dout
     if (reads_h) gather_rows(&x->rows, x->wide, h, 0, p->C, p->stream);
     experts_weight_gradient(p, x, fc, fc->aux, x->wide);
-    experts_product(p, x, fc, MATMUL_BACKWARD_INPUT, x->wide, fc->aux, fc->weight);
+    experts_product(p, x, fc, MATMUL_BACKWARD_INPUT, x->wide, fc->aux);
     route_backward(&x->rows, x->logits, x->dots, F, p->exchange->rank ? 0 : p->balance, x->renormalise, p->stream);
     if (x->drouter) router_product(p, x, MATMUL_BACKWARD_WEIGHT, x->drouter, x->logits, h);
     router_product(p, x, MATMUL_BACKWARD_INPUT, p->branch, x->logits, x->router);
