@@ -101,33 +101,25 @@ static const BlockActs *block_acts(const Model *m, const Pass *p, int l) { retur
 static int block_keeps_input(const Plan *p, int l) {
     return p->recomputes_activation && (l >= p->whole_blocks || p->fcproj.gradient == EPILOGUE_GRADIENT_FROM_INPUT);
 }
-// fc and fcproj of a block are the layers of all its experts.
+// fc and fcproj of a block are the layers of all its experts. Prompts have the activation where training has it.
 static Experts experts_of(const Model *m, const Pass *p, const Block *of, const BlockActs *a, int l) {
     const Config *c = &m->config;
     const Buffers *b = &m->b;
     const Unit *u = &of->unit;
-    Experts x = {c->channels, c->ffn_dim, c->renormalise, m->plan.activation_fused, c->mlp, a->experts};
+    const size_t E = (size_t)c->num_experts;
+    Experts x = {c->renormalise, a->experts, of->fc, of->fcproj};
     x.rows.N = p->N;
     x.rows.R = (int)experts_room((size_t)p->N, c->num_experts, c->active_experts);
+    x.fc.epilogue = m->plan.fc.epilogue;
     x.router = unit_param(u, u->weights, ROLE_ROUTERW);
-    x.fc = of->fc.weight;
-    x.fcproj = of->fcproj.weight;
-    x.fc_adapters = of->fc.adapters;
-    x.fcproj_adapters = of->fcproj.adapters;
-    x.kept_fc = of->fc.kept;
-    x.kept_fcproj = of->fcproj.kept;
-    x.by_rows = of->qkv.kept.weight != NULL;
     x.drouter = unit_param(u, u->grads, ROLE_ROUTERW);
-    x.dfc = of->fc.dweight;
-    x.dfcproj = of->fcproj.dweight;
-    x.f = a->f;
+    x.by_rows = of->qkv.kept.weight != NULL;
     x.a = a->a;
+    x.da = b->da;
     x.logits = b->router_logits;
     x.wide = b->expert_rows;
-    x.da = b->da;
     x.dots = b->dots;
     x.scratch = b->reduce;
-    const size_t E = (size_t)c->num_experts;
     if (p->counts) x.load = {b->load + (size_t)l * E, b->load + (size_t)c->num_layers * E};
     return x;
 }

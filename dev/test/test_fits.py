@@ -147,17 +147,10 @@ def test_a_cpu_has_no_gpu(tmp_path, option):
 
 
 @on_the_gpu_program
-@pytest.mark.parametrize(
-    "more, words",
-    [
-        (["--matmul-dtype", "fp8"], "--matmul-dtype fp8"),
-        (["-e", "mixtral:8x7B,layers=1,experts=6"], "6 experts are no multiple of 8"),
-    ],
-)
-def test_what_a_mixture_has_not_on_a_gpu(tmp_path, more, words):
-    mixture = ["-e", "mixtral:8x7B,layers=1,vocab=256", "-b", 1, "-t", 64, "--dry-run", "H100"]
-    text = said(tmp_path, GPU_PROGRAM, *mixture, *more, status=1)
-    assert words in text and "train_gpt2" in text
+def test_what_a_mixture_has_not_on_a_gpu(tmp_path):
+    mixture = ["-e", "mixtral:8x7B,layers=1,vocab=256,experts=6", "-b", 1, "-t", 64, "--dry-run", "H100"]
+    text = said(tmp_path, GPU_PROGRAM, *mixture, status=1)
+    assert "6 experts are no multiple of 8" in text and "train_gpt2" in text
 
 
 @on_the_gpu_program

@@ -15,6 +15,7 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import test_weights
 from test_generate import MODELS, Server, samples, sequences
@@ -441,6 +442,9 @@ def test_a_draft_changes_no_token(data, tmp_path, precision):  # noqa: F811
 DIVIDED = {
     "gpt2": "d2,channels=256,heads=8,vocab=300,seq=64",
     "llama3.2": "llama3.2:1B,layers=2,channels=256,heads=8,kv_heads=2,vocab=300,ffn=512,seq=64",
+    "qwen3_moe": "qwen3:30B-A3B,layers=2,channels=256,heads=8,kv_heads=2,head_dim=64,vocab=300,ffn=512,seq=64,"
+    "experts=16,active=3",
+    "mixtral": "mixtral:8x7B,layers=2,channels=256,heads=8,kv_heads=2,vocab=300,ffn=512,seq=64",
 }
 
 
@@ -763,6 +767,43 @@ def test_what_saves_time_or_memory_changes_no_bit_of_mixtures(train, tmp_path, k
         assert checkpoint(tmp_path / f"{i}", 12) == checkpoint(tmp_path / "0", 12), way
 
 
+@pytest.mark.skipif(bool(STAND_IN), reason="a stand-in has gradients in fp32")
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_gradients_of_mixtures_added_up_in_bf16(train, tmp_path, kind):
+    """Eight micro-steps: seven sums, each rounded by up to 2^-9, a norm at most as much. A product that overwrote
+    instead would have an eighth of the gradient."""
+    more = ["-e", MIXTURES[kind], "-n", "12"]
+    for name, sums in (("fp32", "fp32"), ("bf16", "bf16"), ("again", "bf16")):
+        succeeds(train(0, name, *more, "--grad-dtype", sums), 300)
+    a, b = (curve(tmp_path / name) for name in ("bf16", "fp32"))
+    assert a[1][0] == b[1][0] and 0 < abs(a[1][1] / b[1][1] - 1) < 7 * 2**-9, (a[1], b[1])
+    close(a, b, 2e-2)
+    assert checkpoint(tmp_path / "again", 12) == checkpoint(tmp_path / "bf16", 12)
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_mixtures_in_fp8(train, tmp_path, kind):
+    """The same bits whatever saves time or memory; near bf16, and near the CPU, where each expert has its scale."""
+    more = ["-e", MIXTURES[kind], "-l", "3e-4", *WATCHED]
+    ways = {
+        "first": [],
+        "kernels": ["--debug", "cuda-graphs=0"],
+        "recomputed": ["-r", "3", "--debug", "timing=5"],
+        "apart": ["-r", "2", "--debug", "gelu-fusion=0"],
+        "copies made": ["--debug", "fp8-copies=0"],
+    }
+    for name, way in ways.items():
+        text = succeeds_in_fp8(train(0, name, *more, "--matmul-dtype", "fp8", *([] if STAND_IN else way)))
+        assert STAND_IN or "products fp8 (e4m3), of experts' weights' gradients bf16" in text
+        same_run(tmp_path / name, tmp_path / "first")
+    PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
+    succeeds(train(0, "cpu", *more, "--matmul-dtype", "fp8", precision="cpu"), 300)
+    succeeds(train(0, "bf16", *more), 300)
+    for other in ("cpu", "bf16"):
+        close(losses(tmp_path / "first"), losses(tmp_path / other), 1e-2)
+    assert losses(tmp_path / "first") != losses(tmp_path / "bf16")
+
+
 @pytest.mark.parametrize("weights", ["native", "int8", "int4", "fp8"])
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_tokens_of_mixtures_in_fp32_are_those_of_the_cpu(kind, weights):
@@ -943,7 +984,8 @@ def test_adapters_resume_bitwise_and_merge_to_what_was_trained(lora, train, tmp_
     assert events(tmp_path / "run", "eval")[-1]["loss"] == merged
 
 
-def test_adapters_beside_products_in_fp8(lora, tmp_path):
+@pytest.mark.parametrize("kind", ["llama3.2", "qwen3_moe"])
+def test_adapters_beside_products_in_fp8(lora, tmp_path, kind):
     ways = {
         "plain": ["--debug", "cuda-graphs=0"],
         "graphs": [],
@@ -953,10 +995,10 @@ def test_adapters_beside_products_in_fp8(lora, tmp_path):
     }
     more = ["--matmul-dtype", "fp8", "--debug", "gelu-fusion=0", *WATCHED]
     for name, way in ways.items():
-        succeeds_in_fp8(lora(0, name, "llama3.2", *more, *([] if STAND_IN else way)))
+        succeeds_in_fp8(lora(0, name, kind, *more, *([] if STAND_IN else way)))
         same_run(tmp_path / name, tmp_path / "plain")
     PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
-    succeeds(lora(0, "cpu", "llama3.2", "--matmul-dtype", "fp8", *WATCHED, precision="cpu"), 300)
+    succeeds(lora(0, "cpu", kind, "--matmul-dtype", "fp8", *WATCHED, precision="cpu"), 300)
     losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("plain", "cpu"))
     close(*losses, 2e-2)
 
@@ -1002,6 +1044,13 @@ SHARED = {
         "3e-4",
         "-e",
         f"modern:d2,channels={64 * HEADS},heads={HEADS},head_dim=64,vocab=256,seq=64",
+    ],
+    "qwen3_moe": [
+        "-l",
+        "3e-4",
+        "-e",
+        f"qwen3:30B-A3B,layers=2,channels={64 * HEADS},heads={HEADS},kv_heads={max(HEADS // 2, 1)},head_dim=64,"
+        "vocab=256,ffn=256,seq=64,experts=16,active=3",
     ],
 }
 
@@ -1147,6 +1196,8 @@ def test_tensor_parallel_ranks_train_as_one(train, tmp_path, kind, tp):
     succeeds(train(0, "one", *more, precision="fp32"), 300)
     text = succeeds(train(WORLD, "mesh", *more, "--tp", tp, "--debug", "reduce-dtype=fp32", precision="fp32"), 300)
     assert f"mesh      {WORLD // tp} data-parallel x {tp} tensor-parallel" in text
+    if kind in MIXTURES:
+        return close_but_for_routes(curve(tmp_path / "mesh"), curve(tmp_path / "one"))
     close(curve(tmp_path / "mesh"), curve(tmp_path / "one"), 2e-5)
     a, b = ({e["step"]: (e["loss"],) for e in events(tmp_path / name, "eval")} for name in ("mesh", "one"))
     close(a, b, 2e-5)
@@ -1177,6 +1228,12 @@ def test_rows_that_travel_under_products_change_no_bit(train, tmp_path, kind, tp
             "scatters": micro * (4 * layers + again),
             "apart": 4 * micro,
         }
+        if kind in MIXTURES:  # rows of experts travel apart
+            met = {
+                "gathers": micro * (3 * layers + again),
+                "scatters": micro * 2 * layers + micro * again,
+                "apart": micro * (4 + 5 * layers + again),
+            }
         for overlap in (0, 1, 0, 1):
             name = f"{recompute}-{overlap}"
             text = succeeds(
@@ -1231,6 +1288,93 @@ def test_tensor_parallel_runs_repeat(train, tmp_path, kind, tp):
     for steps, go_on in ((6, 0), (12, 1)):
         succeeds(train(WORLD, "run", *more, "--tp", tp, "-x", steps, "-y", go_on), 300)
     assert checkpoint(tmp_path / "run", 12) == checkpoint(tmp_path / "mesh", 12)
+
+
+@several
+def test_mixtures_in_fp8_between_ranks(train, tmp_path):
+    """Stage 3 gathers blocks in fp8 but for routers: the same bits. A group shares every expert's width."""
+    more = ["-e", MIXTURES["qwen3_moe"], "-l", "3e-4", "--matmul-dtype", "fp8", "-b", 8, *WATCHED]
+    for name, stage in (("1", 1), ("2", 2), ("3", 3)):
+        succeeds_in_fp8(train(2, name, *more, "-z", stage))
+        same_run(tmp_path / name, tmp_path / "1")
+    for name, others in (("tp", []), ("again", ["-r", "3"])):
+        succeeds(train(2, name, *more, "--tp", 2, *others), 300)
+        same_run(tmp_path / name, tmp_path / "tp")
+    close(losses(tmp_path / "tp"), losses(tmp_path / "1"), 1e-2)
+
+
+def first_moments(folder, step):
+    """Of AdamW or Muon: after a first step gradients, times a number."""
+    raw = checkpoint(folder, step)[1]["optimizer.safetensors"]
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    places = {n: t["data_offsets"] for n, t in json.loads(raw[8:begin]).items() if n.startswith("m.")}
+    return {n: np.frombuffer(raw[begin + a : begin + b], np.float32) for n, (a, b) in places.items()}
+
+
+@several
+@pytest.mark.parametrize("more", [[], ["--optimizer", "muon"]], ids=["adamw", "muon"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_two_ranks_that_share_experts_train_as_one(train, tmp_path, kind, more):
+    """fp32: gradients of each tensor, then losses; what a step says of experts. In bf16 near that. A large balance is
+    counted once."""
+    succeeds(train(0, "base", "-e", MIXTURES[kind], "-x", 1, "-n", 1), 300)
+    base, model = tmp_path / "base/step_00000001", tmp_path / "model"
+    model.mkdir()
+    shutil.copy(base / "model.safetensors", model)
+    config = json.loads((base / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"router_aux_loss_coef": 0.3}))
+    more = ["-e", model, "-l", "1e-3", *more, "-n", 1]
+    for name, ranks, precision in (("one", 0, "fp32"), ("two", 2, "fp32"), ("bf16", 2, "bf16")):
+        tp = ["--tp", max(1, ranks), "--debug", "reduce-dtype=fp32"]
+        succeeds(train(ranks, name, *more, *tp, precision=precision), 300)
+    one, two = (first_moments(tmp_path / name, 1) for name in ("one", "two"))
+    far = {n: np.linalg.norm(two[n] - m) / np.linalg.norm(m) for n, m in one.items()}
+    assert one.keys() == two.keys() and any("gate.weight" in n for n in one) and max(far.values()) < 1e-4, far
+    close_but_for_routes(curve(tmp_path / "two"), curve(tmp_path / "one"))
+    losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("bf16", "one"))
+    close(*losses, 2e-2)
+    for ours, theirs in zip(*(events(tmp_path / run, "step") for run in ("two", "one")), strict=True):
+        assert all(abs(ours[k] - theirs[k]) < 1e-2 for k in ("balance", "busiest", "idlest")), (ours, theirs)
+
+
+@several
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_what_saves_time_or_memory_changes_no_bit_of_shared_experts(train, tmp_path, kind):
+    more = ["-e", MIXTURES[kind], *WATCHED, "--tp", 2]
+    ways = [[], ["-z", "0"], ["-r", "2"], ["-r", "3", "--debug", "timing=5"], ["--offload", "states"]]
+    ways += [["--debug", way] for way in ("gelu-fusion=0", "p2p=0", "tp-overlap=0")]
+    for i, way in enumerate(ways):
+        succeeds(train(2, f"{i}", *more, *(["-z", "1"] if STAND_IN else way)), 300)
+        same_run(tmp_path / f"{i}", tmp_path / "0")
+
+
+@several
+@pytest.mark.parametrize("weights, targets", [("native", []), ("int8", []), ("int8", ATTENTION)])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_adapters_of_shared_experts(lora, tmp_path, kind, weights, targets):
+    """As the CPU's two ranks, of which each, too, quantises its part of a row."""
+    more = [*targets, "--weights", weights, *WATCHED, "--tp", 2]
+    PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
+    for precision in ("fp32", "cpu", "bf16"):
+        succeeds(lora(2, precision, kind, *more, precision=precision), 300)
+    close_but_for_routes(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"))
+    losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("bf16", "cpu"))
+    close(*losses, 2e-2)
+    succeeds(lora(2, "again", kind, *more, "-r", 3), 300)
+    same_run(tmp_path / "again", tmp_path / "bf16")
+
+
+@several
+def test_mixtures_resume_on_other_layouts(train, tmp_path):
+    """Two data-parallel ranks, a group, one GPU: each has the same whole tensors."""
+    model = ["-e", MIXTURES["qwen3_moe"], "-l", "3e-4", "-n", "3"]
+    succeeds(train(0, "straight", *model, precision="fp32"), 300)
+    for ranks, tp, steps in ((2, 2, 3), (2, 1, 6), (2, 2, 9), (0, 1, 12)):
+        succeeds(train(ranks, "run", *model, "--tp", tp, "-x", steps, "-y", int(steps > 3), precision="fp32"), 300)
+    close_but_for_routes(curve(tmp_path / "run"), curve(tmp_path / "straight"))
+    for step in (3, 6, 9, 12):
+        files, others = (checkpoint(tmp_path / name, step)[1] for name in ("run", "straight"))
+        assert {n: len(f) for n, f in files.items()} == {n: len(f) for n, f in others.items()}
 
 
 @several

@@ -147,18 +147,20 @@ typedef struct {
 static Fp8Operands fp8_operands(const Plan *p, Buffers *b) {
     const Config *c = &p->local;
     const size_t C = (size_t)c->channels, head = p->fp8_head ? (size_t)c->padded_vocab_size * C : 0;
-    // in elements; the head's are of some rows
+    // in elements; the head's are of some rows; experts' are not transposed
     const size_t N = p->fp8_blocks ? p->N : 0, part = p->fp8_head ? (size_t)p->head_rows : 0;
-    const size_t in[] = {N * C, N * (size_t)(c->num_heads * c->head_dim), N * (size_t)c->ffn_dim, part * C};
-    const size_t out[] = {N * (size_t)qkv_width(c), N * C, N * (size_t)fc_width(c)};
+    const size_t M = c->num_experts ? 0 : N, R = N ? plan_mlp_rows(p) : 0, F = (size_t)c->ffn_dim;
+    const size_t in[] = {N * C, N * (size_t)(c->num_heads * c->head_dim), M * F, part * C};
+    const size_t out[] = {N * (size_t)qkv_width(c), N * C, M * (size_t)fc_width(c)};
     const size_t inputs = LARGEST(in), gradients = LARGEST(out);
+    const size_t rows[] = {inputs, p->trains * gradients, R * C, R * F, p->trains * R * (size_t)fc_width(c)};
     const int each = p->fp8_each_pass, gathers = p->fp8_blocks && p->zero_stage >= 3, shares = !p->fp8_head;
     const char *lie = each ? "weights, of one block" : gathers ? "weights, of two blocks" : "weights";
     return {
         {{&b->weights_fp8, lie, plan_fp8_block_weights(p, 0) + head, shares && each},
          {&b->weights_fp8_transposed, gathers || each ? "one block's, transposed" : "transposed",
           p->trains ? plan_fp8_block_weights(p, 1) : 0, shares && each},
-         {&b->fp8.rows, "a product's input or gradient", p->trains && gradients > inputs ? gradients : inputs, shares},
+         {&b->fp8.rows, "a product's input or gradient", LARGEST(rows), shares},
          {&b->fp8.dout_transposed, "an output's gradient, transposed", p->fp8_weight_gradients ? gradients : 0, shares},
          {&b->fp8.in_transposed, "an input, transposed", p->fp8_weight_gradients ? inputs : 0, shares}}};
 }
@@ -598,7 +600,7 @@ static void request_fp8(const Plan *p, Buffers *b, Memory *m) {
                        (size_t)p->config.num_layers * unit_vectors(p->table).count);
     memory_request(m, &b->absmax, "largest values", 3 * (size_t)plan_fp8_layers(p));
     memory_request(m, &b->fp8_counts, "counts", NUM_FP8_TENSORS);
-    memory_request(m, &b->fp8.row_absmax, "largest values of rows", p->N);
+    memory_request(m, &b->fp8.row_absmax, "largest values of rows", plan_mlp_rows(p));
 }
 // Integers of a pinned buffer in which a micro-step's tokens wait for the device.
 static size_t plan_token_buffer(const Plan *p) { return (2 + 3 * !!p->ranged + 2 * !!p->compacts_rows) * p->N; }
