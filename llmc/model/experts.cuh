@@ -57,8 +57,8 @@ static void router_product(const Pass *p, const Experts *x, MatmulForm form, flo
 }
 // ---- a step of generation: rows are not sorted, a and the wide rows have one for each of a token's experts
 
-static void experts_step_product(const Pass *p, const Experts *x, int in, int out, const RowsWeight *w, int activates,
-                                 floatX *to, const floatX *a) {
+static ExpertsProduct experts_step_product(const Pass *p, const Experts *x, int in, int out, const RowsWeight *w,
+                                           int activates, floatX *to, const floatX *a) {
     ExpertsProduct q = {p->N, x->rows.K, x->rows.E, x->rows.experts, p->cache->rows,
                         in,   out,       w->format, w->weight,       w->scales};
     q.activates = activates;
@@ -66,7 +66,13 @@ static void experts_step_product(const Pass *p, const Experts *x, int in, int ou
     q.activation = x->mlp;
     q.a = a;
     q.result = to;
-    decode_experts(&q, p->stream);
+    return q;
+}
+static ExpertsProduct experts_step_fc(const Pass *p, const Experts *x, const floatX *h) {
+    return experts_step_product(p, x, x->C, experts_fc_width(x), &x->kept_fc, 1, x->a, h);
+}
+static ExpertsProduct experts_step_fcproj(const Pass *p, const Experts *x) {
+    return experts_step_product(p, x, x->F, x->C, &x->kept_fcproj, 0, x->wide, x->a);
 }
 static void router_step(const Pass *p, const Experts *x, const floatX *h) {
     RowsProduct q = {p->N, x->rows.E, x->C, {WEIGHTS_FP32, x->router}};
@@ -78,14 +84,34 @@ static void router_step(const Pass *p, const Experts *x, const floatX *h) {
         router_product(p, x, MATMUL_FORWARD, x->logits, h, x->router);
     choose(&x->rows, x->logits, x->renormalise, p->stream);
 }
+// Few rows. The router's product, in front of which a norm may be put.
+static FewProduct experts_router(const Pass *p, const Experts *x) {
+    FewProduct q = {p->N, x->C, x->rows.E, WEIGHTS_FP32, x->router};
+    q.result = x->logits;
+    return q;
+}
+// h (N,C), and the router's logits -> p->branch
+static void experts_few(const Pass *p, const Experts *x, const floatX *h) {
+    ExpertsProduct fc = experts_step_fc(p, x, h), fcproj = experts_step_fcproj(p, x);
+    const QuantMatrix kept = {fcproj.format, x->C, x->F, NULL, NULL};
+    const size_t row = kept.format == WEIGHTS_FP32 ? (size_t)x->F * sizeof(floatX) : quantised_row_bytes(&kept);
+    fc.logits = x->logits;
+    fc.renormalise = x->renormalise;
+    fc.shares = fcproj.shares = x->rows.shares;
+    fc.next = fcproj.weight;
+    fc.next_bytes = (size_t)x->C * row;
+    decode_experts(&fc, p->stream);
+    decode_experts_sum(&fcproj, p->branch, p->stream);
+}
 
 // ---- forward
 
 // h (N,C) -> f, a
 static void experts_forward(const Pass *p, const Experts *x, const floatX *h) {
     if (x->kept_fc.weight) {
+        const ExpertsProduct q = experts_step_fc(p, x, h);
         router_step(p, x, h);
-        experts_step_product(p, x, x->C, experts_fc_width(x), &x->kept_fc, 1, x->a, h);
+        decode_experts(&q, p->stream);
         return;
     }
     router_product(p, x, MATMUL_FORWARD, x->logits, h, x->router);
@@ -98,9 +124,10 @@ static void experts_forward(const Pass *p, const Experts *x, const floatX *h) {
 }
 // a -> p->branch
 static const floatX *experts_project(const Pass *p, const Experts *x) {
-    if (x->kept_fcproj.weight)
-        experts_step_product(p, x, x->F, x->C, &x->kept_fcproj, 0, x->wide, x->a);
-    else
+    if (x->kept_fcproj.weight) {
+        const ExpertsProduct q = experts_step_fcproj(p, x);
+        decode_experts(&q, p->stream);
+    } else
         experts_product(p, x, MATMUL_FORWARD, x->F, x->C, x->wide, x->a, x->fcproj);
     sum_rows(&x->rows, p->branch, NULL, x->wide, 1, x->C, p->stream);
     return p->branch;
