@@ -74,6 +74,7 @@ __global__ void __launch_bounds__(DECODE_BLOCK_THREADS, BLOCKS)
     const DecodeTurn first(a, in);
     decode_prefetch(a, first, 0);
     decode_prefetch(a, first, 1);
+    if (!first.valid && blockIdx.x) return;  // makes room for the kernel behind. One at least waits for what is before
     kernels_before_wait();
     decode_attend_items<ROOM, Cached>(a, s.attention, in, first);
 }
