@@ -93,6 +93,7 @@ SHARED_BY_KERNELS = {
     "adamw.cuh": "what an optimiser rounds stochastically, and the scalars of a step",
     "global_norm.cuh": "the scalars of a step, which the optimiser reads",
     "qk_norm.cuh": "the norm of a head, which a step of generation does where the head is kept",
+    "route.cuh": "which experts a token has, which products of few rows find out for themselves",
     "rope.cuh": "attention's backward turns gradients back where it stores them",
 }
 

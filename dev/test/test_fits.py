@@ -42,7 +42,9 @@ def test_a_run_takes_what_fits(tmp_path):
         said(tmp_path, GPU_PROGRAM, *LLAMA, "--dry-run", "h100"),
     )
     assert "fits " not in large and "backward recomputes nothing" in large
-    assert "fits      with --recompute 2, 10 of 32 blocks made again except attention: a step takes some 7% longer" in fits
+    assert (
+        "fits      with --recompute 2, 10 of 32 blocks made again except attention: a step takes some 7% longer" in fits
+    )
     assert "backward recomputes the activation and the norms, but 10 of 32 blocks except attention" in fits
     asked = said(tmp_path, GPU_PROGRAM, *LLAMA, *blocks(2, 10), "--dry-run", "H100")
     assert "fits " not in asked and mib(asked) == mib(fits)

@@ -817,14 +817,17 @@ def test_tokens_of_mixtures_in_fp32_are_those_of_the_cpu(kind, weights):
 @pytest.mark.parametrize("weights", ["native", "int8", "int4"])
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_tokens_of_mixtures_depend_on_no_cache_no_graph_and_no_neighbour(kind, weights, precision):
+    """Steps of up to 8 rows have kernels, and so bits, of their own."""
     options = [PROGRAMS[precision], "-e", MIXTURES[kind] + ",seq=64", "--weights", weights]
     alone = write(*options)
     assert len(alone[0].split()) > 10
     assert alone == write(*options, "--debug", "kv-cache=0") == write(*options, "--debug", "cuda-graphs=0")
-    many = write(*options, "--samples", "70")
-    assert len(many) == 70 and many[1] != many[0] == alone[0]
-    assert write(*options, "--samples", "5") == many[:5]
-    assert write(*options, "--samples", "9", "--debug", "kv-cache=0") == many[:9]
+    few, many = write(*options, "--samples", "5"), write(*options, "--samples", "70")
+    assert len(few) == 5 and few[0] == alone[0] and few[1] != few[0]
+    assert len(many) == 70 and many[1] != many[0]
+    assert write(*options, "--samples", "9") == many[:9] == write(*options, "--samples", "9", "--debug", "kv-cache=0")
+    if precision == "fp32":
+        assert many[:5] == few
 
 
 @several

@@ -68,8 +68,8 @@ static void router_product(const Pass *p, const Experts *x, MatmulForm form, flo
 }
 // ---- a step of generation: rows are not sorted, a and the wide rows have one for each of a token's experts
 
-static void experts_step_product(const Pass *p, const Experts *x, const Linear *l, int activates, floatX *to,
-                                 const floatX *a) {
+static ExpertsProduct experts_step_product(const Pass *p, const Experts *x, const Linear *l, int activates, floatX *to,
+                                           const floatX *a) {
     const RowsWeight *w = &l->kept;
     ExpertsProduct q = {p->N,  x->rows.K, x->rows.E, x->rows.experts, p->cache->rows,
                         l->in, l->out,    w->format, w->weight,       w->scales};
@@ -78,7 +78,13 @@ static void experts_step_product(const Pass *p, const Experts *x, const Linear *
     q.activation = l->mlp;
     q.a = a;
     q.result = to;
-    decode_experts(&q, p->stream);
+    return q;
+}
+static ExpertsProduct experts_step_fc(const Pass *p, const Experts *x, const floatX *h) {
+    return experts_step_product(p, x, &x->fc, 1, x->a, h);
+}
+static ExpertsProduct experts_step_fcproj(const Pass *p, const Experts *x) {
+    return experts_step_product(p, x, &x->fcproj, 0, x->wide, x->a);
 }
 static void router_step(const Pass *p, const Experts *x, const floatX *h) {
     RowsProduct q = {p->N, x->rows.E, p->C, {WEIGHTS_FP32, x->router}};
@@ -90,6 +96,25 @@ static void router_step(const Pass *p, const Experts *x, const floatX *h) {
         router_product(p, x, MATMUL_FORWARD, x->logits, h, x->router);
     choose(&x->rows, x->logits, x->renormalise, p->stream);
 }
+// Few rows. The router's product, in front of which a norm may be put.
+static FewProduct experts_router(const Pass *p, const Experts *x) {
+    FewProduct q = {p->N, p->C, x->rows.E, WEIGHTS_FP32, x->router};
+    q.result = x->logits;
+    return q;
+}
+// h (N,C), and the router's logits -> p->branch
+static void experts_few(const Pass *p, const Experts *x, const floatX *h) {
+    ExpertsProduct fc = experts_step_fc(p, x, h), fcproj = experts_step_fcproj(p, x);
+    const QuantMatrix kept = {fcproj.format, p->C, x->fcproj.in, NULL, NULL};
+    const size_t row = kept.format == WEIGHTS_FP32 ? (size_t)x->fcproj.in * sizeof(floatX) : quantised_row_bytes(&kept);
+    fc.logits = x->logits;
+    fc.renormalise = x->renormalise;
+    fc.shares = fcproj.shares = x->rows.shares;
+    fc.next = fcproj.weight;
+    fc.next_bytes = (size_t)p->C * row;
+    decode_experts(&fc, p->stream);
+    decode_experts_sum(&fcproj, p->branch, p->stream);
+}
 
 // ---- forward
 
@@ -99,8 +124,9 @@ static void experts_forward(const Pass *p, const Experts *x, const floatX *h_min
     const int fused = fc->epilogue != EPILOGUE_PLAIN;
     const floatX *h = rows_gather(p, h_mine);
     if (fc->kept.weight) {
+        const ExpertsProduct q = experts_step_fc(p, x, h);
         router_step(p, x, h);
-        experts_step_product(p, x, fc, 1, x->a, h);
+        decode_experts(&q, p->stream);
         return;
     }
     router_product(p, x, MATMUL_FORWARD, x->logits, h, x->router);
@@ -113,10 +139,12 @@ static void experts_forward(const Pass *p, const Experts *x, const floatX *h_min
 // a -> this rank's rows of the branch, in p->branch
 static const floatX *experts_project(const Pass *p, const Experts *x) {
     const Linear *l = &x->fcproj;
-    if (l->kept.weight)
-        experts_step_product(p, x, l, 0, x->wide, x->a);
-    else
+    if (l->kept.weight) {
+        const ExpertsProduct q = experts_step_fcproj(p, x);
+        decode_experts(&q, p->stream);
+    } else {
         experts_product(p, x, l, MATMUL_FORWARD, x->wide, x->a);
+    }
     sum_rows(&x->rows, p->branch, NULL, x->wide, 1, p->C, p->stream);
     return rows_scatter(p, p->branch, NULL);
 }

@@ -194,6 +194,7 @@ static void linear_output(const Pass *p, const Linear *l, floatX *out) {
         if (!p->positions) rope_forward(out, p->cos_sin, p->B, p->T, l->heads, l->kv_heads, l->head_dim, p->stream);
         break;
     case LINEAR_QK_NORM: {
+        if (!l->aux) break;  // a step's attention does, too
         const QkRows rows = linear_heads(p, l);
         qk_norm_forward(&l->qk_norm, &rows, out, l->aux, p->stream);
         break;
