@@ -163,8 +163,12 @@ static void check_mixture(Shape s, float balance) {
     int *experts = host_new<int>((size_t)s.N * s.K);
     cudaCheck(cudaStreamSynchronize(p.stream));
     cudaCheck(cudaMemcpy(experts, x.rows.experts, (size_t)s.N * s.K * sizeof *experts, cudaMemcpyDeviceToHost));
-    for (int i = 0; i < s.N * s.K; i++) others += experts[i] != cpu.routing.experts[i];
-    check_true(others <= s.N * s.K / 200, "%d of %d choices differ", others, s.N * s.K);
+    for (int i = 0; i < s.N * s.K; i++) {  // of experts that are as likely but for rounding the order may be another
+        const float *of_row = cpu.routing.probs + (size_t)(i / s.K) * s.E;
+        const float ours = of_row[experts[i]], theirs = of_row[cpu.routing.experts[i]];
+        others += fabsf(ours - theirs) > (sizeof(floatX) == 2 ? 3e-2f : 1e-4f) * theirs;
+    }
+    check_true(!others, "%d of %d choices are of less likely experts", others, s.N * s.K);
     const float far = *download(x.load.balance, 1) / (float)route_balance_cpu(cpu.routing, s.N, s.E) - 1;
     check_true(fabsf(far) < 1e-2f, "the balance is off by %g", (double)far);
     check("out", p.branch, cpu.out, (size_t)s.N, (size_t)s.C, bound(2e-2, 2e-5), 0.5);
