@@ -146,6 +146,29 @@ static void check_region(const Plan *p, Buffers *m) {
         end = begin + x.bytes;
     }
 }
+// Blocks that are made again have block 0's place, but what they keep.
+static void check_whole(const Plan *p, const Buffers *m, int whole, size_t keeping) {
+    const Options *o = &p->options;
+    const Config *c = &p->local;
+    const size_t N = p->N, rows = N / (size_t)mesh.tp.world, C = (size_t)c->channels,
+                 heads = N * (size_t)(c->num_heads * c->head_dim);
+    for (int l = 1; l <= whole; l++) {
+        const BlockActs *y = &m->blocks[l];
+        BlockActs first = m->blocks[0];
+        first.x_out = y->x_out;
+        if (keeping) {  // behind block 0 or each other
+            const BlockActs *before = &m->blocks[l - 1];
+            const floatX *at = l == 1 ? m->saved_block + saved_block_size(p) : before->y + heads;
+            fault_unless(y->y == at && y->x_mid == before->x_out + rows * C && y->x_out == y->x_mid + rows * C, o,
+                         "what attention gave lies elsewhere");
+            fault_unless(l == 1 || y->lse == before->lse + N * (size_t)c->num_heads, o, "lse lies elsewhere");
+            first.x_mid = y->x_mid;
+            first.y = y->y;
+            first.lse = y->lse;
+        }
+        fault_unless(!memcmp(&first, y, sizeof first), o, "a whole block has a place of its own");
+    }
+}
 static void check_layout(Planned *run) {
     const Plan *p = &run->plan;
     const Options *o = &p->options;
@@ -163,22 +186,7 @@ static void check_layout(Planned *run) {
     };
     const size_t heads = N * (size_t)(c->num_heads * c->head_dim),
                  keeping = o->recompute_attention == 0 && o->recompute < 3 ? (size_t)whole : 0;
-    for (int l = 1; l <= whole; l++) {
-        const BlockActs *y = &m->blocks[l];
-        BlockActs first = m->blocks[0];
-        first.x_out = y->x_out;
-        if (keeping) {  // behind block 0 or each other
-            const BlockActs *before = &m->blocks[l - 1];
-            const floatX *at = l == 1 ? m->saved_block + saved_block_size(p) : before->y + heads;
-            fault_unless(y->y == at && y->x_mid == before->x_out + rows * C && y->x_out == y->x_mid + rows * C, o,
-                         "what attention gave lies elsewhere");
-            fault_unless(l == 1 || y->lse == before->lse + N * (size_t)c->num_heads, o, "lse lies elsewhere");
-            first.x_mid = y->x_mid;
-            first.y = y->y;
-            first.lse = y->lse;
-        }
-        fault_unless(!memcmp(&first, y, sizeof first), o, "a whole block has a place of its own");
-    }
+    check_whole(p, m, whole, keeping);
     for (int l = 0; l < c->num_layers; l += l ? 1 : whole + 1) {
         const BlockActs *y = &m->blocks[l];
         const Part saved[] = {part("qkv", y->qkv, N * (size_t)qkv_width(c)),

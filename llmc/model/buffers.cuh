@@ -661,7 +661,19 @@ static ExpertRows experts_place(const Plan *p, int *next) {
     r.groups = take(experts_groups((size_t)R, E));
     return r;
 }
-// Cuts the saved buffers into blocks and the region into its parts.
+// The parts of the region.
+static void region_place(const Plan *p, Buffers *b, const Region *region) {
+    // GELU's gradient is computed in place
+    b->da = activation_inputs(p->local.mlp) > 1 ? (floatX *)(b->region + region->da) : b->df;
+    b->attention = (float *)(b->region + region->attention);
+    size_t fp8 = region->fp8;
+    for (const auto &x : fp8_operands(p, b).of) {
+        if (!x.bytes || !x.in_region) continue;
+        *x.to = (uint8_t *)b->region + fp8;
+        fp8 += round_up(x.bytes, REGION_ALIGN);
+    }
+}
+// Cuts the saved buffers into blocks.
 static void buffers_place(const Plan *p, Buffers *b) {
     const Config *c = &p->local;
     const Region region = region_of(p);
@@ -677,15 +689,7 @@ static void buffers_place(const Plan *p, Buffers *b) {
         from += count;
         return p;
     };
-    // GELU's gradient is computed in place
-    b->da = activation_inputs(c->mlp) > 1 ? (floatX *)(b->region + region.da) : b->df;
-    b->attention = (float *)(b->region + region.attention);
-    size_t fp8 = region.fp8;
-    for (const auto &x : fp8_operands(p, b).of) {
-        if (!x.bytes || !x.in_region) continue;
-        *x.to = (uint8_t *)b->region + fp8;
-        fp8 += round_up(x.bytes, REGION_ALIGN);
-    }
+    region_place(p, b, &region);
     b->blocks = new_zeros(BlockActs, c->num_layers);
     for (int l = 0; l < c->num_layers; l++) {
         BlockActs *a = &b->blocks[l];
