@@ -105,6 +105,8 @@ static int whole_of(const Options *o) {
     const int all = config.num_layers - 1, asked = (int)std::max(o->recompute_blocks, 0ll);
     return o->recompute == 3 ? all : std::min(asked, all);
 }
+// Those that keep what attention gave.
+static int keeping_of(const Options *o) { return !o->recompute_attention && o->recompute < 3 ? whole_of(o) : 0; }
 // Rows of an MLP's activations: of a mixture those of all experts, each of which fills its last 128.
 static size_t mlp_rows(size_t N) {
     const size_t all = N * (size_t)config.active_experts + 128 * (size_t)config.num_experts;
@@ -184,8 +186,7 @@ static void check_layout(Planned *run) {
         fault_unless(p.begin == p.end || (p.begin == (size_t)buffer + used && p.begin % 16 == 0), o, p.name);
         used += p.end - p.begin;
     };
-    const size_t heads = N * (size_t)(c->num_heads * c->head_dim),
-                 keeping = o->recompute_attention == 0 && o->recompute < 3 ? (size_t)whole : 0;
+    const size_t heads = N * (size_t)(c->num_heads * c->head_dim), keeping = (size_t)keeping_of(o);
     check_whole(p, m, whole, keeping);
     for (int l = 0; l < c->num_layers; l += l ? 1 : whole + 1) {
         const BlockActs *y = &m->blocks[l];
@@ -282,7 +283,7 @@ static double sum_of_sizes(const Planned *r) {
              b * N * of_qk * (o->recompute == 2 ? 1 : inside) + in_fp8 * inside * N * (2 * C + a_kept) +
              b * N * fmax(C, H) + (c->embedding_norm ? b * N * C / tp : 0) +
              inside * (b * N * (W + H) + b * M * (before + (in_fp8 ? 0 : a_kept)) + 4 * N * (heads + 4 / tp)) +
-             8 * N / tp;
+             8 * N / tp + keeping_of(o) * N * (b * C / tp + b * H + 4 * heads);
     double in_region;
     bytes += fp8_sizes(p, stage, block, &in_region);
     bytes += fmax(b * (double)head_rows(o, p->B, p->T) * c->padded_vocab_size,
