@@ -371,7 +371,7 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
         ("experts", (), 24),
         ("experts", ("-DPRECISION_FP32",), 24),
         ("decode_experts", (), 51),
-        ("decode_experts", ("-DPRECISION_FP32",), 51),
+        ("decode_experts", ("-DPRECISION_FP32",), 23),
         ("lora", (), 43),
         ("lora", ("-DPRECISION_FP32",), 43),
         ("decode", (), 85),
