@@ -943,20 +943,26 @@ def test_adapters_in_fp32_are_those_of_the_cpu(lora, tmp_path, kind, more):
 ATTENTION = ["--lora-targets", "q_proj,k_proj,v_proj,o_proj"]
 
 
+def adapters_are_those_of_the_cpu(lora, tmp_path, ranks, kind, *more):
+    """In fp32 but for rounding, in bf16 nearly. In bf16 with all made again the same bits: the text of that run."""
+    PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
+    for precision in ("fp32", "cpu", "bf16"):
+        succeeds(lora(ranks, precision, kind, *more, precision=precision), 300)
+    close_but_for_routes(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"))
+    losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("bf16", "cpu"))
+    close(*losses, 2e-2)
+    text = succeeds(lora(ranks, "again", kind, *more, "-r", 3), 300)
+    same_run(tmp_path / "again", tmp_path / "bf16")
+    return text
+
+
 @pytest.mark.parametrize("weights, targets", [("native", []), ("int8", ATTENTION), ("int4", []), ("native", ATTENTION)])
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_adapters_of_mixtures_in_fp32_are_those_of_the_cpu(lora, tmp_path, kind, weights, targets):
     """Of experts, too, and of attention alone. Samples and evaluations read a base in few bits with its adapters."""
     more = [*targets, "--weights", weights, *WATCHED]
-    PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
-    for precision in ("fp32", "cpu", "bf16"):
-        succeeds(lora(0, precision, kind, *more, precision=precision), 300)
-    close_but_for_routes(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"))
-    losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("bf16", "cpu"))
-    close(*losses, 2e-2)
-    text = succeeds(lora(0, "again", kind, *more, "-r", 3), 300)
+    text = adapters_are_those_of_the_cpu(lora, tmp_path, 0, kind, *more)
     assert weights == "native" or STAND_IN or "quantised matrices" in text
-    same_run(tmp_path / "again", tmp_path / "bf16")
 
 
 @pytest.mark.parametrize("precision", PROGRAMS)
@@ -1360,14 +1366,7 @@ def test_what_saves_time_or_memory_changes_no_bit_of_shared_experts(train, tmp_p
 def test_adapters_of_shared_experts(lora, tmp_path, kind, weights, targets):
     """As the CPU's two ranks, of which each, too, quantises its part of a row."""
     more = [*targets, "--weights", weights, *WATCHED, "--tp", 2]
-    PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
-    for precision in ("fp32", "cpu", "bf16"):
-        succeeds(lora(2, precision, kind, *more, precision=precision), 300)
-    close_but_for_routes(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"))
-    losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("bf16", "cpu"))
-    close(*losses, 2e-2)
-    succeeds(lora(2, "again", kind, *more, "-r", 3), 300)
-    same_run(tmp_path / "again", tmp_path / "bf16")
+    adapters_are_those_of_the_cpu(lora, tmp_path, 2, kind, *more)
 
 
 @several

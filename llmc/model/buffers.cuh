@@ -693,7 +693,7 @@ static void buffers_place(const Plan *p, Buffers *b) {
     b->blocks = new_zeros(BlockActs, c->num_layers);
     for (int l = 0; l < c->num_layers; l++) {
         BlockActs *a = &b->blocks[l];
-        if (l > 0 && l <= p->whole_blocks) {  // all else are those of block 0
+        if (l > 0 && l <= p->whole_blocks) {  // what is not its own is block 0's
             *a = b->blocks[0];
             if (p->keeps_attention) {
                 a->x_mid = values(x, rows * C);

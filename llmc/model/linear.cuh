@@ -20,8 +20,9 @@
 // linear_keep_input, or else linear_product_weight, takes to quantise it again; clear_absmax (train_gpt2.cu) zeroes
 // them before each forward. The absmax of weights is taken in the first forward after an update. An absmax is all that
 // is kept: fp8_scale makes the same scale of it for who quantises and for the product.
-// The head's gradients stay in floatX: those of its output are too far apart for e4m3 (doc/fp8.md). Experts' weights
-// have one scale: e4m3 is as exact 2^14 below the largest. Their gradients stay in floatX.
+// The head's gradients stay in floatX: those of its output are too far apart for e4m3 (doc/fp8.md). Experts of a
+// layer share one scale: e4m3 keeps its three bits of mantissa down to 2^-14 of the largest. Gradients of their weights
+// stay in floatX.
 //
 // With --lora `weight` has the adapters merged into it (kernels/lora.cuh) and no gradient; linear_adapters gives
 // theirs.

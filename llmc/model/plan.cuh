@@ -37,7 +37,7 @@ typedef struct {
     int recomputes_norms;       // and h1, h2, normalised q and k
     int keeps_fp8_inputs;       // of h1, h2 and a what weights' gradients read of them, in fp8; they have one place
     int whole_blocks;           // of so many of the first blocks all but their inputs
-    int keeps_attention;        // or but these, attention's output and what it is added to
+    int keeps_attention;        // they also keep attention's output, lse and the stream behind it
     int offload;                // what is in host memory while it is not used: bits of backend.h
     int head_rows;              // the head runs on so many rows at a time
     int compacts_rows;          // a micro-step's head runs on the rows that are learned alone
