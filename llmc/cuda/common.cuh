@@ -55,8 +55,10 @@ static int gpu_of_rank(int local_rank, int devices) { return devices == 1 ? 0 : 
 typedef struct {
     int device;
     cudaDeviceProp prop;
-    cudaStream_t compute, comm;  // of all kernels and matmuls; of all collectives and weight prefetches
-    cudaStream_t in, out;        // of copies from and to host memory that pass under other work
+    // compute: kernels, products, and what tensor-parallel ranks exchange. comm: the collectives of data-parallel
+    // ranks, with the kernels that make or take what they send.
+    cudaStream_t compute, comm;
+    cudaStream_t in, out;  // of copies from and to host memory that pass under other work
 } Gpu;
 
 // Does nothing: a program has code for a GPU if it has this kernel's.

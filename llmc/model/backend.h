@@ -2,8 +2,8 @@
 // the tests use nothing else of a model: what struct Model is, its backend alone knows.
 //
 // All ranks of the mesh call these in the same order, with the same arguments but for the tokens, which are the same in
-// a tensor-parallel group. The gradients of a unit are summed over the data-parallel ranks as soon as the last
-// micro-step's backward has them. Each stage of ZeRO keeps less on a rank:
+// a tensor-parallel group. The gradients of a unit are summed over the data-parallel ranks when the last micro-step's
+// backward has them, or has those of all units. Each stage of ZeRO keeps less on a rank:
 //   0   all of everything
 //   1   of m, v and masters, data-parallel rank k has those of param_shard(unit, k), which it updates; then the weights
 //       are gathered
@@ -35,9 +35,9 @@ typedef struct {
 ModelFacts facts_of(const Model *m);
 
 // Buffers in the layout of the parameters. A new one that is forgotten does not compile (optimiser_states; memory and
-// copies in buffers.cuh; names in hf_weights.h), or stops at a switch over Slot. These two say nothing: slot_holds,
-// which lets it have all elements, and the updates (adamw.cuh with its chunks, queue_adamw, the CPU's), which name
-// their states.
+// copies in buffers.cuh; names in hf_weights.h), or stops at a switch over Slot. These say nothing: slot_holds,
+// slot_span and slot_before, which let it have all elements; the CPU's model_slot_is_bf16; and the updates (adamw.cuh
+// with its chunks, queue_adamw, queue_muon, the CPU's), which name their states.
 typedef enum {
     SLOT_WEIGHT,  // the weights of forward, in the build's dtype
     SLOT_GRAD,

@@ -47,8 +47,8 @@
 typedef struct {
     floatX *h1, *h2;        // (rows,C) the norms' outputs; rows: of the stream that are on this rank
     floatX *x_mid, *x_out;  // (rows,C) the stream behind attention, behind the MLP
-    floatX *qkv;            // (N,(NH+2NKV)HD) the product
-    floatX *q_k_v;          // the same, normalised and rotated; without QK-norm it is qkv
+    floatX *qkv_product;    // (N,(NH+2NKV)HD)
+    floatX *q_k_v;          // what attention reads: with QK-norm normalised and rotated, else the product itself
     floatX *y;              // (N,NH HD)
     floatX *f;              // (N,F) slopes of the activation, or what it reads (keeps_input); if gated (N,2F)
     floatX *a;              // (N,F)
@@ -705,7 +705,7 @@ static void buffers_place(const Plan *p, Buffers *b) {
         }
         a->x_mid = values(x, rows * C);
         a->x_out = values(x, rows * C);
-        a->qkv = values(next, N * (size_t)qkv_width(c));
+        a->qkv_product = values(next, N * (size_t)qkv_width(c));
         a->y = values(next, N * heads_width(c));
         a->f = values(next, plan_mlp_rows(p) * (size_t)fc_width(c));
         a->a = p->recomputes_activation ? (floatX *)(b->region + region.a)
@@ -716,7 +716,7 @@ static void buffers_place(const Plan *p, Buffers *b) {
         floatX *&norms = plan_shares_norms(p) ? shared : next, *&of_qk = p->recomputes_norms ? shared : next;
         a->h1 = values(norms, rows * C);
         a->h2 = values(norms, rows * C);
-        a->q_k_v = plan_normalises_qk(p) ? values(of_qk, N * (size_t)qkv_width(c)) : a->qkv;
+        a->q_k_v = plan_normalises_qk(p) ? values(of_qk, N * (size_t)qkv_width(c)) : a->qkv_product;
         if (p->keeps_fp8_inputs) {
             a->h1_transposed = values(inputs, N * C);
             a->h2_transposed = values(inputs, N * C);

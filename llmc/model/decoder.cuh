@@ -4,12 +4,13 @@
 //                  sums and logits by peer-to-peer lines (model/decode_lines.cuh).
 //   more           the training forward on the rows of many sequences (train_gpt2.cu): its products are those of
 //                  kernels/matmul_rows.cuh, its attention that of kernels/attention_decode.cuh. Rows are filled up to
-//                  64, 128 or 256. With --tp ranks exchange rows as in training.
+//                  64, 128 or 256. With --tp every rank has all rows, and sums of parts are exchanged.
 // A mixture of experts has the second one for all numbers of rows, filled up to a power of two, and
 // kernels/decode_experts.cuh for its experts; up to 8 rows also for most of what a block does.
 // The second one also serves where the first does not: ranks that do not reach each other's memory, --zero-stage 3,
 // products in fp8, sizes that the kernel does not have. All ranks have the same logits and draw the same.
-// The three are a CUDA graph for each number of rows.
+// A step is a CUDA graph for each number of rows, but for those with a piece of a prompt, with products of training, or
+// with many rows on several ranks.
 //
 // What a row draws goes to the host, into pinned memory, and to the device's own table of slots. A queued step reads
 // its token there (DECODE_DRAWN).

@@ -41,7 +41,7 @@ typedef struct {
 static void experts_product(const Pass *p, const Experts *x, const Linear *l, MatmulForm form, floatX *to,
                             const floatX *a, MatmulEpilogue epilogue = EPILOGUE_PLAIN, const floatX *in = NULL) {
     const int activates = epilogue >= EPILOGUE_ACTIVATION, forward = form == MATMUL_FORWARD, R = x->rows.R;
-    const MatmulDtype dtype = in ? l->weight_dtype : l->dtype;
+    const MatmulDtype dtype = in ? l->dweight_dtype : l->dtype;
     const MatmulProblem q = {form, R, l->in, l->out, epilogue, activates ? l->mlp : NO_ACTIVATION, dtype, 0, x->rows.E};
     MatmulOperands o = {to, a, in};
     // no count, as behind the last expert's rows anything is
