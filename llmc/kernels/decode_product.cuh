@@ -43,7 +43,7 @@ struct WeightsE4m3 : WeightsAny {
     static constexpr int DTYPE = DECODE_E4M3;
     static constexpr int ELEMENTS = 16;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
-        for (int i = 0; i < 4; i++) w[i] = float_bits(fp8_to_float(FP8_E4M3, (uint8_t)(x[v] >> i * 8)));
+        for (int i = 0; i < 4; i++) w[i] = float_bits(fp8_to_float((uint8_t)(x[v] >> i * 8)));
     }
 };
 struct WeightsInt4 : WeightsAny {

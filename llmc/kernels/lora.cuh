@@ -70,7 +70,7 @@ __device__ inline void lora_widen(float (&w)[VecX::size], const QuantMatrix &q, 
         const float scale = *(const float *)scales;
         #pragma unroll
         for (int k = 0; k < N; k++)
-            w[k] = (q.format == WEIGHTS_INT8 ? (float)(int8_t)c.byte[k] : fp8_to_float(FP8_E4M3, c.byte[k])) * scale;
+            w[k] = (q.format == WEIGHTS_INT8 ? (float)(int8_t)c.byte[k] : fp8_to_float(c.byte[k])) * scale;
     }
 }
 // A block merges LORA_ROWS rows, all of one adapter or of none; each thread has one vector of columns. across: blocks

@@ -279,8 +279,8 @@ static MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const void *b
 }
 // What cuBLASLt multiplies an fp8 product by. a_absmax NULL: rows of a have a scale each.
 static __global__ void matmul_scales_kernel(float *inverse, const float *a_absmax, const float *b_absmax) {
-    inverse[0] = a_absmax ? 1 / fp8_scale(FP8_E4M3, *a_absmax) : 1;
-    inverse[4] = 1 / fp8_scale(FP8_E4M3, *b_absmax);
+    inverse[0] = a_absmax ? 1 / fp8_scale(*a_absmax) : 1;
+    inverse[4] = 1 / fp8_scale(*b_absmax);
 }
 // out (M, vectors of a row) of an fp8 product of cuBLASLt's: each row divided by its scale, which is exact, and + bias.
 // absmax, bias: NULL if not wanted.
@@ -288,7 +288,7 @@ static __global__ void __launch_bounds__(256)
     matmul_finish_kernel(floatX *out, const float *absmax, const floatX *bias, unsigned of_row, size_t vecs) {
     const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x, row = i / of_row, column = i % of_row;
     if (i >= vecs) return;
-    const float inverse = absmax ? 1 / fp8_scale(FP8_E4M3, absmax[row]) : 1;
+    const float inverse = absmax ? 1 / fp8_scale(absmax[row]) : 1;
     VecX x = vec_load(out + i * VecX::size), b = {};
     if (bias) b = vec_load(bias + column * VecX::size);
     #pragma unroll

@@ -25,7 +25,7 @@ template <typename S> __device__ inline float2 matmul_row_scales(const HopperWor
     #pragma unroll
     for (int h = 0; h < 2; h++) {
         const float absmax = w.a_absmax[w.a_by_row ? min(first + 8 * h, w.M - 1) : 0];
-        inverse[h] = 1 / fp8_scale(FP8_E4M3, absmax) * (1 / fp8_scale(FP8_E4M3, *w.b_absmax));
+        inverse[h] = 1 / fp8_scale(absmax) * (1 / fp8_scale(*w.b_absmax));
     }
     return make_float2(inverse[0], inverse[1]);
 }
