@@ -998,7 +998,7 @@ static void open_links(Model *m) {
 // A prompt's products: any multiple of part_rows has the bits of whole_rows, as many as the buffers hold.
 static void open_decode_matmul(Model *m) {
     Matmul *mm = &m->decode_matmul;
-    matmul_open(mm, m->b.matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)m->plan.options.tf32, 0);
+    matmul_open(mm, m->b.matmul_workspace, (int)m->plan.options.tf32, 0);
     mm->part_rows = PROMPT_ROWS;
     while (mm->part_rows > (int)m->plan.rows) mm->part_rows /= 2;
     mm->whole_rows = (int)m->plan.rows / mm->part_rows * mm->part_rows;
@@ -1047,7 +1047,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     comm_barrier(&mesh->job);  // no rank of a host takes any before all have looked
     memory_allocate(&m->memory, room, mesh->job.rank == 0 ? stdout : NULL, run_memory_hint, &m->plan);
     buffers_place(&m->plan, &m->b);
-    matmul_open(&m->matmul, m->b.matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)o->tf32, (int)o->autotune);
+    matmul_open(&m->matmul, m->b.matmul_workspace, (int)o->tf32, (int)o->autotune);
     open_decode_matmul(m);
     if (plan_is_split(&m->plan)) {  // overlapped or not, the same kernels
         m->matmul.whole_rows = (int)m->plan.N;

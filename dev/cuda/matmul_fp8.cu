@@ -87,7 +87,7 @@ static void check_entry(int M, int N, int K, const Factors *f, const float *prod
         if (form == MATMUL_BACKWARD_WEIGHT && (f->by_row || with_bias || M % 16)) continue;
         hopper_matmuls = i < 6;
         Matmul mm;
-        matmul_open(&mm, workspace, MATMUL_WORKSPACE_BYTES, 0, 1);
+        matmul_open(&mm, workspace, 0, 1);
         const MatmulProblem q = problem_of((MatmulForm)form, M, N, K);
         const MatmulOperands x = operands_of(f, with_bias);
         char text[96];
@@ -167,7 +167,7 @@ static __global__ void quantise_for_bench(fp8 *q, const float *x, size_t count, 
 }
 // cuBLASLt's fastest, with sums that stay in the tensor core (fast) or are promoted.
 static MatmulPlan *vendor_plan(Matmul *mm, int fast, const MatmulProblem *q, const MatmulOperands *x) {
-    matmul_open(mm, workspace, MATMUL_WORKSPACE_BYTES, 0, 0);
+    matmul_open(mm, workspace, 0, 0);
     MatmulPlan *plan = matmul_plan(mm, q, NULL);
     const int8_t fast_sums = (int8_t)fast;
     matmulSet(plan->desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, fast_sums);

@@ -75,14 +75,13 @@ typedef struct Matmul {
     MatmulPlan *plans;
 } Matmul;
 
-// `workspace`: device memory, used by one stream only; several Matmuls may share it there.
-static void matmul_open(Matmul *mm, void *workspace, size_t workspace_bytes, int allow_tf32, int autotune = 1) {
+// `workspace`: MATMUL_WORKSPACE_BYTES of the device, used by one stream only; several Matmuls may share it there.
+static void matmul_open(Matmul *mm, void *workspace, int allow_tf32, int autotune = 1) {
     memset(mm, 0, sizeof *mm);
     const size_t reserved = 512;
-    assert(workspace_bytes > reserved && (uintptr_t)workspace % 256 == 0 &&
-           MATMUL_CANDIDATES * sizeof(uint64_t) <= reserved / 2);
+    assert((uintptr_t)workspace % 256 == 0 && MATMUL_CANDIDATES * sizeof(uint64_t) <= reserved / 2);
     mm->workspace = workspace;
-    mm->workspace_bytes = workspace_bytes / 256 * 256 - reserved;
+    mm->workspace_bytes = MATMUL_WORKSPACE_BYTES - reserved;
     mm->hashes = (uint64_t *)((char *)workspace + mm->workspace_bytes);
     mm->scales = (float *)((char *)mm->hashes + reserved / 2);
     mm->compute = sizeof(floatX) == 4 && allow_tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;

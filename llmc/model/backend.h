@@ -290,8 +290,8 @@ static void load_report(const Mesh *mesh, const Config *c, double micro_steps, c
 }
 // What rank 0 drew becomes that of its group; together: of all groups (computes_together).
 static void share_drawn(const Mesh *mesh, int together, Drawn *drawn, int count) {
-    comm_broadcast(&mesh->tp, drawn, (size_t)count * sizeof *drawn, 0);
-    if (together) comm_broadcast(&mesh->dp, drawn, (size_t)count * sizeof *drawn, 0);
+    comm_broadcast(&mesh->tp, drawn, (size_t)count * sizeof *drawn);
+    if (together) comm_broadcast(&mesh->dp, drawn, (size_t)count * sizeof *drawn);
 }
 
 #endif

@@ -122,8 +122,8 @@ template <typename T> inline void nccl_all_gather(const Nccl *n, const char *nam
 }
 // data (count): the bits of each element become the largest over ranks, as numbers without a sign. The largest of
 // floats that are not negative, NaN above all; what one rank has where the others have zeros.
-inline void nccl_max(const Nccl *n, const char *name, float *data, size_t count) {
-    nccl_run(n, NCCL_MAX, name, data, (const float *)data, count);
+inline void nccl_max(const Nccl *n, float *data, size_t count) {
+    nccl_run(n, NCCL_MAX, NULL, data, (const float *)data, count);
 }
 // slots, parts (world, count): slot r becomes rank r's part of this rank's piece, for all ranks but this one.
 template <typename T>

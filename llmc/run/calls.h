@@ -114,21 +114,21 @@ static int calls_next(Calls *c) {
             look[0] = n;
             look[1] = now_seconds() - begin > 1e-3 * SOON;
         }
-        (idle ? comm_broadcast_idle : comm_broadcast)(job, look, sizeof look, 0);
+        (idle ? comm_broadcast_idle : comm_broadcast)(job, look, sizeof look);
         n = look[0];
         idle = look[1];
     } while (n == 0);
     if (n < 0) return 0;
     if (job->rank == 0) calls_parse(c, message);
-    comm_broadcast(job, &c->call, offsetof(Call, text), 0);
-    comm_broadcast(job, &n, sizeof n, 0);
-    comm_broadcast(job, c->call.text, n < CALL_TEXT ? n : CALL_TEXT, 0);
+    comm_broadcast(job, &c->call, offsetof(Call, text));
+    comm_broadcast(job, &n, sizeof n);
+    comm_broadcast(job, c->call.text, n < CALL_TEXT ? n : CALL_TEXT);
     return 1;
 }
 // Bytes of the memory from `at` on, on all ranks.
 static void calls_take(const Calls *c, void *to, size_t at, size_t bytes) {
     if (c->t->comm.rank == 0) memcpy(to, c->memory + at, bytes);
-    comm_broadcast(&c->t->comm, to, bytes, 0);
+    comm_broadcast(&c->t->comm, to, bytes);
 }
 static void calls_give(const Calls *c, size_t at, const void *from, size_t bytes) {
     if (c->t->comm.rank == 0) memcpy(c->memory + at, from, bytes);
@@ -427,7 +427,7 @@ static void call_load(Calls *c) {
     char why[WHY_BYTES];
     const int whole = c->call.x[0] != 0;
     int good = t->comm.rank > 0 || (whole ? checkpoint_is_whole(folder, -1, why) : is_directory(folder));
-    comm_broadcast(&t->comm, &good, sizeof good, 0);
+    comm_broadcast(&t->comm, &good, sizeof good);
     if (!good) return calls_refuse(c, "'%s' is no %s\nname the folder of one", folder, whole ? "checkpoint" : "model");
     checkpoint_require_intact(&t->comm, folder, whole ? 3 : 2);
     if (whole) {
@@ -510,7 +510,7 @@ static void call_decode(Calls *c) {
         good &= ids[i] >= 0 && ids[i] < c->t->config.vocab_size;
         if (ids[i] < c->t->tokenizer.vocab_size) ids[known++] = ids[i];
     }
-    char *text = good ? tokenizer_text(&c->t->tokenizer, ids, known, 0) : NULL;
+    char *text = good ? tokenizer_text(&c->t->tokenizer, ids, known) : NULL;
     const size_t length = text ? strlen(text) : 0;
     if (!good)
         calls_refuse(c, "a token id is not in the vocabulary\nuse ids of this model's tokenizer");

@@ -61,7 +61,7 @@ static Draw generation_draw(const Options *o, uint64_t part) {
 }
 // The text of a sequence from one of its tokens on, where `said` begins. free() it.
 static char *generation_text(const Generation *g, const Sequence *s, int from, int escape) {
-    char *raw = tokenizer_text(g->engine.tokenizer, s->tokens + from, s->count - from, 0);
+    char *raw = tokenizer_text(g->engine.tokenizer, s->tokens + from, s->count - from);
     if (s->search.found) raw[s->search.said] = 0;
     char *text = text_of_bytes((unsigned char *)raw, strlen(raw), escape);
     free(raw);
@@ -72,7 +72,7 @@ static int generation_hear(void *generation, Sequence *s, const Drawn *drawn, Se
     if (g->clock == 0) g->clock = now_seconds();
     g->made += drawn != NULL;
     g->not_finite |= end == SEQUENCE_NOT_FINITE;
-    char *piece = tokenizer_stream(g->engine.tokenizer, &s->tail, drawn ? drawn->token : -1, 0);
+    char *piece = tokenizer_stream(g->engine.tokenizer, &s->tail, drawn ? drawn->token : -1);
     char *text = stop_search(g->engine.ends, &s->search, piece, !drawn);
     char *shown = text_of_bytes((unsigned char *)text, g->streams ? strlen(text) : 0, 1);
     fputs(shown, stdout);
