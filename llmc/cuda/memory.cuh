@@ -52,15 +52,15 @@ static Buffer *memory_declare(Memory *m, MemoryKind kind, void *where, const cha
     if (kind == MEMORY_PINNED) m->bytes.host += b->bytes;
     return b;
 }
-template <typename T> inline void memory_request(Memory *m, T **pointer, const char *name, size_t count) {
+template <typename T> void memory_request(Memory *m, T **pointer, const char *name, size_t count) {
     memory_declare(m, MEMORY_DEVICE, pointer, name, count * sizeof(T));
 }
 // Host memory that the GPU copies to and from without waiting.
-template <typename T> inline void memory_request_pinned(Memory *m, T **pointer, const char *name, size_t count) {
+template <typename T> void memory_request_pinned(Memory *m, T **pointer, const char *name, size_t count) {
     memory_declare(m, MEMORY_PINNED, pointer, name, count * sizeof(T));
 }
 template <typename T, typename U>
-inline void memory_alias(Memory *m, T **pointer, const char *name, U **original, size_t count) {
+void memory_alias(Memory *m, T **pointer, const char *name, U **original, size_t count) {
     Buffer *b = memory_declare(m, MEMORY_ALIAS, pointer, name, count * sizeof(T));
     for (int i = 0; i < m->count - 1; i++)
         if (m->buffers[i].where == (void *)original) b->alias_of = i;

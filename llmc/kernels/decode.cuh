@@ -91,7 +91,7 @@ static __host__ __device__ bool decode_is_exchanged(DecodeKind kind) {
 // ---- the rows that are multiplied
 
 // Threads of all blocks take turns of the residual stream, two columns at a time: as a line has them.
-template <typename Body> __device__ inline void decode_each_pair(const Decode &d, int rows, Body body) {
+template <typename Body> __device__ void decode_each_pair(const Decode &d, int rows, Body body) {
     const int pairs = d.C / 2, step = gridDim.x * DECODE_BLOCK_THREADS;
     for (int i = blockIdx.x * DECODE_BLOCK_THREADS + threadIdx.x; i < rows * pairs; i += step)
         body(i / pairs, i % pairs / 8 * DECODE_COLUMNS + i % 8);
@@ -114,7 +114,7 @@ __device__ __noinline__ void decode_join_embedding(const Decode &d, const Decode
     });
 }
 template <typename Ranks>
-__device__ inline void decode_embed(const Decode &d, const DecodeShared &s, const Ranks &ranks, int rows) {
+__device__ void decode_embed(const Decode &d, const DecodeShared &s, const Ranks &ranks, int rows) {
     decode_each_pair(d, rows, [&](int row, int column) {
         const int given = d.inputs[row].token, token = given < 0 ? d.drawn[s.slots[row]] : given;
         const int at = token - ranks.first_token(d);
@@ -285,8 +285,7 @@ __device__ inline void decode_finish_projection(const Decode &d, const DecodePai
     x[8] = __fadd_rn(p.other[1], __fadd_rn(b, p.bias[1]));
 }
 template <typename Ranks>
-__device__ inline void decode_finish(const Decode &d, const DecodeShared &s, const Ranks &ranks, int m,
-                                     const DecodePair &p) {
+__device__ void decode_finish(const Decode &d, const DecodeShared &s, const Ranks &ranks, int m, const DecodePair &p) {
     constexpr int WARPS_APART = DECODE_TILES * DECODE_MOST_ROWS * DECODE_SUM_STRIDE;
     const DecodeKind kind = d.plan.kind(m);
     const float *sums = decode_sum_place((float *)s.sums, 0, p.tile, p.row, p.n);

@@ -380,8 +380,8 @@ __device__ inline void decode_join_spans(const DecodeAttention &a, int HD, int r
     }
 }
 template <int ROOM, typename Cached>
-__device__ inline void decode_attend_items(const DecodeAttention &a, DecodeAttentionShared &shared,
-                                           const DecodeAttended &in, DecodeTurn turn) {
+__device__ void decode_attend_items(const DecodeAttention &a, DecodeAttentionShared &shared, const DecodeAttended &in,
+                                    DecodeTurn turn) {
     DecodeWarp<ROOM, Cached> warp = {a};
     bool opens = true;
     while (turn.valid) {

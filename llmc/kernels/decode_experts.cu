@@ -115,7 +115,7 @@ __device__ inline void experts_ask(const void *from, size_t bytes, int threads) 
         prefetch_l2((const char *)from + at);
 }
 // Of a row. Loaded before products wait for theirs.
-template <typename W> __device__ inline float experts_scale(const void *scales, size_t row) {
+template <typename W> __device__ float experts_scale(const void *scales, size_t row) {
     constexpr bool SCALED = W::DTYPE == DECODE_INT8 || W::DTYPE == DECODE_E4M3;
     return SCALED ? __ldg((const float *)scales + row) : 1;
 }
@@ -129,8 +129,8 @@ struct ExpertsTile {
 };
 // The block's sums of `count` entries from `first` on become rows of the result.
 template <typename W, bool GATED>
-__device__ inline void experts_finish(const ExpertsProduct &q, const ExpertsShared &s, const ExpertsTile &tile,
-                                      const float (&scales)[2], int first) {
+__device__ void experts_finish(const ExpertsProduct &q, const ExpertsShared &s, const ExpertsTile &tile,
+                               const float (&scales)[2], int first) {
     const int count = min(s.count - first, (int)EXPERTS_STEP_ROWS), width = GATED ? q.out / 2 : q.out;
     const auto value = [&](int i, int n, float scale) {  // row i of the tile
         float x = 0;

@@ -300,7 +300,7 @@ __device__ inline void decode_leave_sums(float *sums, const float (&acc)[4], int
     for (int e = 0; e < 4; e++)
         *decode_sum_place(sums, threadIdx.x / WARP, tile, 2 * t + e % 2, g + e / 2 * 8) = acc[e];
 }
-template <int N> __device__ inline float decode_tree(const float (&x)[N]) {
+template <int N> __device__ float decode_tree(const float (&x)[N]) {
     if constexpr (N == 1)
         return x[0];
     else {

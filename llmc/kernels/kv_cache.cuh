@@ -134,7 +134,7 @@ static size_t prompt_rows(int tokens) { return round_up((size_t)tokens, PROMPT_R
 
 // The keys and values of a token's row of qkv go to token t of a slot; e4m3: and are rounded in qkv.
 template <int THREADS>
-__device__ inline void kv_append(const KvRows &cache, floatX *qkv, int slot, int t, int NH, int NKV, int HD) {
+__device__ void kv_append(const KvRows &cache, floatX *qkv, int slot, int t, int NH, int NKV, int HD) {
     floatX *rows = qkv + (size_t)NH * HD;
     const size_t first = cache.row(slot, t, 0, NKV);
     if (cache.scales) {

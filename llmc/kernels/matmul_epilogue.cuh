@@ -221,7 +221,7 @@ struct Rotate : Plain {
 
 // f of a pair of inputs (or of pairs of gate and up), and its slopes, all rounded.
 template <typename Act, int INPUTS = Act::INPUTS>
-__device__ inline unsigned activate(unsigned (&slopes)[INPUTS], const unsigned (&inputs)[INPUTS]) {
+__device__ unsigned activate(unsigned (&slopes)[INPUTS], const unsigned (&inputs)[INPUTS]) {
     float low[INPUTS], high[INPUTS], low_slopes[INPUTS], high_slopes[INPUTS];
     #pragma unroll
     for (int p = 0; p < INPUTS; p++) {

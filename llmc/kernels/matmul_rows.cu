@@ -108,8 +108,8 @@ __device__ inline float4 cluster_load(unsigned from) {
 // ---- the warps that fetch
 
 template <typename T>
-__device__ inline void rows_fetch_weight(const CUtensorMap *map, const RowsWork &w, RowsShare share, int tile,
-                                         unsigned to, unsigned full, unsigned empty) {
+__device__ void rows_fetch_weight(const CUtensorMap *map, const RowsWork &w, RowsShare share, int tile, unsigned to,
+                                  unsigned full, unsigned empty) {
     RingPlace<T::W_STAGES> ring;
     tensor_map_prefetch(map);
     // SwiGLU: 64 rows of gate, then the same of up
@@ -124,8 +124,8 @@ __device__ inline void rows_fetch_weight(const CUtensorMap *map, const RowsWork 
     }
 }
 template <typename T>
-__device__ inline void rows_fetch_a(const CUtensorMap *map, const RowsWork &w, RowsShare share, unsigned to,
-                                    unsigned full, unsigned empty) {
+__device__ void rows_fetch_a(const CUtensorMap *map, const RowsWork &w, RowsShare share, unsigned to, unsigned full,
+                             unsigned empty) {
     RingPlace<T::A_STAGES> ring;
     tensor_map_prefetch(map);
     kernels_before_wait();
@@ -308,7 +308,7 @@ __device__ inline void rows_sum(float (&x)[4], const RowsWork &w, unsigned sums,
         if (w.bias) x[k] = __fadd_rn(x[k], (float)w.bias[n + k]);
     }
 }
-template <typename T> __device__ inline void rows_finish(const RowsWork &w, unsigned sums, int tile, int part) {
+template <typename T> __device__ void rows_finish(const RowsWork &w, unsigned sums, int tile, int part) {
     const int columns = w.gated ? 64 : ROWS_TILE, width = w.gated ? w.N / 2 : w.N;
     const int each = (w.rows + w.splits - 1) / w.splits, first = part * each, end = min(first + each, w.rows);
     for (int i = first * columns / 4 + (int)threadIdx.x; i < end * columns / 4; i += ROWS_MATH) {
@@ -329,7 +329,7 @@ template <typename T> __device__ inline void rows_finish(const RowsWork &w, unsi
 }
 
 template <typename T>
-__device__ inline void rows_block(const CUtensorMap *a_map, const CUtensorMap *w_map, const RowsWork &w) {
+__device__ void rows_block(const CUtensorMap *a_map, const CUtensorMap *w_map, const RowsWork &w) {
     __shared__ alignas(8) unsigned long long barriers[2 * (T::W_STAGES + T::A_STAGES)];
     extern __shared__ int4 rows_shared[];
     const unsigned base = shared_address_once(rows_shared),

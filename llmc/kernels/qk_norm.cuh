@@ -121,16 +121,15 @@ __device__ inline float head_sum(float x, int lanes) {
 }
 
 // All threads of a warp must call it.
-template <int N>
-__device__ inline float head_rstd(HeadPart<N> &x, const QkNorm &norm, const QkRows &r, int head, int lanes) {
+template <int N> __device__ float head_rstd(HeadPart<N> &x, const QkNorm &norm, const QkRows &r, int head, int lanes) {
     float squares = 0;
     x.each(x, [&](float a, float) { squares += a * a; });
     return rsqrtf(head_sum(squares, lanes) / r.HD + norm.eps) * (head < r.NH ? norm.scale : 1);
 }
 // What forward makes of q and k. at: the row of the table of angles.
 template <int N>
-__device__ inline void head_normalise(HeadPart<N> &x, const HeadThread<N> &t, const QkNorm &norm, const QkRows &r,
-                                      int head, int at, float rstd) {
+__device__ void head_normalise(HeadPart<N> &x, const HeadThread<N> &t, const QkNorm &norm, const QkRows &r, int head,
+                               int at, float rstd) {
     x.each(t.gains(norm, r, head), [&](float &a, float gain) { a *= rstd * gain; });
     x.rotate(t.angles(r, at), 1);
 }
@@ -186,8 +185,8 @@ template <int N> struct HeadGradient {
 };
 // The sums of a block's threads in their order: partial (blocks, 2, HD).
 template <int N>
-__device__ inline void store_gain_sums(float *partial, const HeadThread<N> &t, const HeadPart<N> &of_q,
-                                       const HeadPart<N> &of_k) {
+__device__ void store_gain_sums(float *partial, const HeadThread<N> &t, const HeadPart<N> &of_q,
+                                const HeadPart<N> &of_k) {
     extern __shared__ int4 qk_norm_shared[];  // (at_once, 2, HD) floats
     const int HD = 2 * t.half;
     float *const sums = (float *)qk_norm_shared, *mine = sums + t.slot * 2 * HD + t.first;

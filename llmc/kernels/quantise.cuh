@@ -75,7 +75,7 @@ typedef struct {
     bool inside;
     size_t place;
 } QuantisePlace;
-template <int LANES> __device__ inline QuantisePlace quantise_place(int rows, int columns) {
+template <int LANES> __device__ QuantisePlace quantise_place(int rows, int columns) {
     constexpr int WARPS_ALONG = QUANTISE_TILE / (LANES * VecB::size);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int column = blockIdx.y * QUANTISE_TILE + (warp % WARPS_ALONG * LANES + lane % LANES) * VecB::size,
