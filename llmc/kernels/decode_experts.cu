@@ -96,7 +96,7 @@ template <typename W> struct ExpertsOperand {
     }
     __device__ static int bytes_of_row(int in) {
         const int bytes = in * 16 / W::ELEMENTS;
-        return W::DTYPE == DECODE_NATIVE ? bytes : (bytes + 15) / 16 * 16;
+        return W::ELEMENTS < 16 ? bytes : (bytes + 15) / 16 * 16;
     }
     __device__ int pieces() const { return (row_bytes + DECODE_PIECE - 1) / DECODE_PIECE; }
     __device__ void load(ExpertsPiece<W> &x, int piece) const {
@@ -116,8 +116,7 @@ __device__ inline void experts_ask(const void *from, size_t bytes, int threads) 
 }
 // Of a row. Loaded before products wait for theirs.
 template <typename W> __device__ float experts_scale(const void *scales, size_t row) {
-    constexpr bool SCALED = W::DTYPE == DECODE_INT8 || W::DTYPE == DECODE_E4M3;
-    return SCALED ? __ldg((const float *)scales + row) : 1;
+    return W::ROW_SCALE ? __ldg((const float *)scales + row) : 1;
 }
 
 // Rows of the weight that a block has: 8 neighbours, and 8 more that are `pair` further.

@@ -19,12 +19,13 @@ __device__ inline void decode_sync() { named_barrier(1, DECODE_BLOCK_THREADS); }
 // ---- how weights are widened: of 16 bytes, step `v` becomes the 4 registers that go with 16 bytes of a row
 
 struct WeightsAny {
-    static constexpr bool GROUPED = false;  // scales are those of groups, of 128 weights each
-    static constexpr bool SPREAD = false;   // the 8 elements of a step are in another order
-    static constexpr unsigned OFFSET = 0;   // a pair of bf16 to be added to every pair of weights
+    static constexpr int ELEMENTS = 16;       // in 16 bytes
+    static constexpr bool ROW_SCALE = false;  // each row has a scale
+    static constexpr bool GROUPED = false;    // scales are those of groups, of 128 weights each
+    static constexpr bool SPREAD = false;     // the 8 elements of a step are in another order
+    static constexpr unsigned OFFSET = 0;     // a pair of bf16 to be added to every pair of weights
 };
 struct WeightsNative : WeightsAny {
-    static constexpr int DTYPE = DECODE_NATIVE;
     static constexpr int ELEMENTS = 16 / sizeof(floatX);
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int) {
         #pragma unroll
@@ -33,21 +34,18 @@ struct WeightsNative : WeightsAny {
 };
 #ifdef PRECISION_FP32  // need not be fast
 struct WeightsInt8 : WeightsAny {
-    static constexpr int DTYPE = DECODE_INT8;
-    static constexpr int ELEMENTS = 16;
+    static constexpr bool ROW_SCALE = true;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
         for (int i = 0; i < 4; i++) w[i] = float_bits((float)(int8_t)(x[v] >> i * 8));
     }
 };
 struct WeightsE4m3 : WeightsAny {
-    static constexpr int DTYPE = DECODE_E4M3;
-    static constexpr int ELEMENTS = 16;
+    static constexpr bool ROW_SCALE = true;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
         for (int i = 0; i < 4; i++) w[i] = float_bits(fp8_to_float((uint8_t)(x[v] >> i * 8)));
     }
 };
 struct WeightsInt4 : WeightsAny {
-    static constexpr int DTYPE = DECODE_INT4;
     static constexpr int ELEMENTS = 32;
     static constexpr bool GROUPED = true;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
@@ -63,8 +61,7 @@ __device__ inline unsigned spread_bytes(unsigned word, unsigned pair, unsigned u
 // With m the low 7 bits and s the sign bit of a byte, its value is m - s. 128 + m and 128 + s are bf16s that have these
 // bits as their mantissa (s: the last bit of the exponent, 256).
 struct WeightsInt8 : WeightsAny {
-    static constexpr int DTYPE = DECODE_INT8;
-    static constexpr int ELEMENTS = 16;
+    static constexpr bool ROW_SCALE = true;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -75,8 +72,7 @@ struct WeightsInt8 : WeightsAny {
 };
 // The bits of an e4m3 are those of a bf16 that is 2^120 times smaller: both steps are exact, subnormals too.
 struct WeightsE4m3 : WeightsAny {
-    static constexpr int DTYPE = DECODE_E4M3;
-    static constexpr int ELEMENTS = 16;
+    static constexpr bool ROW_SCALE = true;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -90,7 +86,6 @@ struct WeightsE4m3 : WeightsAny {
 // A code n stands for n - 8. 128 + n is a bf16 with n in its mantissa, of which a sum takes 136 off at once. Of 8
 // elements, register i gets i and i + 4.
 struct WeightsInt4 : WeightsAny {
-    static constexpr int DTYPE = DECODE_INT4;
     static constexpr int ELEMENTS = 32;
     static constexpr bool GROUPED = true, SPREAD = true;
     static constexpr unsigned OFFSET = 0xc308c308;  // -136
