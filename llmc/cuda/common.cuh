@@ -280,8 +280,8 @@ template <typename T> __device__ void vec_store_streaming(T *p, const Vec<T> &x)
 
 // ---- reductions in a fixed order: a butterfly in the warp, then warp 0..n-1; every thread gets the result
 struct Sum {
-    static constexpr float identity = 0;
-    __device__ static float apply(float a, float b) { return a + b; }
+    static constexpr int identity = 0;
+    template <typename T> __device__ static T apply(T a, T b) { return a + b; }
 };
 struct Max {
     static constexpr float identity = -3.402823466e38f;
@@ -291,6 +291,15 @@ template <typename Op, typename T> __device__ T warp_reduce(T x) {
     #pragma unroll
     for (int offset = WARP / 2; offset > 0; offset /= 2) x = Op::apply(x, __shfl_xor_sync(0xffffffffu, x, offset));
     return x;
+}
+// Over four neighbouring lanes, which have a row of a product on tensor cores together.
+__device__ inline float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+__device__ inline float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 // x: K values in each lane, K a power of two. Returns value lane / (32 / K), summed over all lanes with the same lane %
 // STRIDE. In each step a lane hands half of its values to a lane that keeps that half: hardly more instructions than

@@ -262,8 +262,7 @@ __device__ bool softmax_tile(float (&s)[KEYS / 2], float (&row_max)[2], float (&
             y = fmaxf(y, s[n + 1]);
         }
         x = fmaxf(x, y);
-        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+        x = quad_max(x);
         x = LAZY ? (x - slack > row_max[r] ? x : row_max[r]) : fmaxf(x, row_max[r]);
         fade[r] = exp2_approx((row_max[r] - x) * scale2);
         moved |= x != row_max[r];
@@ -444,8 +443,7 @@ template <int HD> __device__ float row_pair_dot(const RowPair<HD> &r) {
     for (int i = 0; i < HD / 32; i++)
         sum += (dot_bf16(r.x[i].x, r.y[i].x) + dot_bf16(r.x[i].y, r.y[i].y)) +
                (dot_bf16(r.x[i].z, r.y[i].z) + dot_bf16(r.x[i].w, r.y[i].w));
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
+    return quad_sum(sum);
 }
 
 // D, dout and its product with V, and dQ of the warpgroup's rows of piece i, which meet the streamed tiles begin, ...,

@@ -199,8 +199,7 @@ __device__ void online_softmax(float (&p)[MT][NT][4], float (&o)[MT][ND][4], flo
     if (__any_sync(0xffffffffu, moved))
         each_row<MT>([&](int m, int r) {
             const float before = row_max[m][r];
-            x[m][r] = fmaxf(x[m][r], __shfl_xor_sync(0xffffffffu, x[m][r], 1));
-            x[m][r] = fmaxf(x[m][r], __shfl_xor_sync(0xffffffffu, x[m][r], 2));
+            x[m][r] = quad_max(x[m][r]);
             if ((x[m][r] - before) * scale2 > SOFTMAX_SLACK) row_max[m][r] = x[m][r];
             const float fade = exp2_approx((before - row_max[m][r]) * scale2);
             row_sum[m][r] *= fade;

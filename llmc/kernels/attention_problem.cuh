@@ -162,8 +162,7 @@ constexpr float LOWEST_SCORE = -1e30f;
 constexpr float SOFTMAX_SLACK = 8;
 // Ends a row that four lanes share: stores its lse, returns what its output is multiplied with.
 __device__ inline float finish_row(float *lse, float row_max, float sum, float scale, bool valid) {
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    sum = quad_sum(sum);
     if (threadIdx.x % 4 == 0 && valid) *lse = row_max * scale + logf(sum);
     return 1.0f / sum;
 }

@@ -55,10 +55,6 @@ struct DrawMax {
     static constexpr int identity = 0;
     template <typename T> __device__ static T apply(T a, T b) { return a > b ? a : b; }
 };
-struct DrawSum {
-    static constexpr int identity = 0;
-    template <typename T> __device__ static T apply(T a, T b) { return a + b; }
-};
 
 typedef struct {
     unsigned counts[DRAW_BINS], low[DRAW_BINS], high[DRAW_BINS];  // low and high: of masses
@@ -134,7 +130,7 @@ struct DrawRow {
             const float most = draw_value(p.largest);
             #pragma unroll
             for (int k = 0; k < DRAW_EACH; k++) p.mass += draw_mass(draw_below(x[k], most));
-            p.mass = block_reduce<DrawSum>(p.mass, s.sums);
+            p.mass = block_reduce<Sum>(p.mass, s.sums);
             if (!ranked()) p.winner = winner(x, part, most, draw_least(0));
             if (threadIdx.x == 0) parts[part] = p;
             load(x, part += (int)gridDim.x);
@@ -294,7 +290,7 @@ struct DrawRow {
             const int id = draw_id(of_winner);
             best = max(best, draw_key(draw_score(&rule, &d, position, id, draw_below(logits[id], most)), id));
         }
-        total = block_reduce<DrawSum>(total, s.sums);
+        total = block_reduce<Sum>(total, s.sums);
         best = draw_is_finite(order) ? block_reduce<DrawMax>(best, s.sums) : 0;
         Drawn *out = l.out + row;
         if (threadIdx.x == 0) {

@@ -209,8 +209,7 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
                 a[row * F + c] = y;
                 dot = fmaf(d, (float)y, dot);
             }
-        dot += __shfl_xor_sync(0xffffffffu, dot, 1);
-        dot += __shfl_xor_sync(0xffffffffu, dot, 2);
+        dot = quad_sum(dot);
         if (begin == 0) dots[(size_t)part * r.R + row] = dot;
     }
 }

@@ -333,7 +333,7 @@ __global__ void __launch_bounds__(256) matmul_hash_kernel(uint64_t *hash /*+=*/,
         const uint4 x = data[i];
         sum += rand_mix(((uint64_t)x.x << 32 | x.y) + rand_mix(((uint64_t)x.z << 32 | x.w) + i));
     }
-    for (int offset = WARP / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    sum = warp_reduce<Sum>(sum);
     if (threadIdx.x % WARP == 0) atomicAdd((unsigned long long *)hash, sum);
 }
 static void matmul_hash_add(uint64_t *hash, const floatX *data, size_t count, cudaStream_t stream) {

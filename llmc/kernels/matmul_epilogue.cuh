@@ -385,9 +385,7 @@ template <typename Act, bool FROM_INPUT, bool OF_EXPERTS = false> struct Activat
         float *to = t.work.dots + (size_t)(t.column / EXPERT_PART) * t.M + row;
         #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float dot = dots[h];
-            dot += __shfl_xor_sync(0xffffffffu, dot, 1);
-            dot += __shfl_xor_sync(0xffffffffu, dot, 2);
+            const float dot = quad_sum(dots[h]);
             if (threadIdx.x % 4 == 0) to[8 * h] = dot;
         }
     }
