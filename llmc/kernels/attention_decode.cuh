@@ -11,8 +11,7 @@
 #include "qk_norm.cuh"
 
 enum {
-    ATTENTION_ROWS = 256,  // of a step
-    ATTENTION_LEAST = 8    // chunks of a span: with many rows there are spans enough; few: decode_least
+    ATTENTION_LEAST = 8  // chunks of a span: with many rows there are spans enough; few: decode_least
 };
 
 // Elements of the scratch: floats of parts, counters that hold zeros.

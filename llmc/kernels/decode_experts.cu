@@ -19,7 +19,7 @@ enum {
     FEW_SHARED = 80 << 10,  // bytes of normalised rows, at most: two blocks fit on an SM
 };
 struct ExpertsShared {
-    int count, entries[DECODE_EXPERTS_ROWS];                                // that have the block's expert
+    int count, entries[DECODE_ROWS];                                        // that have the block's expert
     int chosen[DECODE_FEW_ROWS * FEW_EXPERTS];                              // few rows: of all entries
     float sums[EXPERTS_STEP_WARPS][DECODE_COLUMNS][EXPERTS_STEP_ROWS + 1];  // of each warp: row of the weight, entry
 };
@@ -366,7 +366,7 @@ template <typename Launch> static void experts_with_format(WeightFormat format, 
     }
 }
 void decode_experts(const ExpertsProduct *q, cudaStream_t stream) {
-    assert(q->N <= DECODE_EXPERTS_ROWS && decode_experts_fits(q));
+    assert(q->N <= DECODE_ROWS && decode_experts_fits(q));
     assert(!q->logits || (q->N <= DECODE_FEW_ROWS && q->K <= FEW_EXPERTS));
     experts_with_format(q->format, [&](auto w) { experts_launch<decltype(w)>(q, stream); });
 }

@@ -10,7 +10,6 @@
 #include "decode_stream.cuh"
 
 enum {
-    DECODE_MOST_ROWS = 8,                    // of a step: those of an instruction
     DECODE_SUM_STRIDE = DECODE_COLUMNS + 4,  // floats: lanes that store sums have all banks
 };
 // The threads that compute, without the warp that loads.
@@ -287,7 +286,7 @@ __device__ __forceinline__ void decode_accumulate(float (&acc)[DECODE_TILES][4],
 
 // The rows' sums over all warps: sums (warps, DECODE_TILES, 8, DECODE_SUM_STRIDE) in shared memory.
 __device__ inline float *decode_sum_place(float *sums, int warp, int tile, int row, int column) {
-    return sums + ((warp * DECODE_TILES + tile) * DECODE_MOST_ROWS + row) * DECODE_SUM_STRIDE + column;
+    return sums + ((warp * DECODE_TILES + tile) * DECODE_FEW_ROWS + row) * DECODE_SUM_STRIDE + column;
 }
 __device__ inline void decode_leave_sums(float *sums, const float (&acc)[4], int tile) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;

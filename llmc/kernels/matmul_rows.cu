@@ -448,7 +448,7 @@ int matmul_rows_fits(const RowsProduct *p) {
     return matmul_rows_here() && p->K % 8 == 0 && p->N % 4 == 0 && (!rows_gated(p) || p->N % 128 == 0);
 }
 void matmul_rows(const RowsProduct *p, cudaStream_t stream) {
-    assert(p->rows >= 1 && p->rows <= MATMUL_ROWS && matmul_rows_fits(p) && !p->out != !p->logits);
+    assert(p->rows >= 1 && p->rows <= DECODE_ROWS && matmul_rows_fits(p) && !p->out != !p->logits);
     switch (p->w.format) {
     case WEIGHTS_FP32: rows_launch_width<RowsBf16>(p, stream); break;
     case WEIGHTS_INT8: rows_launch_width<RowsInt8>(p, stream); break;

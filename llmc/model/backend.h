@@ -228,9 +228,8 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
 // sequence. A row is one token of a slot that the model runs on. A row's bits depend on the earlier tokens of its slot
 // and on how many rows a step may have, not on other rows of the step nor on their number.
 enum {
-    DECODE_ROWS = 256,  // of a step, at most
-    DECODE_STEPS = 2,   // that are queued, at most
-    DECODE_DRAWN = -1   // as a token: the one that its slot's latest row drew
+    DECODE_STEPS = 2,  // that are queued, at most
+    DECODE_DRAWN = -1  // as a token: the one that its slot's latest row drew
 };
 typedef struct {
     int slot, token;

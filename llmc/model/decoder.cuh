@@ -235,7 +235,7 @@ static void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int reache
     kernel->slots = slots;
     kernel->room = room;
     d->rows = rows;
-    d->has_kernel = rows <= DECODE_MOST_ROWS && plan_has_decode_kernel(p) && (!plan_is_split(p) || reaches);
+    d->has_kernel = rows <= DECODE_FEW_ROWS && plan_has_decode_kernel(p) && (!plan_is_split(p) || reaches);
     d->has_rows = !d->has_kernel && plan_has_rows_kernel(p);
     k->few = rows <= DECODE_FEW_ROWS && plan_has_few_kernels(p);
     d->kept = d->has_rows || plan_has_experts_kernel(p) ? new_zeros(RowsWeight, quantised_count(p)) : NULL;
