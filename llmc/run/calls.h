@@ -229,32 +229,23 @@ static void call_train(Calls *c) {
 // step learning-rate beta1 beta2 eps decay clip loss|FIELDS: NaN: as the options say. loss: of backward, to show.
 static void call_step(Calls *c) {
     Trainer *t = c->t;
-    const Options *o = &t->o;
     const double *x = c->call.x;
-    const double given[] = {base_lr(o), o->beta1, o->beta2, o->adam_eps, base_decay(o), o->grad_clip};
-    double use[6];
-    for (int i = 0; i < 6; i++) use[i] = isnan(x[i]) ? given[i] : x[i];
+    double use[UPDATE_NUMBERS];
+    update_numbers(&t->o, base_lr(&t->o), use);
+    for (int i = 0; i < UPDATE_NUMBERS; i++)
+        if (!isnan(x[i])) use[i] = x[i];
     if (c->kind == STEP_EMPTY) return calls_refuse(c, "step has no gradients\ncall train or backward before");
     if (!c->is_complete)
         return calls_refuse(c,
                             "the step has %d of %d micro-steps, and the mean is over all\ncall train again, or start "
                             "with --total-batch %lld",
                             c->micro, t->num_micro, (long long)calls_all(c) * c->micro);
-    for (int i = 0; i < 6; i++)
+    for (int i = 0; i < UPDATE_NUMBERS; i++)
         if (!(use[i] >= 0 && use[i] < (i == 1 || i == 2 ? 1 : 1e30)))
             return calls_refuse(c, "the step has the number %g for its %s\ngive one that an optimiser can use", use[i],
                                 ((const char *[]){"learning rate", "beta1", "beta2", "epsilon", "weight decay",
                                                   "gradient clip"})[i]);
-    UpdateParams p;
-    p.lr = (float)use[0];
-    p.beta1 = (float)use[1];
-    p.beta2 = (float)use[2];
-    p.eps = (float)use[3];
-    p.weight_decay = (float)use[4];
-    p.clip = use[5];
-    p.most_loss = window_limit(&t->state.loss, o->skip_loss_z);
-    p.most_norm = window_limit(&t->state.norm, o->skip_norm_z);
-    p.step = (int)(t->state.step + 1 - t->state.optimizer_begin);
+    const UpdateParams p = update_params(t, use);
     watchdog_step(t->state.step + 1);
     StepReport r = update(t, &p, use[0], (int64_t)calls_all(c) * c->micro);
     if (c->kind == STEP_OF_WEIGHTS) {
