@@ -1021,12 +1021,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     zero_check(&mesh->job, &mesh->dp);
     tp_require_one_host(mesh);
     m->lora = lora_of(c, o);
-    m->table = params_of_rank(c, mesh->tp.world, mesh->tp.rank);
-    if (m->lora.rank) {
-        m->frozen = m->table;
-        m->table = lora_table(c, &m->lora, mesh->tp.world, mesh->tp.rank);
-    }
-    params_set_optimiser(&m->table, o);
+    open_tables(c, o, &m->lora, &mesh->tp, &m->table, &m->frozen);
     gpu_planned = *o->dry_run ? gpu_kind(o->dry_run) : NULL;
     if (!gpu_planned) m->gpu = gpu_open(mesh->dp.local_rank);
     memory_set_budget(o->memory);

@@ -112,6 +112,16 @@ static Lora lora_of(const Config *c, const Options *o) {
     if (l.rank) l.targets = lora_targets(c, o->lora_targets, "--lora-targets");
     return l;
 }
+// Of a rank of a tensor-parallel group: see ModelFacts. frozen: empty before.
+static void open_tables(const Config *c, const Options *o, const Lora *l, const Comm *tp, ParamTable *table,
+                        ParamTable *frozen) {
+    *table = params_of_rank(c, tp->world, tp->rank);
+    if (l->rank) {
+        *frozen = *table;
+        *table = lora_table(c, l, tp->world, tp->rank);
+    }
+    params_set_optimiser(table, o);
+}
 static int weights_are_quantised(const Options *o) { return strcmp(o->weights, "native") != 0; }
 static int writes_text(const Options *o) { return o->generate || *o->calls || (o->sample_every && !o->evaluate); }
 static int cache_is_fp8(const Options *o) { return strcmp(o->cache_dtype, "native") != 0; }
