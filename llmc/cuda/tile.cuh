@@ -139,10 +139,6 @@ __device__ inline unsigned load_shared_4(unsigned from) {
     return x;
 }
 __device__ inline void prefetch_l2(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-__device__ inline void store_shared_16(unsigned to, const int4 &x) {
-    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
-                 : "memory");
-}
 // a * b + c of two bf16, each rounded once
 __device__ inline unsigned fma_bf16(unsigned a, unsigned b, unsigned c) {
     unsigned d;
