@@ -44,7 +44,7 @@ static int bytes_fit(MemoryBytes bytes, MemoryBytes room) {
 
 static void memory_group(Memory *m, const char *group) { m->group = group; }
 static Buffer *memory_declare(Memory *m, MemoryKind kind, void *where, const char *name, size_t bytes) {
-    if (m->count % 64 == 0) m->buffers = (Buffer *)realloc(m->buffers, (size_t)(m->count + 64) * sizeof(Buffer));
+    if (m->count % 64 == 0) m->buffers = (Buffer *)realloc(m->buffers, (m->count + 64) * sizeof(Buffer));
     require(m->buffers, "out of host memory\nclose other programs");
     Buffer *b = &m->buffers[m->count++];
     *b = {kind, m->group, name, bytes ? bytes : 16, where, NULL, -1};

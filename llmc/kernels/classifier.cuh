@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     constexpr int stride = THREADS * VecX::size, unroll = 4;
     extern __shared__ int4 shared_row[];
     __shared__ float scratch[WARP];
-    floatX *cache = (floatX *)shared_row, *row = logits + (size_t)blockIdx.x * (size_t)Vp;
+    floatX *cache = (floatX *)shared_row, *row = logits + (size_t)blockIdx.x * Vp;
     const int target = targets[blockIdx.x], mine = threadIdx.x * VecX::size;
     if (target < 0) {
         if (threadIdx.x == 0) losses[blockIdx.x] = 0;
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(THREADS)
                             const int *__restrict__ targets, int rank, int V, int Vp, const Cap cap) {
     constexpr int stride = THREADS * VecX::size, unroll = 4;
     __shared__ float scratch[WARP];
-    const floatX *row = logits + (size_t)blockIdx.x * (size_t)Vp;
+    const floatX *row = logits + (size_t)blockIdx.x * Vp;
     const int target = targets[blockIdx.x];
     if (target < 0) return;  // nobody asks
     OnlineSum online;
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(THREADS)
                             const int *__restrict__ targets, float dloss, const float *__restrict__ factors, int ranks,
                             int rank, int N, int V, int Vp, int write_dlogits, const Cap cap) {
     constexpr int stride = THREADS * VecX::size;
-    floatX *row = logits + (size_t)blockIdx.x * (size_t)Vp;
+    floatX *row = logits + (size_t)blockIdx.x * Vp;
     const int target = targets[blockIdx.x], owner = target < 0 ? 0 : target / Vp,
               mine = owner == rank && target >= 0 && target % Vp < V ? target % Vp : -1;
     RowSum all = {-MOST_LOGIT, 0, 0};
@@ -274,7 +274,7 @@ __global__ void softcap_kernel(float *logits, size_t n, const Softcap cap) {
 template <int THREADS, typename Cap>
 static void classifier_launch(floatX *logits, float *losses, const int *targets, float dloss, const float *factors,
                               int N, int V, int Vp, int cached, Cap cap, cudaStream_t stream) {
-    const size_t bytes = (size_t)cached * sizeof(floatX);
+    const size_t bytes = cached * sizeof(floatX);
     const auto kernel = classifier_kernel<THREADS, true, Cap>;
     cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
     cudaCheck(
@@ -287,7 +287,7 @@ static void classifier_run(floatX *logits, float *losses, const int *targets, fl
     const int reserved = 2048;  // the kernel's own shared memory and the driver's, per block
     const int per_sm = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
     const int per_block = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    const size_t row_bytes = (size_t)Vp * sizeof(floatX);
+    const size_t row_bytes = Vp * sizeof(floatX);
     const int room = per_block - (int)sizeof(float) * WARP;
     if (!write_dlogits)
         classifier_kernel<512, false>

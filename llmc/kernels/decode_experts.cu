@@ -390,7 +390,7 @@ void decode_few(const FewProduct *q, cudaStream_t stream) {
         static int prepared;
         if (!prepared) cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED));
         prepared = 1;
-        launch_early(kernel, blocks_for((size_t)q->out, DECODE_COLUMNS), FEW_THREADS, few_shared(q), 1, stream, *q);
+        launch_early(kernel, blocks_for(q->out, DECODE_COLUMNS), FEW_THREADS, few_shared(q), 1, stream, *q);
     });
 }
 #endif

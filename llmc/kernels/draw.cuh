@@ -48,7 +48,7 @@ typedef struct {
     const int *slots;  // (rows)
 } DrawLaunch;
 static HOST_DEVICE size_t draw_row_bytes(int num_parts) {
-    return sizeof(DrawState) + DRAW_HISTOGRAMS * sizeof(DrawHistogram) + (size_t)num_parts * sizeof(DrawPart);
+    return sizeof(DrawState) + DRAW_HISTOGRAMS * sizeof(DrawHistogram) + num_parts * sizeof(DrawPart);
 }
 
 struct DrawMax {
@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(DRAW_THREADS) draw_kernel(DrawLaunch l) {
     if (row.last()) row.finish();
 }
 
-static int draw_parts(int known) { return (int)ceil_div((size_t)known, DRAW_PART); }
+static int draw_parts(int known) { return (int)ceil_div(known, DRAW_PART); }
 // Zero before the first launch; of launches of up to `rows` rows.
 static size_t draw_scratch_bytes(int rows, int known) { return rows * draw_row_bytes(draw_parts(known)); }
 // out (rows) =. stride: from row to row of the logits.

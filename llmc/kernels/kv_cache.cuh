@@ -130,7 +130,7 @@ __device__ inline VecX kv_load(const KvRows &cache, size_t row, int value, int d
 }
 
 // Rows of a sequence of `tokens`, with those behind them that a pass may write.
-static size_t prompt_rows(int tokens) { return round_up((size_t)tokens, PROMPT_ROWS) + PROMPT_ROWS; }
+static size_t prompt_rows(int tokens) { return round_up(tokens, PROMPT_ROWS) + PROMPT_ROWS; }
 
 // The keys and values of a token's row of qkv go to token t of a slot; e4m3: and are rounded in qkv.
 template <int THREADS>

@@ -149,7 +149,7 @@ static __global__ void __launch_bounds__(PACK_THREADS)
 
 // out (rows,cols) = the matrix and what its adapters add
 static void lora_merge(floatX *out, const QuantMatrix *q, const LayerAdapters *l, cudaStream_t stream) {
-    const int across = (int)ceil_div((size_t)q->cols, LORA_THREADS * VecX::size);
+    const int across = (int)ceil_div(q->cols, LORA_THREADS * VecX::size);
     int sizes = q->rows | q->cols;
     for (int i = 0; i < l->count; i++) sizes |= l->of[i].row | l->of[i].rows;
     require(sizes % LORA_ROWS == 0, "a weight of %d by %d is merged in rows and columns of 8\nuse multiples of 8",
@@ -161,9 +161,7 @@ static void lora_merge(floatX *out, const QuantMatrix *q, const LayerAdapters *l
     timing_lap("weights merged", 0, (read + sizeof(floatX)) * q->rows * q->cols, stream);
 }
 // Elements of the packed A and B of a layer, or of so many.
-static size_t lora_packed(int in, int out, int columns, int layers) {
-    return (size_t)columns * (size_t)(in + out) * (size_t)layers;
-}
+static size_t lora_packed(int in, int out, int columns, int layers) { return (size_t)columns * (in + out) * layers; }
 // LORA_PACK: packed = the adapters. LORA_UNPACK, LORA_ADD: their gradients = or += the scale times packed ones.
 static void lora_move(LoraMove move, floatX *packed, const LayerAdapters *l, int in, int out, cudaStream_t stream) {
     const int columns = lora_columns(l);

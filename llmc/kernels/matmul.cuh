@@ -152,7 +152,7 @@ static int matmul_can_rotate(int HD) {
 static int matmul_sums_columns(const MatmulProblem *q) {
     return q->epilogue >= EPILOGUE_GRADIENT && activation_inputs(q->activation) == 1;
 }
-static int matmul_sum_slices(int rows) { return (int)ceil_div((size_t)rows, 64); }
+static int matmul_sum_slices(int rows) { return (int)ceil_div(rows, 64); }
 
 // ---- plans
 
@@ -259,8 +259,7 @@ static MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const void *b
         if (bias) matmulSet(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     } else {
         MatmulCandidate candidates[MATMUL_CANDIDATES];
-        if (mm->count % 64 == 0)
-            mm->plans = (MatmulPlan *)realloc(mm->plans, (size_t)(mm->count + 64) * sizeof(MatmulPlan));
+        if (mm->count % 64 == 0) mm->plans = (MatmulPlan *)realloc(mm->plans, (mm->count + 64) * sizeof(MatmulPlan));
         require(mm->plans, "out of host memory for matmul plans\nclose other programs");
         p = &mm->plans[mm->count++];
         memset(p, 0, sizeof *p);
@@ -353,7 +352,7 @@ static uint64_t matmul_hash(const Matmul *mm, const floatX *data, size_t count, 
 static size_t matmul_out_count(const MatmulProblem *q) {
     const MatmulSizes z = matmul_sizes(q);
     const int inputs = activation_inputs(q->activation);
-    const size_t product = (size_t)z.M * (size_t)z.N * (size_t)matmul_batch(q);
+    const size_t product = (size_t)z.M * z.N * matmul_batch(q);
     if (q->epilogue == EPILOGUE_GRADIENT) return product * (size_t)inputs;
     return q->form == MATMUL_FORWARD && q->epilogue >= EPILOGUE_ACTIVATION ? product / (size_t)inputs : product;
 }

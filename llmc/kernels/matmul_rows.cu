@@ -395,10 +395,10 @@ static int rows_gated(const RowsProduct *p) { return p->activates && mlp_is_gate
 static int rows_bits(const RowsProduct *p) { return p->w.format == WEIGHTS_FP32 ? 16 : quant_bits(p->w.format); }
 // Of a row of codes: as they lie on the device (kernels/lora.cuh).
 static int rows_bytes(const RowsProduct *p) { return (int)round_up(quant_row_bytes(p->w.format, p->K), 16); }
-static int rows_tiles(const RowsProduct *p) { return (int)ceil_div((size_t)p->N, ROWS_TILE); }
+static int rows_tiles(const RowsProduct *p) { return (int)ceil_div(p->N, ROWS_TILE); }
 // So many that each SM has a block, and each block some stages.
 static int rows_splits(const RowsProduct *p) {
-    const int stages = (int)ceil_div((size_t)p->K * (size_t)rows_bits(p), 1024);
+    const int stages = (int)ceil_div((size_t)p->K * rows_bits(p), 1024);
     int splits = 1;
     while (splits < ROWS_SPLITS && 2 * splits * rows_tiles(p) <= device_attribute(cudaDevAttrMultiProcessorCount) &&
            stages >= 8 * splits)

@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(QK_NORM_THREADS)
 #include "bias.cuh"
 
 // gains: how many there are
-static size_t qk_norm_scratch_bytes(int gains) { return (size_t)QK_NORM_BLOCKS * (size_t)gains * sizeof(float); }
+static size_t qk_norm_scratch_bytes(int gains) { return (size_t)QK_NORM_BLOCKS * gains * sizeof(float); }
 // launch(N, lanes): a thread's elements of either half, as a type, and the threads of a head.
 template <typename Launch>
 static void qk_norm_launch(const QkRows *r, const void *a, const void *b, const floatX *gains, Launch launch) {
@@ -356,7 +356,7 @@ static void qk_norm_backward(const QkNorm *norm, const QkRows *r, floatX *dqkv, 
     float *partial = norm->dgains ? (float *)scratch : NULL;
     require(!norm->whole || gains <= 12000, "%d columns of q and k are normalised together\nuse at most 12,000", gains);
     qk_norm_launch(r, dqkv, qkv, norm->gains, [&](auto vector, int lanes) {
-        const size_t each = (size_t)gains * sizeof(float), sums = (size_t)(QK_NORM_THREADS / lanes) * each;
+        const size_t each = gains * sizeof(float), sums = (size_t)(QK_NORM_THREADS / lanes) * each;
         if (norm->whole)
             qk_norm_whole_backward_kernel<vector>
                 <<<(unsigned)blocks, QK_NORM_THREADS, 2 * QK_NORM_WARPS * sizeof(float) + each, stream>>>(dqkv, partial,

@@ -279,7 +279,7 @@ static int cache_pages(const Comm *tp, int asked, int slots, int room, size_t fi
 // (route_balance_cpu), of this rank. micro_steps: of all ranks.
 static void load_report(const Mesh *mesh, const Config *c, double micro_steps, const float *load, double balance,
                         StepResult *r) {
-    const size_t all = (size_t)c->num_layers * (size_t)c->num_experts;
+    const size_t all = (size_t)c->num_layers * c->num_experts;
     const double blocks = micro_steps * c->num_layers;
     const double balances = c->num_experts ? comm_sum(&mesh->dp, balance) : 0;
     double rows = 0, least = INFINITY, most = 0;
@@ -299,8 +299,8 @@ static void load_report(const Mesh *mesh, const Config *c, double micro_steps, c
 }
 // What rank 0 drew becomes that of its group; together: of all groups (computes_together).
 static void share_drawn(const Mesh *mesh, int together, Drawn *drawn, int count) {
-    comm_broadcast(&mesh->tp, drawn, (size_t)count * sizeof *drawn);
-    if (together) comm_broadcast(&mesh->dp, drawn, (size_t)count * sizeof *drawn);
+    comm_broadcast(&mesh->tp, drawn, count * sizeof *drawn);
+    if (together) comm_broadcast(&mesh->dp, drawn, count * sizeof *drawn);
 }
 
 #endif

@@ -262,7 +262,7 @@ static int engine_can_share_soon(const Engine *e, const Sequence *s) {
     if (s->prompted || engine_prompt_tokens(s) < tokens) return 0;
     for (const Sequence *at = e->first; at != s; at = at->next)
         if (!at->prompted && engine_prompt_tokens(at) >= tokens && model_length(e->m, at->slot) < tokens &&
-            !memcmp(at->tokens, s->tokens, (size_t)tokens * sizeof *s->tokens))
+            !memcmp(at->tokens, s->tokens, tokens * sizeof *s->tokens))
             return 1;
     return 0;
 }
