@@ -912,7 +912,7 @@ static void step_forward(Model *m, int rows) {
     m->weights_changed = 0;
     if (ranks == 1) return;
     nccl_all_gather(&m->links.rows.nccl, "gather", d->gathered, part);
-    const dim3 blocks(blocks_for(Vp, 256), (unsigned)rows, (unsigned)ranks);
+    const dim3 blocks(blocks_for(Vp, 256), rows, ranks);
     join_logits_kernel<<<blocks, 256, 0, p.stream>>>(d->logits, d->gathered, rows, ranks, Vp);
     launchCheck();
 }

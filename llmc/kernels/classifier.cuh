@@ -279,7 +279,7 @@ static void classifier_launch(floatX *logits, float *losses, const int *targets,
     cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
     cudaCheck(
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-    kernel<<<(unsigned)N, THREADS, bytes, stream>>>(logits, losses, targets, dloss, factors, V, Vp, cached, cap);
+    kernel<<<N, THREADS, bytes, stream>>>(logits, losses, targets, dloss, factors, V, Vp, cached, cap);
 }
 template <typename Cap>
 static void classifier_run(floatX *logits, float *losses, const int *targets, float dloss, const float *factors, int N,
@@ -290,8 +290,7 @@ static void classifier_run(floatX *logits, float *losses, const int *targets, fl
     const size_t row_bytes = Vp * sizeof(floatX);
     const int room = per_block - (int)sizeof(float) * WARP;
     if (!write_dlogits)
-        classifier_kernel<512, false>
-            <<<(unsigned)N, 512, 0, stream>>>(logits, losses, targets, dloss, NULL, V, Vp, 0, cap);
+        classifier_kernel<512, false><<<N, 512, 0, stream>>>(logits, losses, targets, dloss, NULL, V, Vp, 0, cap);
     else if (row_bytes + reserved <= (size_t)per_sm / 2)
         classifier_launch<512>(logits, losses, targets, dloss, factors, N, V, Vp, Vp, cap, stream);
     else {
@@ -318,7 +317,7 @@ static void classifier_parts(ClassifierPart *parts, const floatX *logits, const 
             "%d logits in rows of %d\nrows must be padded to a multiple of %d and begin on 16 bytes", V, Vp,
             VecX::size);
     with_softcap(softcap, [&](auto cap) {
-        classifier_parts_kernel<512><<<(unsigned)N, 512, 0, stream>>>(parts, logits, targets, rank, V, Vp, cap);
+        classifier_parts_kernel<512><<<N, 512, 0, stream>>>(parts, logits, targets, rank, V, Vp, cap);
     });
     launchCheck();
     timing_lap("classifier", 0, (double)N * V * sizeof(floatX), stream);
@@ -328,8 +327,8 @@ static void classifier_ranks(floatX *logits, float *losses, const ClassifierPart
                              float dloss, const float *factors, int ranks, int rank, int N, int V, int Vp,
                              int write_dlogits, cudaStream_t stream, float softcap = 0) {
     with_softcap(softcap, [&](auto cap) {
-        classifier_ranks_kernel<512><<<(unsigned)N, 512, 0, stream>>>(logits, losses, parts, targets, dloss, factors,
-                                                                      ranks, rank, N, V, Vp, write_dlogits, cap);
+        classifier_ranks_kernel<512><<<N, 512, 0, stream>>>(logits, losses, parts, targets, dloss, factors, ranks, rank,
+                                                            N, V, Vp, write_dlogits, cap);
     });
     launchCheck();
     timing_lap("classifier", 0, write_dlogits ? 2.0 * N * Vp * sizeof(floatX) : 0, stream);

@@ -587,7 +587,7 @@ template <typename Ranks> void decode_launch(const Decode *d, const Ranks &ranks
     together.id = cudaLaunchAttributeCooperative;
     together.val.cooperative = 1;
     cudaLaunchConfig_t launch = {};
-    launch.gridDim = dim3((unsigned)d->blocks);
+    launch.gridDim = dim3(d->blocks);
     launch.blockDim = dim3(DECODE_ALL_THREADS);
     launch.dynamicSmemBytes = (size_t)d->shared_bytes;
     launch.stream = stream;

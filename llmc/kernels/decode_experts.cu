@@ -352,7 +352,7 @@ template <typename W> static void experts_launch(const ExpertsProduct *q, cudaSt
     const int gated = experts_gated(q), slots = experts_by_entry(*q) ? q->N * q->K : q->E;
     const auto many = gated ? decode_experts_kernel<W, true, false> : decode_experts_kernel<W, false, false>,
                few = gated ? decode_experts_kernel<W, true, true> : decode_experts_kernel<W, false, true>;
-    launch_early(q->logits ? few : many, dim3((unsigned)(q->out / 16), (unsigned)slots), EXPERTS_STEP_THREADS,
+    launch_early(q->logits ? few : many, dim3(q->out / 16, slots), EXPERTS_STEP_THREADS,
                  q->logits ? EXPERTS_STEP_WARPS * q->E * (int)sizeof(float) : 0, 1, stream, *q);
 }
 // launch(W): how weights of a format are widened, as a type
@@ -373,8 +373,8 @@ void decode_experts(const ExpertsProduct *q, cudaStream_t stream) {
 void decode_experts_sum(const ExpertsProduct *q, floatX *out, cudaStream_t stream) {
     assert(q->K <= FEW_EXPERTS && decode_experts_fits(q));
     experts_with_format(q->format, [&](auto w) {
-        launch_early(decode_experts_sum_kernel<decltype(w)>, dim3((unsigned)(q->out / DECODE_COLUMNS), (unsigned)q->N),
-                     FEW_THREADS, 0, 1, stream, *q, out);
+        launch_early(decode_experts_sum_kernel<decltype(w)>, dim3(q->out / DECODE_COLUMNS, q->N), FEW_THREADS, 0, 1,
+                     stream, *q, out);
     });
 }
 static int few_shared(const FewProduct *q) {

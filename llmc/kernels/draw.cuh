@@ -330,8 +330,8 @@ static void draw_rows(Drawn *out, const float *logits, size_t stride, int known,
     require(rows <= fit, "a draw of %d rows\nthis GPU has room for %d at a time", rows, fit);
     const int blocks = std::min(l.num_parts, fit / rows);
     void *arguments[] = {&l};
-    cudaCheck(cudaLaunchCooperativeKernel((const void *)draw_kernel, dim3((unsigned)blocks, (unsigned)rows),
-                                          DRAW_THREADS, arguments, 0, stream));
+    cudaCheck(
+        cudaLaunchCooperativeKernel((const void *)draw_kernel, dim3(blocks, rows), DRAW_THREADS, arguments, 0, stream));
 }
 
 #endif

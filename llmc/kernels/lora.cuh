@@ -155,7 +155,7 @@ static void lora_merge(floatX *out, const QuantMatrix *q, const LayerAdapters *l
     require(sizes % LORA_ROWS == 0, "a weight of %d by %d is merged in rows and columns of 8\nuse multiples of 8",
             q->rows, q->cols);
     require_aligned("adapters", {out, q->codes, l->of[0].a, l->of[1].a, l->of[2].a});
-    lora_merge_kernel<<<(unsigned)(q->rows / LORA_ROWS * across), LORA_THREADS, 0, stream>>>(out, *q, *l, across);
+    lora_merge_kernel<<<q->rows / LORA_ROWS * across, LORA_THREADS, 0, stream>>>(out, *q, *l, across);
     launchCheck();
     const double read = q->format == WEIGHTS_FP32 ? sizeof(floatX) : quant_bits(q->format) / 8.0;
     timing_lap("weights merged", 0, (read + sizeof(floatX)) * q->rows * q->cols, stream);

@@ -60,7 +60,7 @@ static void matmul_experts(Matmul *mm, const MatmulProblem *q, const MatmulOpera
     const MatmulSizes z = matmul_sizes(q);
     const size_t tiles = ceil_div(z.M, EXPERTS_TILE) * ceil_div(z.N, EXPERTS_TILE),
                  weights = q->form == MATMUL_BACKWARD_WEIGHT ? (size_t)q->experts : 1;
-    matmul_experts_kernel<<<(unsigned)(tiles * weights), EXPERTS_TILE_THREADS, 0, stream>>>(*q, *x);
+    matmul_experts_kernel<<<tiles * weights, EXPERTS_TILE_THREADS, 0, stream>>>(*q, *x);
     launchCheck();
     timing_lap("experts' matmul", matmul_flops(q), 0, stream);
 }

@@ -428,8 +428,8 @@ template <typename T> static void rows_launch(const RowsProduct *p, cudaStream_t
     const CUtensorMap a = tensor_map<bf16>(p->a, 1, p->rows, 1, p->K);
     const CUtensorMap weight = T::Weights::BITS == 16 ? tensor_map<bf16>(p->w.weight, 1, p->N, 1, p->K)
                                                       : tensor_map<uint8_t>(p->w.weight, 1, p->N, 1, rows_bytes(p));
-    launch_early(matmul_rows_kernel<T>, dim3((unsigned)(rows_tiles(p) * splits)), T::THREADS, T::BYTES, splits, stream,
-                 a, weight, w);
+    launch_early(matmul_rows_kernel<T>, dim3(rows_tiles(p) * splits), T::THREADS, T::BYTES, splits, stream, a, weight,
+                 w);
 }
 template <typename W> static void rows_launch_width(const RowsProduct *p, cudaStream_t stream) {
     if (p->rows <= 64)

@@ -340,7 +340,7 @@ static void qk_norm_forward(const QkNorm *norm, const QkRows *r, floatX *out, co
         const size_t sums = 2 * QK_NORM_WARPS * sizeof(float);
         if (norm->whole)
             qk_norm_whole_forward_kernel<vector>
-                <<<(unsigned)r->rows, QK_NORM_THREADS, sums, stream>>>(out, qkv, *norm, *r, lanes);
+                <<<r->rows, QK_NORM_THREADS, sums, stream>>>(out, qkv, *norm, *r, lanes);
         else
             launch_early(qk_norm_forward_kernel<vector>, blocks, QK_NORM_THREADS, 0, 1, stream, out, qkv, *norm, *r,
                          lanes);
@@ -359,14 +359,12 @@ static void qk_norm_backward(const QkNorm *norm, const QkRows *r, floatX *dqkv, 
         const size_t each = gains * sizeof(float), sums = (size_t)(QK_NORM_THREADS / lanes) * each;
         if (norm->whole)
             qk_norm_whole_backward_kernel<vector>
-                <<<(unsigned)blocks, QK_NORM_THREADS, 2 * QK_NORM_WARPS * sizeof(float) + each, stream>>>(dqkv, partial,
-                                                                                                          qkv, *norm,
-                                                                                                          *r, lanes,
-                                                                                                          blocks);
+                <<<blocks, QK_NORM_THREADS, 2 * QK_NORM_WARPS * sizeof(float) + each, stream>>>(dqkv, partial, qkv,
+                                                                                                *norm, *r, lanes,
+                                                                                                blocks);
         else
             qk_norm_backward_kernel<vector>
-                <<<(unsigned)blocks, QK_NORM_THREADS, partial ? sums : 0, stream>>>(dqkv, partial, qkv, *norm, *r,
-                                                                                    lanes, blocks);
+                <<<blocks, QK_NORM_THREADS, partial ? sums : 0, stream>>>(dqkv, partial, qkv, *norm, *r, lanes, blocks);
     });
     if (partial) bias_finish(norm->dgains, partial, blocks, gains, accumulate, stream);
     timing_lap("QK-norm backward", 0, 3.0 * r->rows * (r->NH + r->NKV) * r->HD * sizeof(floatX), stream);
