@@ -66,14 +66,6 @@ void memory_alias(Memory *m, T **pointer, const char *name, U **original, size_t
         if (m->buffers[i].where == (void *)original) b->alias_of = i;
     assert(b->alias_of >= 0 && b->bytes <= m->buffers[b->alias_of].bytes);
 }
-// Device bytes of one group, for the hint and for reports.
-static size_t memory_group_bytes(const Memory *m, const char *group) {
-    size_t bytes = 0;
-    for (int i = 0; i < m->count; i++)
-        if (m->buffers[i].kind == MEMORY_DEVICE && strcmp(m->buffers[i].group, group) == 0)
-            bytes += m->buffers[i].bytes;
-    return bytes;
-}
 static double mib(size_t bytes) { return (double)bytes / 0x1p20; }
 static void memory_print(const Memory *m, FILE *f, MemoryBytes room) {
     for (int pinned = 0; pinned < 2; pinned++) {

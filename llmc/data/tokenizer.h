@@ -404,21 +404,18 @@ static int encode_ordinary(const Tokenizer *t, const unsigned char *text, int by
     return n;
 }
 // The added token, such as <|im_start|>, whose name stands at the beginning of the text: the longest; -1: none.
-// normalized: of those with this flag TOKEN_NORMALIZED or without it; -1: of all.
+// normalized: of those with this flag TOKEN_NORMALIZED; 0: without it.
 static int tokenizer_added(const Tokenizer *t, const unsigned char *text, int bytes, int normalized) {
     int found = -1, longest = 0, length;
     for (int i = 0; bytes && t->begins_added[*text] && i < t->num_added; i++) {
         const int id = t->added[i], flag = t->flags[id] & TOKEN_NORMALIZED;
         const unsigned char *name = tokenizer_token(t, id, &length);
         if (length <= longest || length > bytes || memcmp(name, text, length)) continue;
-        if (normalized >= 0 && flag != normalized) continue;
+        if (flag != normalized) continue;
         found = id;
         longest = length;
     }
     return found;
-}
-static int tokenizer_special(const Tokenizer *t, const char *text, int bytes) {
-    return tokenizer_added(t, (const unsigned char *)text, bytes, -1);
 }
 // Finds added tokens and encodes what lies between them: first those in the text itself, then (normalized) those in
 // what NFC makes of the rest. Names of special tokens that do not count are text; in them no other name is looked for.

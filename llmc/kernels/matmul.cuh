@@ -100,8 +100,6 @@ static void matmul_close(Matmul *mm) {
     memset(mm, 0, sizeof *mm);
 }
 
-static size_t matmul_element(const MatmulProblem *q) { return q->dtype == MATMUL_E4M3 ? 1 : sizeof(floatX); }
-
 // ---- what can be fused, asked before anything is planned
 
 // The next variant of ours for this problem from `*at` on; NULL: no more.
@@ -207,9 +205,10 @@ static int matmul_candidates(const Matmul *mm, const MatmulPlan *p, MatmulCandid
     const MatmulProblem *q = &p->problem;
     const HopperVariant *v;
     memset(candidates, 0, MATMUL_CANDIDATES * sizeof *candidates);
-    const int fits = matmul_sizes(q).K * matmul_element(q) % 16 == 0;  // TMA needs rows of whole 16 bytes
+    const int fp8 = q->dtype == MATMUL_E4M3;
+    const int fits = matmul_sizes(q).K * (fp8 ? 1 : sizeof(floatX)) % 16 == 0;  // TMA needs rows of whole 16 bytes
     int at = 0;
-    const int fp8 = q->dtype == MATMUL_E4M3, symmetric = q->epilogue == EPILOGUE_SYMMETRIC;
+    const int symmetric = q->epilogue == EPILOGUE_SYMMETRIC;
     const int plain = q->epilogue == EPILOGUE_PLAIN || (symmetric && !(fits && matmul_variant(q, &at)));
     const int vendor = plain && !q->experts && (!fp8 || q->form == MATMUL_BACKWARD_WEIGHT || !matmul_has_own_fp8());
     int count = vendor ? matmul_vendor_candidates(mm, p, candidates) : 0;
