@@ -466,7 +466,7 @@ static void embed_backward(Model *m, const Pass *p) {
 static void clear_gradients(Model *m, const Pass *p) {
     const Unit u = unit_get(m, p, 0, UNIT_BACKWARD);
     floatX *dwte = unit_param(&u, u.grads, ROLE_WTE), *dwpe = unit_param(&u, u.grads, ROLE_WPE);
-    const size_t row = (size_t)p->C * sizeof(floatX);
+    const size_t row = p->C * sizeof(floatX);
     cudaCheck(cudaMemsetAsync(m->b.dx, 0, (size_t)p->rows * row, p->stream));
     if (p->accumulate || !dwte) return;
     if (!m->config.tied) cudaCheck(cudaMemsetAsync(dwte, 0, (size_t)m->plan.local.padded_vocab_size * row, p->stream));
@@ -844,8 +844,8 @@ static Pass decode_pass(Model *m, int T, int rows, int prompt) {
 // algorithm; the rows behind the last token are any.
 static Pass prompt_pass(Model *m, int slot, int at, int count) {
     KvCache *k = &m->decoder.cache;
-    const int rows = (int)round_up((size_t)count, (size_t)m->decode_matmul.part_rows);
-    Pass p = decode_pass(m, (int)round_up((size_t)(at + count), PROMPT_ROWS), rows, 1);
+    const int rows = (int)round_up(count, m->decode_matmul.part_rows);
+    Pass p = decode_pass(m, (int)round_up(at + count, PROMPT_ROWS), rows, 1);
     k->slot = slot;
     k->at = at;
     p.T = count;
@@ -902,21 +902,21 @@ static void step_forward(Model *m, int rows) {
     Decoder *d = &m->decoder;
     const int ranks = m->mesh->tp.world, Vp = m->plan.local.padded_vocab_size;
     const KvCache *k = &d->cache;
-    const int tokens = k->piece ? (int)round_up((size_t)(k->at + k->piece), PROMPT_ROWS) : 1;
+    const int tokens = k->piece ? (int)round_up(k->at + k->piece, PROMPT_ROWS) : 1;
     Pass p = decode_pass(m, tokens, rows, 0);
     p.B = rows;
     p.T = 1;
     if (k->piece) p.attention.queries = tokens - k->at;
     p.positions = d->told->positions;
-    step_tokens_kernel<<<blocks_for((size_t)rows, 64), 64, 0, p.stream>>>(m->b.tokens, d->told->inputs, d->drawn, rows);
+    step_tokens_kernel<<<blocks_for(rows, 64), 64, 0, p.stream>>>(m->b.tokens, d->told->inputs, d->drawn, rows);
     launchCheck();
     model_forward(m, &p);
-    const size_t part = (size_t)rows * (size_t)Vp;
+    const size_t part = (size_t)rows * Vp;
     step_logits(m, &p, ranks > 1 ? d->gathered + (size_t)m->mesh->tp.rank * part : d->logits);
     m->weights_changed = 0;
     if (ranks == 1) return;
     nccl_all_gather(&m->links.rows.nccl, "gather", d->gathered, part);
-    const dim3 blocks(blocks_for((size_t)Vp, 256), (unsigned)rows, (unsigned)ranks);
+    const dim3 blocks(blocks_for(Vp, 256), rows, ranks);
     join_logits_kernel<<<blocks, 256, 0, p.stream>>>(d->logits, d->gathered, rows, ranks, Vp);
     launchCheck();
 }
@@ -956,13 +956,13 @@ void model_drawn(Model *m, Drawn *drawn) {
     const int step = d->first;
     assert(d->queued > 0);
     cudaCheck(cudaEventSynchronize(d->done[step]));
-    memcpy(drawn, d->host_drawn + step * DECODE_ROWS, (size_t)d->count[step] * sizeof *drawn);
+    memcpy(drawn, d->host_drawn + step * DECODE_ROWS, d->count[step] * sizeof *drawn);
     d->first = (step + 1) % DECODE_STEPS;
     d->queued--;
 }
 void model_logits(Model *m, int row, float *logits) {
     const Decoder *d = &m->decoder;
-    const size_t bytes = (size_t)m->config.vocab_size * sizeof *logits;
+    const size_t bytes = m->config.vocab_size * sizeof *logits;
     upload(logits, d->logits + (size_t)row * d->width, bytes, m->gpu.compute);
 }
 
@@ -996,12 +996,12 @@ static void open_links(Model *m) {
     if (!copies) return;
     k->copies.host_list = new_array(Copy, copies);
     gradient_copies(p, k->copies.host_list, &k->copies.total);
-    upload(k->copies.list, k->copies.host_list, (size_t)copies * sizeof(Copy), m->gpu.compute);
+    upload(k->copies.list, k->copies.host_list, copies * sizeof(Copy), m->gpu.compute);
 }
 // A prompt's products: any multiple of part_rows has the bits of whole_rows, as many as the buffers hold.
 static void open_decode_matmul(Model *m) {
     Matmul *mm = &m->decode_matmul;
-    matmul_open(mm, m->b.matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)m->plan.options.tf32, 0);
+    matmul_open(mm, m->b.matmul_workspace, (int)m->plan.options.tf32, 0);
     mm->part_rows = PROMPT_ROWS;
     while (mm->part_rows > (int)m->plan.rows) mm->part_rows /= 2;
     mm->whole_rows = (int)m->plan.rows / mm->part_rows * mm->part_rows;
@@ -1024,12 +1024,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     zero_check(&mesh->job, &mesh->dp);
     tp_require_one_host(mesh);
     m->lora = lora_of(c, o);
-    m->table = params_of_rank(c, mesh->tp.world, mesh->tp.rank);
-    if (m->lora.rank) {
-        m->frozen = m->table;
-        m->table = lora_table(c, &m->lora, mesh->tp.world, mesh->tp.rank);
-    }
-    params_set_optimiser(&m->table, o);
+    open_tables(c, o, &m->lora, &mesh->tp, &m->table, &m->frozen);
     gpu_planned = *o->dry_run ? gpu_kind(o->dry_run) : NULL;
     if (!gpu_planned) m->gpu = gpu_open(mesh->dp.local_rank);
     memory_set_budget(o->memory);
@@ -1050,7 +1045,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     comm_barrier(&mesh->job);  // no rank of a host takes any before all have looked
     memory_allocate(&m->memory, room, mesh->job.rank == 0 ? stdout : NULL, run_memory_hint, &m->plan);
     buffers_place(&m->plan, &m->b);
-    matmul_open(&m->matmul, m->b.matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)o->tf32, (int)o->autotune);
+    matmul_open(&m->matmul, m->b.matmul_workspace, (int)o->tf32, (int)o->autotune);
     open_decode_matmul(m);
     if (plan_is_split(&m->plan)) {  // overlapped or not, the same kernels
         m->matmul.whole_rows = (int)m->plan.N;

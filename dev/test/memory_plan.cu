@@ -20,6 +20,15 @@ static cudaError_t sm_attribute(int *value, cudaDeviceAttr attribute, int) {
 #include "llmc/model/weights.cuh"
 #include "dev/test/check.h"
 
+// Device bytes of one group.
+static size_t memory_group_bytes(const Memory *m, const char *group) {
+    size_t bytes = 0;
+    for (int i = 0; i < m->count; i++)
+        if (m->buffers[i].kind == MEMORY_DEVICE && strcmp(m->buffers[i].group, group) == 0)
+            bytes += m->buffers[i].bytes;
+    return bytes;
+}
+
 bool attention_has_hopper(int HD) { return sizeof(floatX) == 2 && (HD == 64 || HD == 128); }
 void attention_run_forward(const AttentionLaunch<floatX> &, cudaStream_t) {}
 void attention_run_backward(const AttentionLaunch<floatX> &, cudaStream_t) {}

@@ -11,15 +11,12 @@
 #include "qk_norm.cuh"
 
 enum {
-    ATTENTION_ROWS = 256,  // of a step
-    ATTENTION_LEAST = 8    // chunks of a span: with many rows there are spans enough; few: decode_least
+    ATTENTION_LEAST = 8  // chunks of a span: with many rows there are spans enough; few: decode_least
 };
 
 // Elements of the scratch: floats of parts, counters that hold zeros.
-static size_t attention_decode_parts(int rows, int NH, int HD) {
-    return (size_t)rows * (size_t)NH * DECODE_SPANS * (size_t)(HD + 2);
-}
-static size_t attention_decode_counters(int rows, int NKV) { return (size_t)rows * (size_t)NKV; }
+static size_t attention_decode_parts(int rows, int NH, int HD) { return (size_t)rows * NH * DECODE_SPANS * (HD + 2); }
+static size_t attention_decode_counters(int rows, int NKV) { return (size_t)rows * NKV; }
 
 // out =. rows: those of `cache`. norm: NULL, or that of each head; cos_sin (room,HD/2,2): NULL, or q and k are rotated.
 // Both are in place; keys may stay as they were.

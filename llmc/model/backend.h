@@ -112,6 +112,16 @@ static Lora lora_of(const Config *c, const Options *o) {
     if (l.rank) l.targets = lora_targets(c, o->lora_targets, "--lora-targets");
     return l;
 }
+// Of a rank of a tensor-parallel group: see ModelFacts. frozen: empty before.
+static void open_tables(const Config *c, const Options *o, const Lora *l, const Comm *tp, ParamTable *table,
+                        ParamTable *frozen) {
+    *table = params_of_rank(c, tp->world, tp->rank);
+    if (l->rank) {
+        *frozen = *table;
+        *table = lora_table(c, l, tp->world, tp->rank);
+    }
+    params_set_optimiser(table, o);
+}
 static int weights_are_quantised(const Options *o) { return strcmp(o->weights, "native") != 0; }
 static int writes_text(const Options *o) { return o->generate || *o->calls || (o->sample_every && !o->evaluate); }
 static int cache_is_fp8(const Options *o) { return strcmp(o->cache_dtype, "native") != 0; }
@@ -228,9 +238,8 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
 // sequence. A row is one token of a slot that the model runs on. A row's bits depend on the earlier tokens of its slot
 // and on how many rows a step may have, not on other rows of the step nor on their number.
 enum {
-    DECODE_ROWS = 256,  // of a step, at most
-    DECODE_STEPS = 2,   // that are queued, at most
-    DECODE_DRAWN = -1   // as a token: the one that its slot's latest row drew
+    DECODE_STEPS = 2,  // that are queued, at most
+    DECODE_DRAWN = -1  // as a token: the one that its slot's latest row drew
 };
 typedef struct {
     int slot, token;
@@ -270,7 +279,7 @@ static int cache_pages(const Comm *tp, int asked, int slots, int room, size_t fi
 // (route_balance_cpu), of this rank. micro_steps: of all ranks.
 static void load_report(const Mesh *mesh, const Config *c, double micro_steps, const float *load, double balance,
                         StepResult *r) {
-    const size_t all = (size_t)c->num_layers * (size_t)c->num_experts;
+    const size_t all = (size_t)c->num_layers * c->num_experts;
     const double blocks = micro_steps * c->num_layers;
     const double balances = c->num_experts ? comm_sum(&mesh->dp, balance) : 0;
     double rows = 0, least = INFINITY, most = 0;
@@ -290,8 +299,8 @@ static void load_report(const Mesh *mesh, const Config *c, double micro_steps, c
 }
 // What rank 0 drew becomes that of its group; together: of all groups (computes_together).
 static void share_drawn(const Mesh *mesh, int together, Drawn *drawn, int count) {
-    comm_broadcast(&mesh->tp, drawn, (size_t)count * sizeof *drawn, 0);
-    if (together) comm_broadcast(&mesh->dp, drawn, (size_t)count * sizeof *drawn, 0);
+    comm_broadcast(&mesh->tp, drawn, count * sizeof *drawn);
+    if (together) comm_broadcast(&mesh->dp, drawn, count * sizeof *drawn);
 }
 
 #endif

@@ -106,7 +106,7 @@ static FewProduct experts_router(const Pass *p, const Experts *x) {
 static void experts_few(const Pass *p, const Experts *x, const floatX *h) {
     ExpertsProduct fc = experts_step_fc(p, x, h), fcproj = experts_step_fcproj(p, x);
     const QuantMatrix kept = {fcproj.format, p->C, x->fcproj.in, NULL, NULL};
-    const size_t row = kept.format == WEIGHTS_FP32 ? (size_t)x->fcproj.in * sizeof(floatX) : quantised_row_bytes(&kept);
+    const size_t row = kept.format == WEIGHTS_FP32 ? x->fcproj.in * sizeof(floatX) : quantised_row_bytes(&kept);
     fc.logits = x->logits;
     fc.renormalise = x->renormalise;
     fc.shares = fcproj.shares = x->rows.shares;

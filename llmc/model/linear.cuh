@@ -110,7 +110,7 @@ static void linear_quantise(const Pass *p, const Linear *l) {
     const int rows = l->out * (l->experts ? l->experts : 1);
     if (p->quantises_weights) {
         cudaCheck(cudaMemsetAsync(l->weight_absmax, 0, sizeof(float), p->stream));
-        absmax_tensor(l->weight_absmax, w, (size_t)rows * (size_t)l->in, p->stream);
+        absmax_tensor(l->weight_absmax, w, (size_t)rows * l->in, p->stream);
     }
     quantise(l->weight_fp8, l->weight_fp8_transposed, w, rows, l->in, l->weight_absmax, p->fp8.weights, p->stream);
 }
@@ -177,7 +177,7 @@ static void linear_product_of(const Pass *p, const Linear *l, floatX *out, Rows 
     const int gives_two = l->epilogue >= EPILOGUE_QK_NORM;
     const MlpKind mlp = l->epilogue >= EPILOGUE_ACTIVATION ? l->mlp : NO_ACTIVATION;
     const MatmulProblem q = {MATMUL_FORWARD, count, l->in, l->out, l->epilogue, mlp, l->dtype};
-    const size_t at = (size_t)first * (size_t)l->out;
+    const size_t at = (size_t)first * l->out;
     floatX *to = l->aux ? l->aux : out;
     if (l->kept.weight) {
         linear_step_product(p, l, out, (const floatX *)in.x, count);
@@ -224,7 +224,7 @@ static void linear_forward(const Pass *p, const Linear *l, floatX *out, const fl
     const Rows all = rows_gather_under(p, l->forward, mine, reads_absmax, [&](Rows rows, int first, int count) {
         linear_product_of(p, l, out, rows, first, count);
     });
-    if (reads_absmax) absmax_tensor(l->in_absmax, all.absmax, (size_t)p->N, p->stream);
+    if (reads_absmax) absmax_tensor(l->in_absmax, all.absmax, p->N, p->stream);
     linear_store_fp8_input(p, l, in);
     if (l->epilogue == EPILOGUE_PLAIN && !(l->kept.weight && linear_step(l, in, p->N).activates))
         linear_output(p, l, out);
@@ -258,7 +258,7 @@ static void linear_backward_output(const Pass *p, const Linear *l, floatX *dout)
     if (l->output != LINEAR_QK_NORM) return;
     const QkRows rows = linear_heads(p, l);
     qk_norm_backward(&l->qk_norm, &rows, dout, l->aux, p->accumulate, p->scratch, p->stream);
-    if (l->tensor_gradient) absmax_tensor(l->dout_absmax, dout, (size_t)p->N * (size_t)l->out, p->stream);
+    if (l->tensor_gradient) absmax_tensor(l->dout_absmax, dout, (size_t)p->N * l->out, p->stream);
 }
 // LINEAR_COLUMNS: the gradient of its input in p->branch, from dout (N,out); of several ranks a part of a sum.
 // linear_input_gradient must follow.
@@ -348,9 +348,9 @@ static void adapters_gradient(const Pass *p, const LayerAdapters *x, int in, int
                               const floatX *dout, const floatX *inp) {
     const int columns = lora_columns(x), layers = lora_layers(x);
     if (!columns) return;
-    const size_t of_a = (size_t)columns * (size_t)in * (size_t)layers, packed = lora_packed(in, out, columns, layers);
+    const size_t of_a = (size_t)columns * in * layers, packed = lora_packed(in, out, columns, layers);
     floatX *a = (floatX *)p->scratch, *b = a + of_a, *da = a + packed, *db = da + of_a, *down = da + packed,
-           *up = down + (size_t)N * (size_t)columns;
+           *up = down + (size_t)N * columns;
     const auto product = [&](MatmulForm form, int of_in, int of_out, floatX *to, const floatX *left,
                              const floatX *right) {
         MatmulProblem q = {form, N, of_in, of_out};

@@ -205,7 +205,7 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     p.local = tp_config(c, &mesh->tp);
     p.B = (int)o->batch_size;
     p.T = (int)o->seq_len;
-    p.N = (size_t)p.B * (size_t)p.T;
+    p.N = (size_t)p.B * p.T;
     p.rows = p.N / (size_t)ranks;
     p.trains = !forward_only(o);
     p.ranged = o->documents > 0 || o->window > 0;
@@ -291,8 +291,8 @@ static void plan_print(const Plan *p, FILE *f) {
     }
     fprintf(f, "\nplan      ");
     print_recomputed((int)p->options.recompute, p->whole_blocks, p->keeps_attention, p->config.num_layers, f);
-    fprintf(f, " | head in %zu part%s | %s %s%s, gradients %s%s, m and v %s", ceil_div(p->N, (size_t)p->head_rows),
-            ceil_div(p->N, (size_t)p->head_rows) == 1 ? "" : "s", p->lora.rank ? "adapters" : "weights", FLOATX_NAME,
+    fprintf(f, " | head in %zu part%s | %s %s%s, gradients %s%s, m and v %s", ceil_div(p->N, p->head_rows),
+            ceil_div(p->N, p->head_rows) == 1 ? "" : "s", p->lora.rank ? "adapters" : "weights", FLOATX_NAME,
             p->has_master ? " and fp32" : "", FLOATX_NAME, p->sums_in_fp32 ? ", added up in fp32" : "",
             p->bf16_states ? "bf16" : "fp32");
     for (int stage = 1; stage <= p->zero_stage; stage++) fprintf(f, "%s", shares[stage]);

@@ -19,9 +19,9 @@
 static int rows_overlap(const Pass *p, OverlapKind kind) { return p->shards > 1 && p->exchange->overlap.on[kind]; }
 
 static size_t rows_bytes(const Pass *p, Rows r, int count) {
-    return (size_t)count * (size_t)p->C * (r.absmax ? 1 : sizeof(floatX));
+    return (size_t)count * p->C * (r.absmax ? 1 : sizeof(floatX));
 }
-static size_t rows_absmax_bytes(Rows r, int count) { return r.absmax ? (size_t)count * sizeof(float) : 0; }
+static size_t rows_absmax_bytes(Rows r, int count) { return r.absmax ? count * sizeof(float) : 0; }
 static Rows rows_from(const Pass *p, Rows r, int first) {
     return {(const char *)r.x + rows_bytes(p, r, first), r.absmax ? r.absmax + first : NULL};
 }

@@ -316,8 +316,8 @@ static void zero_measure(Zero *z) {
                                       mine.count * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
     }
     nccl_bundle_begin(&z->nccl, "largest weights, norms, biases", matrices * sizeof(float) + size);
-    nccl_max(&z->nccl, NULL, z->b.absmax, matrices);
-    nccl_max(&z->nccl, NULL, (float *)z->b.vectors, size / sizeof(float));
+    nccl_max(&z->nccl, z->b.absmax, matrices);
+    nccl_max(&z->nccl, (float *)z->b.vectors, size / sizeof(float));
     nccl_bundle_end(&z->nccl);
 }
 static void zero_gather_fp8(Zero *z, int unit, Fp8Count *count) {
