@@ -132,7 +132,7 @@ $(CU)/%.ptx: %.cu train_gpt2.cu train_gpt2.c $(HEADERS) $(wildcard dev/cuda/*.cu
 	mkdir -p $(@D) && $(NVCC) $(subst code=sm_,code=compute_,$(nvflags)) -G --ptx $< -o $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@
 # What takes long to compile is an object that trainer, tests and ladders share.
 MATMUL_OBJECTS := $(patsubst %,$(CU)/llmc/kernels/matmul_hopper_%.o,forward backward fp8)
-$(addprefix $(CU)/,train_gpt2cu test_gpt2cu $(addprefix dev/cuda/,experts lora matmul matmul_fp8 muon rope tp)): $(MATMUL_OBJECTS)
+$(addprefix $(CU)/,train_gpt2cu test_gpt2cu $(addprefix dev/cuda/,experts lora matmul matmul_fp8 muon qk_norm rope tp)): $(MATMUL_OBJECTS)
 $(addprefix $(CU)/,train_gpt2cu test_gpt2cu): $(patsubst %,$(CU)/llmc/%.o,kernels/attention kernels/attention_decode kernels/decode_experts kernels/matmul_rows kernels/norm model/decode)
 $(addprefix $(CU)/dev/cuda/,experts matmul_rows): $(CU)/llmc/kernels/matmul_rows.o
 $(addprefix $(CU)/dev/cuda/,experts decode_experts): $(CU)/llmc/kernels/decode_experts.o

@@ -196,9 +196,10 @@ def qk_norm(s, compiled, way):
     return (lambda: f(x, gains)) if way == "forward" else backward([f(x, gains)], [x, gains])
 
 
-@peer(r"rope q, k, v product, (?:then forward|rotated)")
-def rotated_product(s, compiled):
-    rotate = rotation(s)
+@peer(r"(rope|qk_norm) q, k, v product, (?:then forward|rotated|normalised)")
+def rotated_product(s, compiled, kernel):
+    turn = rotation(s)
+    rotate = turn if kernel == "rope" else lambda x: turn(F.rms_norm(x, (s.HD,)))
 
     @compiled
     def f(x, weight):

@@ -6,8 +6,15 @@
 // ---- the Hopper kernel: against the naive rung, against elementwise kernels in every bit, and against cuBLASLt
 
 static const char *form_names[] = {"forward", "dinp", "dweight"};
-static const char *epilogue_names[] = {
-    "", " symmetric", " rotated", " with gelu", " with gelu, keeping its input", " with slopes", " from gelu's input"};
+static const char *epilogue_names[] = {"",
+                                       " symmetric",
+                                       " added",
+                                       " rotated",
+                                       " normalised",
+                                       " with gelu",
+                                       " with gelu, keeping its input",
+                                       " with slopes",
+                                       " from gelu's input"};
 static HopperVariant own_matmuls[64];
 static int own_count;
 static void own_open(void) {
@@ -84,8 +91,8 @@ static void check_own(MatmulForm form, int M, int N, int K) {
     floatX *dbias = device_new<floatX>((size_t)N);
     for (int v = 0; v < own_count; v++) {
         const HopperVariant &own = own_matmuls[v];
-        if (own.form != form || own.activation != MLP_GELU || own.epilogue == EPILOGUE_ROPE ||
-            own.epilogue == EPILOGUE_GRADIENT_FROM_INPUT || own.epilogue == EPILOGUE_SYMMETRIC)
+        if (own.form != form || own.activation != MLP_GELU || own.epilogue == EPILOGUE_GRADIENT_FROM_INPUT ||
+            (own.epilogue >= EPILOGUE_SYMMETRIC && own.epilogue <= EPILOGUE_QK_NORM))
             continue;
         char text[96];
         #define named(what) \

@@ -77,6 +77,9 @@ static inline int4 load_past_l1(const void *p) {
 template <int N> static inline void load_past_l1(unsigned (&x)[N], const void *p) { memcpy(x, p, sizeof x); }
 static inline float exp2_approx(float x) { return exp2f(x); }
 static inline float rsqrtf(float x) { return 1 / sqrtf(x); }
+static inline float pair_squares(const float *a, const float *b) {
+    return fmaf(b[1], b[1], fmaf(a[1], a[1], fmaf(b[0], b[0], a[0] * a[0])));
+}
 static inline float __uint_as_float(unsigned u) { return float_of_bits(u); }
 
 // ---- fibers

@@ -21,6 +21,8 @@ enum {
 static Index gridDim;
 struct float4 { float x, y, z, w; };
 static inline float2 make_float2(float x, float y) { return {x, y}; }
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static inline float4 __ldcg(const float4 *p) { return *p; }
 static inline float __int_as_float(int x) { return float_of_bits((uint32_t)x); }
 static inline float __bfloat162float(bf16 x) { return x; }
 static inline bf16 __float2bfloat16(float x) { return x; }

@@ -22,9 +22,15 @@ template <typename Op> static float warp_reduce(float x) { return x; }
 template <typename T> static float absmax_of_thread(unsigned) { return 0; }
 template <int N, int WARPS> static float warp_totals(const float (&)[N]) { return 0; }
 static void absmax_raise(float *, float) {}
-static void rotate_pair(float &, float &, float, float) {}
+static void rotate_pair(float &a, float &b, float c, float s) {
+    const float x = fmaf(a, c, -(b * s));
+    b = fmaf(b, c, a * s);
+    a = x;
+}
 static unsigned __vmaxu2(unsigned x, unsigned) { return x; }
 #include "matmul_hopper.h"
+static float qk_norm_shared[1];  // of kernels that are not asked for
+#include "qk_norm.h"
 
 // ---- the schedule
 
@@ -225,6 +231,55 @@ template <int COLUMNS> static void check_symmetric(int n, int K, int batch, int 
     check_product<MATMUL_BACKWARD_WEIGHT, COLUMNS, Symmetric>(n, n, K, batch, blocks);
 }
 
+// Heads of q and k normalised and rotated in the product: every bit as by the product and a kernel of its own. Rows are
+// tokens first, ... of sequences of T; the angles of pairs behind `pairs` are 0, and are not to be read.
+static void check_heads(int M, int NH, int NKV, int K, int T, int first, int pairs, bool has_gains, int blocks) {
+    typedef HopperTile<MmaOnCpu, MATMUL_FORWARD, 256, 1, NormaliseHeads> S;
+    enum { HD = 128 };
+    const int heads = NH + 2 * NKV, N = heads * HD, of_qk = (NH + NKV) * HD;
+    const size_t size = (size_t)M * (size_t)N;
+    std::vector<bf16> a = random_values((size_t)(M * K), 0), b = random_values((size_t)(N * K), 1), raw(size),
+                      out(size, bf16(NAN)), aux = out, apart = out, gains = random_values(2 * HD, 2);
+    std::vector<float> angles((size_t)(T * HD)), known;
+    std::vector<int> positions;
+    for (size_t i = 0; i < angles.size(); i++) angles[i] = rand_normal(23, 3, i);
+    for (size_t i = 0; i < angles.size(); i++)
+        if ((int)i % HD / 2 >= pairs) angles[i] = i % 2 ? 0 : 1;
+    known = angles;
+    for (size_t i = 0; i < known.size(); i++)
+        if ((int)i % HD / 2 >= (pairs + 15) / 16 * 16) known[i] = NAN;
+    for (int r = 0; r < M; r++) positions.push_back((first + r) % T);
+    for (size_t i = 0; i < size; i++) {
+        float sum = 0;
+        for (size_t k = 0; k < (size_t)K; k++)
+            sum += a[i / (size_t)N * (size_t)K + k] * (float)b[i % (size_t)N * (size_t)K + k];
+        raw[i] = sum;
+    }
+    const floatX *g = has_gains ? gains.data() : NULL;
+    const QkNorm norm = {g, NULL, 1e-2f, 1.36f};
+    const QkRows rows = {M, T, NH, NKV, HD, angles.data(), positions.data()};
+    launch_on_cpu((M * heads + 31) / 32, QK_NORM_THREADS, 0, false,
+                  [&] { qk_norm_forward_kernel<8>(apart.data(), raw.data(), norm, rows, 8); });
+    const CUtensorMap a_map = {a.data(), 1, M, 1, K}, b_map = {b.data(), 1, N, 1, K},
+                      out_map = {out.data(), 1, M, 1, N}, aux_map = {aux.data(), 1, M, 1, N};
+    HopperWork w = {};
+    w.M = M;
+    w.N = N;
+    w.K = K;
+    w.schedule = matmul_schedule(M, N, S::ROWS, S::OUT_COLUMNS);
+    w.rope = {known.data(), first, T, of_qk};
+    w.norm = {g, norm.eps, norm.scale, NH * HD, pairs};
+    gridDim.x = blocks;
+    launch_on_cpu(blocks, S::THREADS, S::BYTES, false, [&] { matmul_kernel<S>(a_map, b_map, out_map, aux_map, w); });
+    size_t wrong = 0, wrong_aux = 0;
+    for (size_t i = 0; i < size; i++) {
+        wrong += out[i].bits != apart[i].bits;
+        wrong_aux += aux[i].bits != (i % (size_t)N < (size_t)of_qk ? raw[i] : bf16(NAN)).bits;
+    }
+    check(!wrong && !wrong_aux, "%d and %d heads of %d rows, K %d, %d pairs, gains %d: %zu, %zu elements differ", NH,
+          NKV, M, K, pairs, has_gains, wrong, wrong_aux);
+}
+
 int main(void) {
     for (int n : {8, 64, 128, 200, 256, 264, 768, 1600, 4096, 4168})
         for (int columns : {128, 192, 256})
@@ -246,6 +301,10 @@ int main(void) {
     check_experts<MATMUL_BACKWARD_WEIGHT, 192, Add>({700, 1}, 72, 24, 1);
     check_experts_activation({130, 0, 5}, 320, 72, 2);
     check_experts_activation({3, 128}, 64, 2120, 1);
+    check_heads(200, 3, 1, 72, 60, 37, 64, true, 2);
+    check_heads(136, 1, 2, 840, 1024, 1000, 32, false, 1);
+    check_heads(64, 2, 2, 24, 64, 0, 40, true, 3);
+    check_heads(300, 2, 1, 8, 7, 3, 64, false, 1);
     printf("matmul on wgmma: %d passed, %d failed\n", checks_passed, checks_failed);
     return checks_failed ? EXIT_FAILURE : EXIT_SUCCESS;
 }

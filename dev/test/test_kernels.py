@@ -276,7 +276,11 @@ KERNELS = (
     ]
     + [("norm LayerNorm backward with column sums", dict(N=8, C=16))]
     + [(f"{kernel} {way}", HEADS) for kernel in ("rope", "qk_norm") for way in ("forward", "backward")]
-    + [(f"rope q, k, v product, {how}", HEADS | {"C": 16}) for how in ("then forward", "rotated")]
+    + [
+        (f"{kernel} q, k, v product, {how}", HEADS | {"C": 16})
+        for kernel, fused in (("rope", "rotated"), ("qk_norm", "normalised"))
+        for how in ("then forward", fused)
+    ]
     + [(f"classifier {what}", dict(N=8, V=50, Vp=64)) for what in CLASSIFIER]
     + [
         (f"embedding {way}", TOKENS | dict(skew=skew, positions=positions))
@@ -365,7 +369,7 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
     [
         ("attention_mma", (), 126),
         ("attention_hopper", (), 42),
-        ("matmul", (), 80),
+        ("matmul", (), 84),
         ("qk_norm", (), 13),
         ("qk_norm", ("-DPRECISION_FP32",), 13),
         ("experts", (), 24),
@@ -381,13 +385,13 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
 )
 def test_kernels_without_a_gpu(source, flags, passed, tmp_path):
     program = tmp_path / source
-    for name in "attention_hopper.cuh", "matmul_hopper.cuh", "experts.cuh", "decode_experts.cu":
+    for name in "attention_hopper.cuh", "matmul_hopper.cuh", "qk_norm.cuh", "experts.cuh", "decode_experts.cu":
         stem = name.split(".")[0]
         header = (ROOT / "llmc/kernels" / name).read_text()
         for name in re.findall('#include "(.*)"', header):
             header = header.replace(f'"{name}"', f'"llmc/kernels/{name}"')
         # block_on_cpu.h has named the shared memory
-        header = re.sub("extern __shared__ int4 .*;", "", header).replace("__shared__ alignas(8)", "__shared__")
+        header = re.sub("extern __shared__ int4 .*?;", "", header).replace("__shared__ alignas(8)", "__shared__")
         if stem == "matmul_hopper":
             header = header[: header.index("// ---- the launcher")] + "#endif\n"
         (tmp_path / f"{stem}.h").write_text(header)

@@ -343,6 +343,11 @@ __device__ inline void rotate_pair(float &a, float &b, float c, float s) {
     b = fmaf(b, c, a * s);
     a = x;
 }
+// Squares of two neighbours of either half of a head, for its norm, added alike in that kernel and in the matmul before
+// it.
+__device__ inline float pair_squares(const float *a, const float *b) {
+    return fmaf(b[1], b[1], fmaf(a[1], a[1], fmaf(b[0], b[0], a[0] * a[0])));
+}
 
 // An NVTX range, which names a layer or phase for profilers. It ends with its scope.
 struct Range {

@@ -6,8 +6,8 @@
 // ours only; a symmetric product has ours or, where there are none, cuBLASLt's, which compute all of it. The first
 // candidate fixes the numbers: cuBLASLt's, which is asked for with 16 bytes of alignment, whatever the pointers have.
 // Plain products of ours are bitwise identical to it, as all kernels are that sum k in one go; and an epilogue of ours
-// is bitwise identical to the plain product followed by activation.cuh or rope.cuh. So a block gives the same numbers
-// with and without fusion.
+// is bitwise identical to the plain product followed by activation.cuh, rope.cuh or qk_norm.cuh. So a block gives the
+// same numbers with and without fusion.
 //
 // With autotune the first call of a plan runs all candidates on the caller's own operands; "=" calls only. Those whose
 // result differs from the first's in any bit are dropped, and the fastest of the rest is kept: the choice, which
@@ -141,9 +141,10 @@ static int matmul_can_fuse(MlpKind activation, int F, int experts = 0) {
            F % (activation_inputs(activation) > 1 ? 64 /*a tile's box*/ : VecX::size) == 0;
 }
 // Whether the product that gives q, k, v can rotate heads of HD. Those of 128 it could, but that was slower (8B: 619 us
-// for 579).
-static int matmul_can_rotate(int HD) {
-    return HD == 64 && matmul_has_epilogue(MATMUL_FORWARD, EPILOGUE_ROPE, NO_ACTIVATION);
+// for 579). normalises: whether it can do that, too.
+static int matmul_can_rotate(int HD, int normalises = 0) {
+    return HD == (normalises ? 128 : 64) &&
+           matmul_has_epilogue(MATMUL_FORWARD, normalises ? EPILOGUE_QK_NORM : EPILOGUE_ROPE, NO_ACTIVATION);
 }
 // Whether the epilogue can leave partial sums of out's (or aux's, from input) columns: fp32 (matmul_sum_slices, in),
 // for bias_finish.
@@ -435,6 +436,7 @@ static void matmul_report(const Matmul *mm, FILE *f) {
                                       ", symmetric",
                                       ", added",
                                       ", rope",
+                                      ", QK-norm",
                                       ", activation",
                                       ", activation keeps input",
                                       ", activation's gradient",
@@ -478,7 +480,7 @@ static void matmul(Matmul *mm, const MatmulProblem *q, const MatmulOperands *x, 
             "matmul of %d rows of %d to %d channels\nall must be positive, and channels multiples of %d", q->rows,
             q->in, q->out, VecX::size);
     for (const void *operand : {(const void *)x->out, (const void *)x->a, (const void *)x->b, (const void *)x->bias,
-                                (const void *)x->aux, (const void *)x->rope.cos_sin})
+                                (const void *)x->aux, (const void *)x->rope.cos_sin, (const void *)x->norm.gains})
         require((uintptr_t)operand % MATMUL_ALIGNMENT == 0,
                 "a matmul operand does not begin on %d bytes\nallocate it with memory_request", MATMUL_ALIGNMENT);
     assert(x->out != x->a && x->out != x->b && (!x->aux || x->out != x->aux));

@@ -16,6 +16,9 @@
 //   Plain, Rotate               0 1                x -> out
 //   Symmetric                   0 1                x -> out                   transposed x -> out
 //   Add                         0 1      load      out, for a whole tile in as many boxes; then out + x -> out
+//   NormaliseHeads, of a tile   0 1                x of a head's first block  of its second block: -> aux
+//                               2 3 4 5            none: registers change
+//                               6 7                a head's first block       its second block: -> out
 //   Activate, one input         0 1 2 3            f -> out                   f' or x -> aux
 //     gate and up               0 1                f -> out                   f' or x of up -> aux
 //                               2 3                f' or x of gate -> aux
@@ -54,6 +57,7 @@ struct HopperWork {
     const float *a_absmax, *b_absmax;
     int a_by_row;
     float *dots;
+    NormRows norm;
 };
 
 __device__ inline float2 unpack_bf16(unsigned x) {
@@ -136,7 +140,7 @@ template <typename S> struct FinishedTile {
     }
 };
 
-// ---- plain, symmetric, added, and rotated
+// ---- plain, symmetric, added, rotated, and normalised
 
 struct Plain {
     static constexpr int PRODUCTS = 1, BOXES = 1, OUT_PARTS = 1, AUX_PARTS = 0;
@@ -214,6 +218,88 @@ struct Rotate : Plain {
     }
     template <typename T> __device__ void finish(T &t, int phase) {
         t.put_half(phase, [&](int c) { rotate(t, c); });
+    }
+};
+
+// A tile has two heads of two column blocks. Their columns of the same pairs are normalised together, so that both
+// share the angles, which are fetched a phase ahead: loads are slow beside wgmma and TMA.
+struct NormaliseHeads : Plain {
+    static constexpr int BOXES = 2, AUX_PARTS = 1, HD = 2 * BOX_COLUMNS, HALF = 16;  // words between the two of a pair
+    template <int COLUMNS> static constexpr int phases = 8;
+    float rstd[2][2];     // of each head, of rows g, g + 8
+    float4 angles[2][2];  // (cos, sin, cos, sin) of those rows, of the next quarter's columns
+    int at[2];            // in the table of them
+
+    template <typename T> __device__ void fetch(const T &t, int quarter) {
+        const RopeRows &rope = t.work.rope;
+        const int row = rope.first + t.row + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4;
+        for (int h = 0; h < 2 && quarter == 0; h++) at[h] = (row + 8 * h) % rope.T * (HD / 4) + threadIdx.x % 4;
+        #pragma unroll
+        for (int i = 0; i < 4 && quarter * 16 < t.work.norm.pairs; i++)
+            angles[i / 2][i % 2] = __ldcg((const float4 *)rope.cos_sin + at[i / 2] + 4 * (2 * quarter + i % 2));
+    }
+    // In the order of head_rstd. packed: of this head, of row g or g + 8.
+    __device__ static float mean_square(const unsigned *packed) {
+        float squares[8];
+        #pragma unroll
+        for (int n = 0; n < 8; n++) {
+            const float2 a = unpack_bf16(packed[2 * n]), b = unpack_bf16(packed[2 * n + HALF]);
+            squares[n] = pair_squares(&a.x, &b.x);
+            for (int lane : {1, 2}) squares[n] += __shfl_xor_sync(0xffffffffu, squares[n], lane);
+        }
+        #pragma unroll
+        for (int apart = 4; apart > 0; apart /= 2)
+            #pragma unroll
+            for (int n = 0; n < apart; n++) squares[n] += squares[n + apart];
+        return squares[0] / HD;
+    }
+    // Columns 8n+2t,+1 of both halves. packed: of them, of row g; gains: NULL, or of them.
+    __device__ void normalise(unsigned *packed, const floatX *gains, int head, int n, bool rotates) const {
+        const unsigned *pairs = (const unsigned *)gains + 4 * n + threadIdx.x % 4, ones = 0x3f803f80;
+        const float2 low = unpack_bf16(gains ? pairs[0] : ones), high = unpack_bf16(gains ? pairs[HD / 4] : ones);
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float4 f = rotates ? angles[h][n % 2] : make_float4(1, 0, 1, 0);
+            const float by = rstd[head][h];
+            float2 a = unpack_bf16(packed[h]), b = unpack_bf16(packed[h + HALF]);
+            a.x *= by * low.x;
+            a.y *= by * low.y;
+            b.x *= by * high.x;
+            b.y *= by * high.y;
+            rotate_pair(a.x, b.x, f.x, f.y);
+            rotate_pair(a.y, b.y, f.z, f.w);
+            packed[h] = pack_bf16(a.x, a.y);
+            packed[h + HALF] = pack_bf16(b.x, b.y);
+        }
+    }
+    template <typename T> __device__ void put_head(T &t, int head, const CUtensorMap *map) {
+        t.box_free();
+        #pragma unroll
+        for (int k = 0; k < 8; k++) t.put(2 * head + k / 4, k % 4, k / 4);
+        t.box_full();
+        if (!t.storer) return;
+        for (int box = 0; box < 2; box++) t.store(map, box, 2 * head + box);
+        bulk_commit();
+    }
+    template <typename T> __device__ void finish(T &t, int phase) {
+        const NormRows &norm = t.work.norm;
+        const int quarter = phase - 2;
+        #pragma unroll
+        for (int head = 0; head < 2; head++) {
+            const int column = t.column + head * HD, of_k = column >= norm.q_columns;
+            const bool normalised = column < t.work.rope.columns;
+            unsigned *const packed = t.packed + head * 2 * HALF;
+            #pragma unroll
+            for (int h = 0; h < 2 && phase == head && normalised; h++)
+                rstd[head][h] = rsqrtf(mean_square(packed + h) + norm.eps) * (of_k ? 1 : norm.scale);
+            #pragma unroll
+            for (int n = 2 * quarter; n < 2 * quarter + 2 && quarter >= 0 && quarter < 4 && normalised; n++)
+                normalise(packed + 2 * n, norm.gains ? norm.gains + of_k * HD : NULL, head, n,
+                          quarter * 16 < norm.pairs);
+            if (phase == head && normalised) put_head(t, head, t.aux_map);
+            if (phase == head + 6 && column < t.N) put_head(t, head, t.out_map);
+        }
+        if (phase > 0 && phase < 5 && t.column < t.work.rope.columns) fetch(t, phase - 1);
     }
 };
 

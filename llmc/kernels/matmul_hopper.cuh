@@ -165,9 +165,10 @@ template <typename S> static void hopper_launch(const MatmulProblem *q, const Ma
     schedule.num_experts = q->experts;
     schedule.beside = q->experts && S::Dtype::SCALED && q->form == MATMUL_BACKWARD_INPUT;
     const int beside = schedule.beside ? weights : 1, below = weights / beside;
-    const HopperWork w = {
+    HopperWork w = {
         M,           N,           K,           schedule, (const bf16 *)o->bias, o->absmax, o->column_sums, o->rope,
         o->a_absmax, o->b_absmax, o->a_by_row, o->dots};
+    w.norm = o->norm;
     const CUtensorMap a = S::MN_A ? matrix_map<Element>(o->a, K, M, batch) : matrix_map<Element>(o->a, M, K, batch);
     const CUtensorMap b =
         S::MN_B ? matrix_map<Element>(o->b, K, N, below) : matrix_map<Element>(o->b, z.N, K * beside, below);
@@ -204,6 +205,8 @@ constexpr HopperVariant hopper_experts(MatmulEpilogue epilogue, MlpKind activati
 #define HOPPER_SYMMETRIC(Dtype, form, columns, cluster) \
     hopper_row<Dtype, form, columns, cluster, Symmetric>(EPILOGUE_SYMMETRIC)
 #define HOPPER_ROPE(Dtype, columns, cluster) hopper_row<Dtype, MATMUL_FORWARD, columns, cluster, Rotate>(EPILOGUE_ROPE)
+#define HOPPER_QK_NORM(Dtype, columns, cluster) \
+    hopper_row<Dtype, MATMUL_FORWARD, columns, cluster, NormaliseHeads>(EPILOGUE_QK_NORM)
 #define HOPPER_ACTIVATION_FORWARD(Dtype, columns, cluster, kind, Policy) \
     hopper_row<Dtype, MATMUL_FORWARD, columns, cluster, Activate<Policy, false>>(EPILOGUE_ACTIVATION, kind), \
         hopper_row<Dtype, MATMUL_FORWARD, columns, cluster, Activate<Policy, true>>(EPILOGUE_ACTIVATION_KEEPS_INPUT, \

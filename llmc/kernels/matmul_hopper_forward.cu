@@ -21,6 +21,8 @@ const HopperVariant *hopper_forward(int *count) {
         hopper_experts<MATMUL_FORWARD, 256, Activate<Swiglu, true>>(EPILOGUE_ACTIVATION_KEEPS_INPUT, MLP_SWIGLU),
         HOPPER_ROPE(MmaBf16, 256, 1),
         HOPPER_ROPE(MmaBf16, 256, 2),
+        HOPPER_QK_NORM(MmaBf16, 256, 1),
+        HOPPER_QK_NORM(MmaBf16, 256, 2),
         HOPPER_ACTIVATION_FORWARD(MmaBf16, 256, 1, MLP_GELU, Gelu),
         HOPPER_ACTIVATION_FORWARD(MmaBf16, 256, 2, MLP_GELU, Gelu),
         HOPPER_ACTIVATION_FORWARD(MmaBf16, 256, 1, MLP_SWIGLU, Swiglu),

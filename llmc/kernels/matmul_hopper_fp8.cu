@@ -28,6 +28,7 @@ const HopperVariant *hopper_fp8(int *count) {
         hopper_experts<MATMUL_BACKWARD_INPUT, 256, ActivationGradient<Swiglu, true, true>, Fast>(
             EPILOGUE_GRADIENT_FROM_INPUT, MLP_SWIGLU),
         HOPPER_ROPE(Fast, 256, 1),
+        HOPPER_QK_NORM(Fast, 256, 1),
         HOPPER_ACTIVATION_FORWARD(Fast, 256, 1, MLP_GELU, Gelu),
         HOPPER_ACTIVATION_FORWARD(Fast, 256, 1, MLP_SWIGLU, Swiglu),
         HOPPER_ACTIVATION_FORWARD(Fast, 256, 1, MLP_RELU2, Relu2),

@@ -9,6 +9,7 @@
 //   SYMMETRIC                of a = b in FORWARD, BACKWARD_WEIGHT: x, its own transpose; our kernel computes half
 //   ADD                      of BACKWARD_WEIGHT of a mixture: out + x, rounded once
 //   ROPE                     of FORWARD: x rotated as in rope.cuh
+//   QK_NORM                  of FORWARD: heads of q and k normalised and rotated as in qk_norm.cuh, aux = x of those
 //   ACTIVATION               of FORWARD: f(x), aux = f'(x)
 //   ACTIVATION_KEEPS_INPUT   of FORWARD: f(x), aux = x
 //   GRADIENT                 of BACKWARD_INPUT: x times the slopes in aux
@@ -34,6 +35,7 @@ typedef enum {
     EPILOGUE_SYMMETRIC,
     EPILOGUE_ADD,
     EPILOGUE_ROPE,
+    EPILOGUE_QK_NORM,
     EPILOGUE_ACTIVATION,
     EPILOGUE_ACTIVATION_KEEPS_INPUT,
     EPILOGUE_GRADIENT,
@@ -64,6 +66,13 @@ typedef struct {
     const float *cos_sin;
     int first, T, columns;
 } RopeRows;
+// Of QK_NORM, beside RopeRows, whose columns are heads of q and then of k.
+typedef struct {
+    const floatX *gains;  // (2,HD) of q, of k; NULL: all are 1
+    float eps, scale;     // scale: of q
+    int q_columns;
+    int pairs;  // of a head, from the first: the others have an angle of 0
+} NormRows;
 typedef struct {
     floatX *out;
     const void *a, *b;   // of the problem's dtype
@@ -79,6 +88,7 @@ typedef struct {
     float *absmax;       // fp8: NULL, or raised to the absmax of an activation's gradient
     const int *experts;  // of a mixture: their rows (MatmulSchedule.experts)
     float *dots;         // of a mixture's GRADIENT_FROM_INPUT: (parts,rows) sums over EXPERT_PART columns of x f
+    NormRows norm;
 } MatmulOperands;
 
 // The product in row-major terms: out (M,N) = a (M,K) b (K,N).

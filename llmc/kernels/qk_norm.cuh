@@ -6,6 +6,7 @@
 // qkv, out, dqkv (B,T,(NH+2*NKV)*HD) floatX; gains, dgains (2,HD) floatX: of all q heads, of all k heads; together
 // (NH+NKV,HD). scale is that of q heads, which gives the softmax a scale of its own.
 //
+// On Hopper the product of heads of 128 does forward's work (matmul.cuh), with the same bits, while it has x at hand.
 // Backward reads what forward read, and out is made again for attention's backward. x cannot be had from out: where a
 // pair of channels has gains of 0.01 and 10, nothing is left of the small one in bf16 when it has been rotated.
 // Bound by memory: a head has `lanes` neighbouring threads, the next power of two above HD/2 / N; each holds the same
@@ -120,10 +121,14 @@ __device__ inline float head_sum(float x, int lanes) {
     return x;
 }
 
-// All threads of a warp must call it.
-template <int N> __device__ float head_rstd(HeadPart<N> &x, const QkNorm &norm, const QkRows &r, int head, int lanes) {
+// All threads of a warp must call it. The squares are added as NormaliseHeads in matmul_epilogue.cuh can: there a
+// thread has two neighbouring elements of either half.
+template <int N>
+__device__ float head_rstd(const HeadPart<N> &x, const QkNorm &norm, const QkRows &r, int head, int lanes) {
     float squares = 0;
-    x.each(x, [&](float a, float) { squares += a * a; });
+    #pragma unroll
+    for (int k = 0; k < N; k += 4)
+        squares += pair_squares(x.low + k, x.high + k) + pair_squares(x.low + k + 2, x.high + k + 2);
     return rsqrtf(head_sum(squares, lanes) / r.HD + norm.eps) * (head < r.NH ? norm.scale : 1);
 }
 // What forward makes of q and k. at: the row of the table of angles.

@@ -47,7 +47,7 @@
 typedef struct {
     floatX *h1, *h2;        // (rows,C) the norms' outputs; rows: of the stream that are on this rank
     floatX *x_mid, *x_out;  // (rows,C) the stream behind attention, behind the MLP
-    floatX *qkv_product;    // (N,(NH+2NKV)HD)
+    floatX *qkv_product;    // (N,(NH+2NKV)HD); with QK-norm in the product without v
     floatX *q_k_v;          // what attention reads: with QK-norm normalised and rotated, else the product itself
     floatX *y;              // (N,NH HD)
     floatX *f;              // (N,F) slopes of the activation, or what it reads (keeps_input); if gated (N,2F)

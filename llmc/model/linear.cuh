@@ -68,6 +68,7 @@ typedef struct {
     int tensor_gradient;            // fp8: the output's gradient comes with its absmax, and has one scale
     int keeps_input;                // for backward: what the activation read; else its slopes
     int heads, kv_heads, head_dim;  // LINEAR_ROPE, LINEAR_QK_NORM
+    int rotated_pairs;              // of a head
     QkNorm qk_norm;                 // LINEAR_QK_NORM, with the unit's gains
     // Of the unit and the pass (weights.cuh).
     const floatX *weight, *bias;                  // bias NULL: none
@@ -78,7 +79,8 @@ typedef struct {
     uint8_t *in_transposed;                       // (in,N) what forward keeps of its input; NULL: not in fp8
     float *in_absmax, *dout_absmax, *weight_absmax;
     ColumnSums sums;  // of the gradient of its output
-    floatX *aux;      // (N,out) the product, which the norm or the activation reads; then perhaps its slopes
+    floatX *aux;      // (N,out) the product, which the norm or the activation reads, EPILOGUE_QK_NORM: without v; then
+                      // perhaps its slopes
 } Linear;
 
 // The gradient of a layer's output, as the product of the input's gradient hands it to that of the weight's gradient:
@@ -172,9 +174,9 @@ static void linear_step_product(const Pass *p, const Linear *l, floatX *out, con
 }
 // Rows first, ..., first + count - 1 of the product, from rows `in` of the input as linear_rows gives them.
 static void linear_product_of(const Pass *p, const Linear *l, floatX *out, Rows in, int first, int count) {
-    const int activates = l->epilogue >= EPILOGUE_ACTIVATION;
-    const MatmulProblem q = {MATMUL_FORWARD, count, l->in, l->out, l->epilogue, activates ? l->mlp : NO_ACTIVATION,
-                             l->dtype};
+    const int gives_two = l->epilogue >= EPILOGUE_QK_NORM;
+    const MlpKind mlp = l->epilogue >= EPILOGUE_ACTIVATION ? l->mlp : NO_ACTIVATION;
+    const MatmulProblem q = {MATMUL_FORWARD, count, l->in, l->out, l->epilogue, mlp, l->dtype};
     const size_t at = (size_t)first * l->out;
     floatX *to = l->aux ? l->aux : out;
     if (l->kept.weight) {
@@ -186,9 +188,10 @@ static void linear_product_of(const Pass *p, const Linear *l, floatX *out, Rows 
     linear_weight(l, l->dtype, &x, l->weight_fp8);
     // a sum over ranks has it once: rows_scatter_end
     x.bias = l->split == LINEAR_ROWS && pass_is_split(p) ? NULL : l->bias;
-    x.out = activates ? out + at / (size_t)activation_inputs(l->mlp) : to + at;
-    x.aux = activates ? l->aux + at : NULL;
-    if (l->epilogue == EPILOGUE_ROPE) x.rope = {p->cos_sin, first % p->T, p->T, (l->heads + l->kv_heads) * l->head_dim};
+    x.out = gives_two ? out + at / (size_t)activation_inputs(mlp) : to + at;
+    x.aux = gives_two ? l->aux + at : NULL;
+    x.rope = {p->cos_sin, first % p->T, p->T, (l->heads + l->kv_heads) * l->head_dim};
+    x.norm = {l->qk_norm.gains, l->qk_norm.eps, l->qk_norm.scale, l->heads * l->head_dim, l->rotated_pairs};
     matmul(p->matmul, &q, &x, p->stream);
 }
 static void linear_product(const Pass *p, const Linear *l, floatX *out, const floatX *in, int first, int count) {

@@ -43,7 +43,7 @@ typedef struct {
     int compacts_rows;          // a micro-step's head runs on the rows that are learned alone
     // speed
     int activation_fused;                // in the products: 0 not, 1 forward, 2 forward and backward
-    int rope_fused;                      // in the q,k,v product
+    int rope_fused;                      // in the q,k,v product, and QK-norm
     int may_overlap;                     // rows may travel under products
     int measures_overlap;                // where they do is measured before the first step
     Linear qkv, proj, fc, fcproj, head;  // without weights and buffers
@@ -99,6 +99,7 @@ static void plan_layers(Plan *p) {
     common.heads = c->num_heads;
     common.kv_heads = c->num_kv_heads;
     common.head_dim = c->head_dim;
+    common.rotated_pairs = (int)(c->head_dim * c->rotary_fraction) / 2;
     p->qkv = p->proj = p->fc = p->fcproj = p->head = common;
     p->qkv.in = C;
     p->qkv.out = qkv_width(c);
@@ -109,7 +110,9 @@ static void plan_layers(Plan *p) {
                     : c->position == POSITION_ROPE ? LINEAR_ROPE
                                                    : LINEAR_PLAIN;
     p->qkv.qk_norm = {NULL, NULL, c->norm_eps, query_scale(c), c->qk_norm == QK_NORM_WHOLE};
-    p->qkv.epilogue = p->rope_fused ? EPILOGUE_ROPE : EPILOGUE_PLAIN;
+    p->qkv.epilogue = !p->rope_fused                    ? EPILOGUE_PLAIN
+                      : p->qkv.output == LINEAR_QK_NORM ? EPILOGUE_QK_NORM
+                                                        : EPILOGUE_ROPE;
     p->proj.in = Q;
     p->proj.out = C;
     p->proj.split = LINEAR_ROWS;
@@ -233,8 +236,10 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     p.head_rows = (int)head_rows(o, p.B, p.T);
     p.compacts_rows = p.trains && ranks == 1;
     p.activation_fused = plan_activation_fused(&p);
-    p.rope_fused = p.local.position == POSITION_ROPE && p.local.qk_norm == QK_NORM_NONE &&
-                   matmul_can_rotate(p.local.head_dim) && p.N >= MATMUL_FUSION_ROWS;
+    // recomputed norms take v, too, from the product, where QK-norm in it does not leave v
+    const int qk_norm = p.local.qk_norm, can = qk_norm != QK_NORM_WHOLE && !(qk_norm && p.recomputes_norms);
+    p.rope_fused = p.local.position == POSITION_ROPE && can && matmul_can_rotate(p.local.head_dim, qk_norm) &&
+                   p.N >= MATMUL_FUSION_ROWS;
     p.may_overlap = ranks > 1 && (o->tp_overlap > 0 || (o->tp_overlap < 0 && p.trains));
     p.measures_overlap = p.may_overlap && o->tp_overlap < 0;
     plan_layers(&p);
@@ -275,7 +280,7 @@ static void plan_print(const Plan *p, FILE *f) {
             fused[p->activation_fused]);
     if (p->weights != WEIGHTS_FP32) fprintf(f, " | weights %s", weight_format_names[p->weights]);
     if (p->lora.rank) fprintf(f, " | adapters of rank %d", p->lora.rank);
-    if (plan_normalises_qk(p)) fprintf(f, " | q and k normalised");
+    if (plan_normalises_qk(p)) fprintf(f, " | q and k normalised %s", fused[p->rope_fused]);
     if (rope) fprintf(f, " | rope %s", plan_normalises_qk(p) ? "with that" : fused[2 * p->rope_fused]);
     fprintf(f, " | attention %s%s",
             paths[attention_plan(p->B, p->T, p->local.num_heads, p->local.num_kv_heads, p->local.head_dim).path],
