@@ -44,7 +44,7 @@ static int fit_way(const Plan *p, const Options *asked, int i, int blocks, Optio
     *o = *asked;
     o->recompute = recompute;
     if (blocks) o->recompute_blocks = blocks;
-    if (list) o->offload = lists[list][p->has_master];
+    if (list) o->offload = lists[list][p->has_master && !plan_needs_fp32(p)];
     if (each_pass) o->fp8_copies = 0;
     if (each_pass && (asked->fp8_copies >= 0 || !plan_fp8_each_pass(p, o))) return 0;
     if (asked->recompute >= 0 && recompute != asked->recompute) return 0;
@@ -113,7 +113,7 @@ static void offload_if_host_has_room(const Plan *p, Options *o, int which, int B
                                            {"states", "states,master"},
                                            {"states,activations", "states,master,activations"}};
     Options other = *o;
-    other.offload = lists[which][p->has_master];
+    other.offload = lists[which][p->has_master && !plan_needs_fp32(p)];
     const int can = p->trains && !(which && p->table->muon);
     if (can && !*p->options.offload && run_bytes(p, &other, B).host <= room.host) *o = other;
 }
@@ -132,7 +132,7 @@ static int options_that_fit(const Plan *p, Options *o, MemoryBytes room, int B) 
         const int offloaded = offloads(o);
         if (i == 11 && p->trains && !(offloaded & OFFLOAD_STATES)) o->state_dtype = "bf16";
         if (i == 12 && p->sums_in_fp32) o->grad_dtype = "bf16";
-        if (i == 13 && p->has_master && !(offloaded & OFFLOAD_MASTER)) o->master_weights = 0;
+        if (i == 13 && p->has_master && !plan_needs_fp32(p) && !(offloaded & OFFLOAD_MASTER)) o->master_weights = 0;
     }
     return run_fits(p, o, B, room);
 }
