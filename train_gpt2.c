@@ -1517,6 +1517,7 @@ static float share_largest(Model *m) {
 // Of what this rank owns of the weights and biases of q, k and v.
 static void qk_clip(Model *m) {
     const Config *c = &m->local;
+    const int shared = m->config.num_kv_heads < m->config.num_heads;  // here may be one of each
     for (const Param *t = m->table.params; t < m->table.params + m->table.count; t++) {
         const Span s = span_overlap(model_owned(m, SLOT_M, t->unit), t->offset, t->size);
         if ((t->role != ROLE_QKVW && t->role != ROLE_QKVB) || s.count == 0) continue;
@@ -1524,7 +1525,7 @@ static void qk_clip(Model *m) {
         float *w = owned(m, SLOT_WEIGHT, s);
         for (size_t i = 0; i < s.count; i++)
             w[i] *= qk_clip_factor(m->largest + area(t->unit - 1, c->num_heads), m->qk_clip, (first + i) / width,
-                                   c->head_dim, c->num_heads, c->num_kv_heads);
+                                   c->head_dim, c->num_heads, shared);
     }
 }
 void model_average(Model *m, float share) {

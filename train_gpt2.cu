@@ -727,10 +727,11 @@ static void queue_largest(Model *m) {
 static void queue_qk_clip(Model *m) {
     const Buffers *b = &m->b;
     const Config *c = &m->plan.local;
+    const int shared = m->config.num_kv_heads < m->config.num_heads;  // here may be one of each
     for (const Param *t = m->table.params; t < m->table.params + m->table.count && b->largest; t++) {
         const Span mine = span_overlap(plan_owned(&m->plan, SLOT_M, t->unit), t->offset, t->size);
         if ((t->role != ROLE_QKVW && t->role != ROLE_QKVB) || mine.count == 0) continue;
-        const QkClip q = {c->num_heads, c->num_kv_heads, c->head_dim, t->is_vector ? 1 : c->channels,
+        const QkClip q = {c->num_heads, c->head_dim, shared, t->is_vector ? 1 : c->channels,
                           (float)m->plan.options.qk_clip};
         float *master = b->master ? b->master + plan_index(&m->plan, SLOT_MASTER, t->unit, mine.begin) : NULL;
         qk_clip_kernel<<<blocks_for(mine.count, AVERAGE_THREADS), AVERAGE_THREADS, 0, m->gpu.compute>>>(

@@ -39,10 +39,11 @@ HOST_DEVICE static inline float step_share(double tokens, double masked) {
 // each step if the weights move steadily, for an eighth of the time.
 enum { AVERAGE_EVERY = 8 };
 // QK-clip (MuonClip, arXiv:2507.20534): what a row of the weights and biases of q, k and v is multiplied with, so that
-// a head's largest logit becomes `most` where it was more. q and k of a head share the factor. A key head that several
-// query heads read stays as it is, and q takes all: no other head's logits change. largest (NH): of the step.
-HOST_DEVICE static inline float qk_clip_factor(const float *largest, float most, int row, int HD, int NH, int NKV) {
-    const int head = row / HD, shared = NKV < NH;
+// a head's largest logit becomes `most` where it was more. q and k of a head share the factor. shared: several query
+// heads of the whole model read a key head, which then stays as it is, and q takes all: no other head's logits change,
+// and ranks that have copies of it keep them alike. largest (NH): of the step.
+HOST_DEVICE static inline float qk_clip_factor(const float *largest, float most, int row, int HD, int NH, int shared) {
+    const int head = row / HD;
     if (head >= (shared ? NH : 2 * NH) || !(largest[head % NH] > most)) return 1;
     const float ratio = most / largest[head % NH];
     return shared ? ratio : sqrtf(ratio);

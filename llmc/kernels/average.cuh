@@ -24,7 +24,7 @@ static __global__ void __launch_bounds__(AVERAGE_THREADS)
 }
 
 typedef struct {
-    int NH, NKV, HD, width;  // width: of a row; 1: of biases
+    int NH, HD, shared, width;  // width: of a row; 1: of biases
     float most;
 } QkClip;
 // Elements first, ... of a tensor whose rows are those of q, k and v. largest (NH): of the step's logits of attention.
@@ -33,7 +33,7 @@ static __global__ void __launch_bounds__(AVERAGE_THREADS)
                    const StepScalars *step) {
     const unsigned i = blockIdx.x * AVERAGE_THREADS + threadIdx.x;
     if (i >= count || step->verdict != STEP_APPLIED) return;
-    const float factor = qk_clip_factor(largest, q.most, (int)((first + i) / (unsigned)q.width), q.HD, q.NH, q.NKV);
+    const float factor = qk_clip_factor(largest, q.most, (int)((first + i) / (unsigned)q.width), q.HD, q.NH, q.shared);
     if (factor != 1) set_weight(weights, master, i, factor * (master ? master[i] : (float)weights[i]));
 }
 
