@@ -2021,7 +2021,7 @@ void model_print_plan(const Model *m, FILE *f) {
     fprintf(f, ", sums fp32 | head on %d rows at a time", m->head_rows);
     if (m->grads) {
         fprintf(f, " | m and v %s | ", m->bf16_states ? "bf16" : "fp32");
-        print_recomputed(m->recompute, m->whole_blocks, m->config.num_layers, f);
+        print_recomputed(m->recompute, m->whole_blocks, 0, m->config.num_layers, f);
     }
     fputs("\n", f);
 }

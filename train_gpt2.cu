@@ -102,33 +102,25 @@ static const BlockActs *block_acts(const Model *m, const Pass *p, int l) { retur
 static int block_keeps_input(const Plan *p, int l) {
     return p->recomputes_activation && (l >= p->whole_blocks || p->fcproj.gradient == EPILOGUE_GRADIENT_FROM_INPUT);
 }
-// fc and fcproj of a block are the layers of all its experts.
+// fc and fcproj of a block are the layers of all its experts. Prompts have the activation where training has it.
 static Experts experts_of(const Model *m, const Pass *p, const Block *of, const BlockActs *a, int l) {
     const Config *c = &m->config;
     const Buffers *b = &m->b;
     const Unit *u = &of->unit;
-    Experts x = {c->channels, c->ffn_dim, c->renormalise, m->plan.activation_fused, c->mlp, a->experts};
+    const size_t E = (size_t)c->num_experts;
+    Experts x = {c->renormalise, a->experts, of->fc, of->fcproj};
     x.rows.N = p->N;
     x.rows.R = (int)experts_room((size_t)p->N, c->num_experts, c->active_experts);
+    x.fc.epilogue = m->plan.fc.epilogue;
     x.router = unit_param(u, u->weights, ROLE_ROUTERW);
-    x.fc = of->fc.weight;
-    x.fcproj = of->fcproj.weight;
-    x.fc_adapters = of->fc.adapters;
-    x.fcproj_adapters = of->fcproj.adapters;
-    x.kept_fc = of->fc.kept;
-    x.kept_fcproj = of->fcproj.kept;
-    x.by_rows = of->qkv.kept.weight != NULL;
     x.drouter = unit_param(u, u->grads, ROLE_ROUTERW);
-    x.dfc = of->fc.dweight;
-    x.dfcproj = of->fcproj.dweight;
-    x.f = a->f;
+    x.by_rows = of->qkv.kept.weight != NULL;
     x.a = a->a;
+    x.da = b->da;
     x.logits = b->router_logits;
     x.wide = b->expert_rows;
-    x.da = b->da;
     x.dots = b->dots;
     x.scratch = b->reduce;
-    const size_t E = (size_t)c->num_experts;
     if (p->counts) x.load = {b->load + (size_t)l * E, b->load + (size_t)c->num_layers * E};
     return x;
 }
@@ -137,7 +129,7 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     const BlockActs *a = block_acts(m, p, l);
     const Unit u = unit_get(m, p, l + 1, use);
     input_get(&m->offload, p, l, use);
-    const int normalises_qk = plan_normalises_qk(plan);
+    const int normalises_qk = plan_normalises_qk(plan), in_attention = p->positions && !plan->qkv.qk_norm.whole;
     const ColumnSums stream = {m->b.stream_sums, 1},
                      of_qkv = {m->b.column_sums, attention_column_slices(&p->attention)},
                      attention = normalises_qk ? ColumnSums() : of_qkv;
@@ -153,7 +145,7 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     b.unit = u;
     b.norm1 = norm_of(m, &u, ROLE_LN1W, ROLE_LN1B, a->mean1, a->rstd1, block_input(m, l));
     b.norm2 = norm_of(m, &u, ROLE_LN2W, ROLE_LN2B, a->mean2, a->rstd2, a->x_mid);
-    b.qkv = layer(&plan->qkv, ROLE_QKVW, ROLE_QKVB, attention, normalises_qk ? a->qkv : NULL);
+    b.qkv = layer(&plan->qkv, ROLE_QKVW, ROLE_QKVB, attention, normalises_qk && !in_attention ? a->qkv : NULL);
     b.proj = layer(&plan->proj, ROLE_PROJW, ROLE_PROJB, stream, NULL);
     Linear fc = plan->fc;
     fc.keeps_input = block_keeps_input(plan, l);
@@ -220,13 +212,20 @@ static void attend(const Model *m, const Pass *p, const Block *b, int l) {
     }
     const KvCache *k = p->cache;
     if (!k->prompt) {
-        const float *cos_sin = b->qkv.output == LINEAR_ROPE ? p->cos_sin : NULL;
-        attention_decode(b->y, k, l, b->q_k_v, cos_sin, p->N, NH, NKV, HD, p->stream);
+        const int normalises = b->qkv.output == LINEAR_QK_NORM && !b->qkv.aux;
+        attention_decode(b->y, k, l, b->q_k_v, normalises ? &b->qkv.qk_norm : NULL,
+                         normalises || b->qkv.output == LINEAR_ROPE ? p->cos_sin : NULL, p->N, NH, NKV, HD, p->stream);
         if (k->piece) attend_piece(p, b, l, NH, NKV, HD);
         return;
     }
     kv_prompt(k, NULL, l, p->T, p->attention.T, NH, NKV, HD, p->stream);
     attention_forward(&p->attention, k->y, k->lse, k->qkv, p->stream);
+}
+static void mlp_inside(const Model *m, const Pass *p, const Block *b) {
+    if (m->config.num_experts)
+        experts_forward(p, &b->experts, b->h2);
+    else
+        linear_forward(p, &b->fc, b->a, b->h2);
 }
 // A block up to its activation: all that backward reads of it, so all that --recompute 3 makes again.
 static void block_inside(const Model *m, const Pass *p, const Block *b, int l, Residual *x) {
@@ -235,17 +234,50 @@ static void block_inside(const Model *m, const Pass *p, const Block *b, int l, R
     attend(m, p, b, l);
     x->branch = linear_project(p, &b->proj, b->y);
     residual_norm(p, &b->norm2, b->h2, b->x_mid, x);
-    if (m->config.num_experts)
-        experts_forward(p, &b->experts, b->h2);
-    else
-        linear_forward(p, &b->fc, b->a, b->h2);
+    mlp_inside(m, p, b);
+}
+// The norm in front of a product of few rows.
+static void few_norm(FewProduct *q, const Norm *n, floatX *normed, floatX *sum, Residual *r) {
+    q->a = r->x;
+    q->b = r->branch;
+    q->gain = n->weight;
+    q->eps = n->eps;
+    q->normed = normed;
+    if (!r->branch) return;
+    q->sum = sum;
+    *r = {sum, NULL};
+}
+// A block in a step of few rows of a mixture: its norms, the choice of experts and their sums are parts of products.
+static void block_few(const Model *m, const Pass *p, const Block *b, int l, Residual *x) {
+    const auto product = [&](const Linear *layer, floatX *result) {
+        FewProduct q = {p->N, layer->in, layer->out, layer->kept.format, layer->kept.weight, layer->kept.scales};
+        q.result = result;
+        return q;
+    };
+    FewProduct qkv = product(&b->qkv, b->qkv.aux ? b->qkv.aux : b->q_k_v), proj = product(&b->proj, p->branch),
+               router = experts_router(p, &b->experts);
+    few_norm(&qkv, &b->norm1, NULL, block_acts(m, p, 0)->x_out, x);
+    decode_few(&qkv, p->stream);
+    linear_output(p, &b->qkv, b->q_k_v);
+    attend(m, p, b, l);
+    proj.a = b->y;
+    decode_few(&proj, p->stream);
+    x->branch = p->branch;
+    few_norm(&router, &b->norm2, b->h2, b->x_mid, x);
+    decode_few(&router, p->stream);
+    experts_few(p, &b->experts, b->h2);
+    x->branch = p->branch;
 }
 static void block_forward(Model *m, const Pass *p, int l, Residual *x) {
     Range range("block", l);
     watchdog_beat(PHASE_FORWARD, l);
     const Block b = block_get(m, p, l, UNIT_FORWARD);
-    block_inside(m, p, &b, l, x);
-    x->branch = m->config.num_experts ? experts_project(p, &b.experts) : linear_project(p, &b.fcproj, b.a);
+    if (p->positions && p->cache->few) {
+        block_few(m, p, &b, l, x);
+    } else {
+        block_inside(m, p, &b, l, x);
+        x->branch = m->config.num_experts ? experts_project(p, &b.experts) : linear_project(p, &b.fcproj, b.a);
+    }
     input_release(&m->offload, p, l);
     unit_release(m, p, &b.unit, UNIT_FORWARD);
 }
@@ -362,7 +394,14 @@ static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
     const Plan *plan = &m->plan;
     Residual x = {b->norm1.x, NULL}, x_mid = {b->norm2.x, NULL};
     if (l < plan->whole_blocks) {
-        block_inside(m, p, b, l, &x);
+        if (plan->keeps_attention) {
+            residual_norm(p, &b->norm1, b->h1, NULL, &x);
+            linear_forward(p, &b->qkv, b->q_k_v, b->h1);
+            residual_norm(p, &b->norm2, b->h2, NULL, &x_mid);
+            mlp_inside(m, p, b);
+        } else {
+            block_inside(m, p, b, l, &x);
+        }
         linear_keep_input(p, &b->fcproj, b->a);
         return;
     }

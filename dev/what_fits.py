@@ -43,7 +43,7 @@ def cell(command):
         return "-"
     fits = re.search(r"^fits +with (.*?):", run.stdout, re.M)
     chosen = fits[1].replace("--recompute", "-r").replace("--offload", "offload") if fits else ""
-    chosen = re.sub(r" of \d+ blocks made again whole", " blocks", chosen.replace(", ", " + "))
+    chosen = re.sub(r" of \d+ blocks made again( whole)?", " blocks", chosen.replace(", ", " + "))
     return f"{float(total[1]) / 1024:.1f}{' ' + chosen if chosen else ''}"
 
 

@@ -190,6 +190,8 @@
     INT(recompute_blocks, "", '=', -1, -1, 1 << 20, \
         "so many of the first blocks are recomputed whole, others as --recompute says (-1: what a GPU's memory asks " \
         "for; with --recompute none)") \
+    INT(recompute_attention, "", '=', -1, -1, 1, \
+        "recomputed blocks make attention again, too; 0: a GPU keeps its output (-1: what memory asks for)") \
     INT(fp8_copies, "", '=', -1, -1, 1, \
         "keep fp8 copies of all blocks' weights; 0: make a block's in each pass (-1: what a GPU's memory asks for)") \
     STR(calls, "", ' ', "", \

@@ -64,9 +64,38 @@ static void set_rows(KvCache *d, const KvPlace *places, int rows) {
     cudaCheck(cudaStreamSynchronize(ladder.gpu.compute));
     cudaCheck(cudaMemcpy((void *)d->rows, in.data(), in.size() * sizeof in[0], cudaMemcpyHostToDevice));
 }
+// What the kernels make of q and k first, on the host: a norm with gains, and rotation.
+typedef struct {
+    float *gains, *cos_sin;
+    QkNorm norm;
+    const float *table;
+} HeadChanges;
+static HeadChanges changes_of(int room, int HD) {
+    HeadChanges c = {host_normal(2 * HD, 1.0f), host_normal((size_t)room * HD, 1.0f)};
+    for (int i = 0; i < 2 * HD; i++) c.gains[i] = as_floatX(c.gains[i]);
+    c.norm = {upload<floatX>(c.gains, 2 * HD), NULL, 1e-6f, 0.3f, 0};
+    float *table = device_new<float>((size_t)room * HD);
+    cudaCheck(cudaMemcpy(table, c.cos_sin, (size_t)room * HD * sizeof(float), cudaMemcpyHostToDevice));
+    c.table = table;
+    return c;
+}
+static void change_heads(float *qkv, const HeadChanges *c, const KvPlace *places, int rows, int NH, int NKV, int HD) {
+    const size_t width = (size_t)(NH + 2 * NKV) * HD;
+    float *x = (float *)malloc(rows * width * sizeof(float));
+    memcpy(x, qkv, rows * width * sizeof(float));
+    qk_norm_forward_cpu(qkv, x, HeadNorm{c->gains, NULL, 1e-6f, 0.3f, 0}, rows, NH, NKV, HD);
+    for (int i = 0; i < rows; i++)
+        rope_forward_cpu(qkv + i * width, c->cos_sin + (size_t)places[i].at * HD, 1, 1, NH, NKV, HD);
+    for (size_t i = 0; i < rows * width; i++) qkv[i] = as_floatX(qkv[i]);
+    free(x);
+}
 // Tokens come in pieces of 1, 2, 3, ... until `room` is full: the cache of one call is what the next one reads.
-static void check_shape(int S, int room, int NH, int NKV, int HD, int fp8) {
-    ladder_case("S=%d room=%d NH=%d NKV=%d HD=%d%s", S, room, NH, NKV, HD, fp8 ? " in e4m3" : "");
+static void check_shape(int S, int room, int NH, int NKV, int HD, int fp8, int changed = 0) {
+    ladder_case("S=%d room=%d NH=%d NKV=%d HD=%d%s%s", S, room, NH, NKV, HD, fp8 ? " in e4m3" : "",
+                changed ? ", normalised and rotated" : "");
+    const HeadChanges changes = changes_of(room, HD);
+    const QkNorm *norm = changed ? &changes.norm : NULL;
+    const float *table = changed ? changes.table : NULL;
     cudaStream_t stream = ladder.gpu.compute;
     const size_t width = (size_t)(NH + 2 * NKV) * HD;
     float *out = host_new<float>((size_t)S * room * NH * HD);
@@ -92,23 +121,29 @@ static void check_shape(int S, int room, int NH, int NKV, int HD, int fp8) {
         for (size_t i = 0; i < rows * width; i++)
             qkv[i] = (float)(floatX)rand_normal(ladder.seed, 77 + (uint64_t)at, i);
         for (int i = 0; i < rows; i++) places[i] = {i / piece, at + i % piece};
+        upload_to(d_qkv, qkv, rows * width);
+        if (changed) change_heads(qkv, &changes, places, rows, NH, NKV, HD);
         kv_append_cpu(&layer, qkv, places, rows);
         attention_decode_cpu(out, qkv, &layer, places, rows);
-        upload_to(d_qkv, qkv, rows * width);
         set_rows(&d, places, rows);
-        attention_decode(d_out, &d, 0, d_qkv, NULL, rows + 1, NH, NKV, HD, stream);  // the last one is nobody's
+        attention_decode(d_out, &d, 0, d_qkv, norm, table, rows + 1, NH, NKV, HD, stream);  // the last one is nobody's
         check("out", d_out, out, (size_t)rows, (size_t)NH * HD, bound(4e-3, 2e-6), bound(1.5e-2, 1e-5));
         free(qkv);
+    }
+    if (changed) {  // of rounded keys some digits are the neighbours; what follows would change q again
+        check("keys", (const floatX *)d.keys, (float *)layer.keys.codes, cached, HD, bound(4e-3, 2e-6),
+              bound(1.5e-2, 1e-5));
+        return;
     }
     check_rows(rows_cached, layer.keys, 0);
     check_rows(rows_cached, layer.values, 1);
     const size_t bytes = (size_t)NH * HD * sizeof(floatX);
     check_same_bits("bits", {{d_out, rows * bytes}},
-                    [&] { attention_decode(d_out, &d, 0, d_qkv, NULL, rows, NH, NKV, HD, stream); });
+                    [&] { attention_decode(d_out, &d, 0, d_qkv, NULL, NULL, rows, NH, NKV, HD, stream); });
     std::vector<char> all(bytes), alone(bytes);
     cudaCheck(cudaMemcpy(all.data(), (char *)d_out + (rows - 1) * bytes, bytes, cudaMemcpyDeviceToHost));
     set_rows(&d, places + rows - 1, 1);
-    attention_decode(d_out, &d, 0, d_qkv + (rows - 1) * width, NULL, 1, NH, NKV, HD, stream);
+    attention_decode(d_out, &d, 0, d_qkv + (rows - 1) * width, NULL, NULL, 1, NH, NKV, HD, stream);
     cudaCheck(cudaStreamSynchronize(stream));
     cudaCheck(cudaMemcpy(alone.data(), d_out, bytes, cudaMemcpyDeviceToHost));
     check_true(alone == all, "the last row alone has other bits");
@@ -123,7 +158,7 @@ static void bench_shape(int S, int T, int NH, int NKV, int HD, const char *name,
     set_rows(&d, places.data(), S);
     const double of_row = fp8 ? HD + 4 : 2 * HD;
     bench("one token", 2.0 * S * NKV * T * of_row, 0,
-          [&] { attention_decode(out, &d, 0, qkv, NULL, S, NH, NKV, HD, ladder.gpu.compute); });
+          [&] { attention_decode(out, &d, 0, qkv, NULL, NULL, S, NH, NKV, HD, ladder.gpu.compute); });
 } catch (const NoRoom &no) {
     ladder_skip(no);
 }
@@ -143,6 +178,12 @@ int main(int argc, char **argv) {
         check_shape(2, 40, 3, 1, 40, fp8);
         check_shape(1, 29, 4, 2, 72, fp8);
         check_shape(2, 20, 2, 1, 136, fp8);
+    }
+    if (ladder.check) {
+        check_shape(2, 29, 8, 2, 128, 0, 1);
+        check_shape(3, 33, 12, 12, 64, 0, 1);
+        check_shape(2, 40, 3, 1, 40, 0, 1);
+        check_shape(1, 20, 4, 2, 256, 0, 1);
     }
     if (ladder.bench) {
         for (int fp8 : {0, 1}) {

@@ -219,6 +219,12 @@ template <typename T> static inline T __shfl_xor_sync(unsigned, T x, int mask) {
 template <typename T> static inline T __shfl_up_sync(unsigned, T x, int by) {
     return lane_value(x, fiber->index % WARP < by ? fiber->index % WARP : fiber->index % WARP - by);
 }
+static inline unsigned reduced(unsigned x, const unsigned &(*join)(const unsigned &, const unsigned &)) {
+    for (int mask = WARP / 2; mask > 0; mask /= 2) x = join(x, lane_value(x, fiber->index % WARP ^ mask));
+    return x;
+}
+static inline unsigned __reduce_max_sync(unsigned, unsigned x) { return reduced(x, std::max<unsigned>); }
+static inline unsigned __reduce_min_sync(unsigned, unsigned x) { return reduced(x, std::min<unsigned>); }
 static inline void kernels_before_wait() {}
 static inline void kernels_behind_begin() {}
 static inline bool __any_sync(unsigned, bool x) {

@@ -25,8 +25,6 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_",
     "OMPI_MCA_btl": "^ofi",
     "HWLOC_COMPONENTS": "-opencl",  # as scripts/common.sh has it, which says why
     "OMP_NUM_THREADS": "1",
-    # glibc fills what malloc gives, so that what is read before it was written is never 0 by luck
-    "MALLOC_PERTURB_": "165",
 }
 # Debian's Open MPI 4 starts nothing on a machine that has neither ssh nor rsh, not even ranks on this host; it asks
 # only whether the program exists.

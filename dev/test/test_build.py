@@ -73,7 +73,7 @@ LONGER = {
     "dev/doctor.py: report": 109,
 }
 # Of C and CUDA in llmc, train_gpt2.cu and train_gpt2.c, without comments and indentation: every KB must earn its place.
-CORE_KB = 1104
+CORE_KB = 1120
 # Includes go one way: a file of llmc may include those of its own folder and of those before it. README.md says what is
 # in which.
 FOLDERS = ("llmc", *(f"llmc/{room}" for room in "cuda kernels ranks model data files talk run cpu".split()), ".")
@@ -93,6 +93,7 @@ SHARED_BY_KERNELS = {
     "adamw.cuh": "what an optimiser rounds stochastically, and the scalars of a step",
     "global_norm.cuh": "the scalars of a step, which the optimiser reads",
     "qk_norm.cuh": "the norm of a head, which a step of generation does where the head is kept",
+    "route.cuh": "which experts a token has, which products of few rows find out for themselves",
     "rope.cuh": "attention's backward turns gradients back where it stores them",
 }
 

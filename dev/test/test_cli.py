@@ -416,6 +416,7 @@ ON_GPUS = {
         "autotune": ([0], "dev/cuda/matmul.cu"),  # the candidates that are chosen among have equal bits
         "cuda-graphs": ([0], "test_graphs_change_no_bit"),
         "fp8-copies": ([0, 1], "test_fp8_copies_of_a_block_change_no_bit"),
+        "recompute-attention": ([0, 1], "test_recomputing_changes_no_bit"),
         "tp-overlap": ([0], "test_rows_that_travel_under_products_change_no_bit"),
     },
     "~": {

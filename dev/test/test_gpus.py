@@ -15,9 +15,11 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import test_weights
 from test_generate import MODELS, Server, samples, sequences
+from launcher import ENVIRONMENT
 from test_ranks import (
     CONFIG,
     MARGIN,
@@ -33,6 +35,8 @@ from test_ranks import (
     succeeds,
 )  # noqa: F401  (data is a fixture)
 
+# glibc fills what malloc gives, so that what is read before it was written is never 0 by luck
+ENVIRONMENT["MALLOC_PERTURB_"] = "165"
 STAND_IN = os.environ.get("LLMC_GPU_PROGRAM")
 GPUS = int(os.environ.get("LLMC_GPUS", CONFIG["GPUS"]))
 WORLD = 1 << min(3, GPUS.bit_length() - 1) if GPUS else 0  # 1, 2, 4 or 8: what shares the batch below
@@ -104,12 +108,13 @@ LONG = ["-x", "100000", "-n", "100000", "--timeout", TIMEOUT]
 # ---- one GPU
 
 
-@pytest.mark.parametrize("blocks", [0, 1, 2, 3])
-def test_recomputing_changes_no_bit(train, tmp_path, blocks):
-    """Each level with so many of three blocks made again whole."""
+@pytest.mark.parametrize("blocks, attention", [(0, 1), (1, 1), (1, 0), (2, 0), (3, 1), (3, 0)])
+def test_recomputing_changes_no_bit(train, tmp_path, blocks, attention):
+    """Each level with so many of three blocks made again, whole or except attention."""
     succeeds(train(0, "plain", "-n", "12", "--debug", "gelu-fusion=0"), 300)
     for level in range(4):
-        more = ["--recompute", level, "--debug", f"gelu-fusion=0,recompute-blocks={blocks}"]
+        made = f"recompute-blocks={blocks},recompute-attention={attention}"
+        more = ["--recompute", level, "--debug", f"gelu-fusion=0,{made}"]
         succeeds(train(0, f"{level}", "-n", "12", *more), 300)
         assert curve(tmp_path / "plain") == curve(tmp_path / f"{level}")
         assert checkpoint(tmp_path / "plain", 12) == checkpoint(tmp_path / f"{level}", 12)
@@ -130,9 +135,9 @@ def budgets(text):
 
 
 def takes(text, gib):
-    """How many blocks a run with this budget made again whole."""
+    """How many blocks a run with this budget made again, whole or not."""
     assert float(re.search(r"total on the GPU +([0-9.]+)", text)[1]) / 1024 <= gib and "fits      with" in text
-    again = re.search(r"(\d+) of 12 blocks made again whole", text)
+    again = re.search(r"(\d+) of 12 blocks made again", text)
     return int(again[1]) if again else 0
 
 
@@ -440,6 +445,9 @@ def test_a_draft_changes_no_token(data, tmp_path, precision):  # noqa: F811
 DIVIDED = {
     "gpt2": "d2,channels=256,heads=8,vocab=300,seq=64",
     "llama3.2": "llama3.2:1B,layers=2,channels=256,heads=8,kv_heads=2,vocab=300,ffn=512,seq=64",
+    "qwen3_moe": "qwen3:30B-A3B,layers=2,channels=256,heads=8,kv_heads=2,head_dim=64,vocab=300,ffn=512,seq=64,"
+    "experts=16,active=3",
+    "mixtral": "mixtral:8x7B,layers=2,channels=256,heads=8,kv_heads=2,vocab=300,ffn=512,seq=64",
 }
 
 
@@ -563,7 +571,11 @@ def test_fp8_copies_of_a_block_change_no_bit(train, tmp_path, level):
         ("one kept", 1, 0, ["-b", 16]),
         ("one made", 0, 2, ["-b", 16]),
     ):
-        ways = [*others, "--debug", f"fp8-copies={copies},recompute-blocks={blocks}"]
+        ways = [
+            *others,
+            "--debug",
+            f"fp8-copies={copies},recompute-blocks={blocks},recompute-attention={int(blocks < 2)}",
+        ]
         text = succeeds_in_fp8(train(0, name, *more, *ways))
         assert STAND_IN or ("fp8 copies of a block at a time" in text) == (copies == 0), text
         same_run(tmp_path / name, tmp_path / ("one kept" if name.startswith("one") else "kept"))
@@ -838,12 +850,50 @@ def test_mixtures_in_fp32_are_those_of_the_cpu(train, tmp_path, kind, more):
 def test_what_saves_time_or_memory_changes_no_bit_of_mixtures(train, tmp_path, kind):
     more = ["-e", MIXTURES[kind], "-n", "12"]
     ways = [[], ["--debug", "cuda-graphs=0"], *([["-r", str(level)] for level in (1, 2, 3)])]
-    ways += [["-r", "2", "--debug", "recompute-blocks=1"], ["--offload", "states"]]
+    ways += [["-r", "2", "--debug", f"recompute-blocks=1,recompute-attention={made}"] for made in (0, 1)]
+    ways += [["--offload", "states"]]
     ways += [["--debug", "gelu-fusion=0"]]
     for i, way in enumerate(ways):
         succeeds(train(0, f"{i}", *more, *way), 300)
         assert curve(tmp_path / f"{i}") == curve(tmp_path / "0"), way
         assert checkpoint(tmp_path / f"{i}", 12) == checkpoint(tmp_path / "0", 12), way
+
+
+@pytest.mark.skipif(bool(STAND_IN), reason="a stand-in has gradients in fp32")
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_gradients_of_mixtures_added_up_in_bf16(train, tmp_path, kind):
+    """Eight micro-steps: seven sums, each rounded by up to 2^-9, a norm at most as much. A product that overwrote
+    instead would have an eighth of the gradient."""
+    more = ["-e", MIXTURES[kind], "-n", "12"]
+    for name, sums in (("fp32", "fp32"), ("bf16", "bf16"), ("again", "bf16")):
+        succeeds(train(0, name, *more, "--grad-dtype", sums), 300)
+    a, b = (curve(tmp_path / name) for name in ("bf16", "fp32"))
+    assert a[1][0] == b[1][0] and 0 < abs(a[1][1] / b[1][1] - 1) < 7 * 2**-9, (a[1], b[1])
+    close(a, b, 2e-2)
+    assert checkpoint(tmp_path / "again", 12) == checkpoint(tmp_path / "bf16", 12)
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_mixtures_in_fp8(train, tmp_path, kind):
+    """The same bits whatever saves time or memory; near bf16, and near the CPU, where each expert has its scale."""
+    more = ["-e", MIXTURES[kind], "-l", "3e-4", *WATCHED]
+    ways = {
+        "first": [],
+        "kernels": ["--debug", "cuda-graphs=0"],
+        "recomputed": ["-r", "3", "--debug", "timing=5"],
+        "apart": ["-r", "2", "--debug", "gelu-fusion=0"],
+        "copies made": ["--debug", "fp8-copies=0"],
+    }
+    for name, way in ways.items():
+        text = succeeds_in_fp8(train(0, name, *more, "--matmul-dtype", "fp8", *([] if STAND_IN else way)))
+        assert STAND_IN or "products fp8 (e4m3), of experts' weights' gradients bf16" in text
+        same_run(tmp_path / name, tmp_path / "first")
+    PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
+    succeeds(train(0, "cpu", *more, "--matmul-dtype", "fp8", precision="cpu"), 300)
+    succeeds(train(0, "bf16", *more), 300)
+    for other in ("cpu", "bf16"):
+        close(losses(tmp_path / "first"), losses(tmp_path / other), 1e-2)
+    assert losses(tmp_path / "first") != losses(tmp_path / "bf16")
 
 
 @pytest.mark.parametrize("weights", ["native", "int8", "int4", "fp8"])
@@ -859,14 +909,17 @@ def test_tokens_of_mixtures_in_fp32_are_those_of_the_cpu(kind, weights):
 @pytest.mark.parametrize("weights", ["native", "int8", "int4"])
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_tokens_of_mixtures_depend_on_no_cache_no_graph_and_no_neighbour(kind, weights, precision):
+    """Steps of up to 8 rows have kernels, and so bits, of their own."""
     options = [PROGRAMS[precision], "-e", MIXTURES[kind] + ",seq=64", "--weights", weights]
     alone = write(*options)
     assert len(alone[0].split()) > 10
     assert alone == write(*options, "--debug", "kv-cache=0") == write(*options, "--debug", "cuda-graphs=0")
-    many = write(*options, "--samples", "70")
-    assert len(many) == 70 and many[1] != many[0] == alone[0]
-    assert write(*options, "--samples", "5") == many[:5]
-    assert write(*options, "--samples", "9", "--debug", "kv-cache=0") == many[:9]
+    few, many = write(*options, "--samples", "5"), write(*options, "--samples", "70")
+    assert len(few) == 5 and few[0] == alone[0] and few[1] != few[0]
+    assert len(many) == 70 and many[1] != many[0]
+    assert write(*options, "--samples", "9") == many[:9] == write(*options, "--samples", "9", "--debug", "kv-cache=0")
+    if precision == "fp32":
+        assert many[:5] == few
 
 
 @several
@@ -979,20 +1032,26 @@ def test_adapters_in_fp32_are_those_of_the_cpu(lora, tmp_path, kind, more):
 ATTENTION = ["--lora-targets", "q_proj,k_proj,v_proj,o_proj"]
 
 
+def adapters_are_those_of_the_cpu(lora, tmp_path, ranks, kind, *more):
+    """In fp32 but for rounding, in bf16 nearly. In bf16 with all made again the same bits: the text of that run."""
+    PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
+    for precision in ("fp32", "cpu", "bf16"):
+        succeeds(lora(ranks, precision, kind, *more, precision=precision), 300)
+    close_but_for_routes(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"))
+    losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("bf16", "cpu"))
+    close(*losses, 2e-2)
+    text = succeeds(lora(ranks, "again", kind, *more, "-r", 3), 300)
+    same_run(tmp_path / "again", tmp_path / "bf16")
+    return text
+
+
 @pytest.mark.parametrize("weights, targets", [("native", []), ("int8", ATTENTION), ("int4", []), ("native", ATTENTION)])
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_adapters_of_mixtures_in_fp32_are_those_of_the_cpu(lora, tmp_path, kind, weights, targets):
     """Of experts, too, and of attention alone. Samples and evaluations read a base in few bits with its adapters."""
     more = [*targets, "--weights", weights, *WATCHED]
-    PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
-    for precision in ("fp32", "cpu", "bf16"):
-        succeeds(lora(0, precision, kind, *more, precision=precision), 300)
-    close_but_for_routes(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"))
-    losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("bf16", "cpu"))
-    close(*losses, 2e-2)
-    text = succeeds(lora(0, "again", kind, *more, "-r", 3), 300)
+    text = adapters_are_those_of_the_cpu(lora, tmp_path, 0, kind, *more)
     assert weights == "native" or STAND_IN or "quantised matrices" in text
-    same_run(tmp_path / "again", tmp_path / "bf16")
 
 
 @pytest.mark.parametrize("precision", PROGRAMS)
@@ -1026,7 +1085,8 @@ def test_adapters_resume_bitwise_and_merge_to_what_was_trained(lora, train, tmp_
     assert events(tmp_path / "run", "eval")[-1]["loss"] == merged
 
 
-def test_adapters_beside_products_in_fp8(lora, tmp_path):
+@pytest.mark.parametrize("kind", ["llama3.2", "qwen3_moe"])
+def test_adapters_beside_products_in_fp8(lora, tmp_path, kind):
     ways = {
         "plain": ["--debug", "cuda-graphs=0"],
         "graphs": [],
@@ -1036,10 +1096,10 @@ def test_adapters_beside_products_in_fp8(lora, tmp_path):
     }
     more = ["--matmul-dtype", "fp8", "--debug", "gelu-fusion=0", *WATCHED]
     for name, way in ways.items():
-        succeeds_in_fp8(lora(0, name, "llama3.2", *more, *([] if STAND_IN else way)))
+        succeeds_in_fp8(lora(0, name, kind, *more, *([] if STAND_IN else way)))
         same_run(tmp_path / name, tmp_path / "plain")
     PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
-    succeeds(lora(0, "cpu", "llama3.2", "--matmul-dtype", "fp8", *WATCHED, precision="cpu"), 300)
+    succeeds(lora(0, "cpu", kind, "--matmul-dtype", "fp8", *WATCHED, precision="cpu"), 300)
     losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("plain", "cpu"))
     close(*losses, 2e-2)
 
@@ -1085,6 +1145,13 @@ SHARED = {
         "3e-4",
         "-e",
         f"modern:d2,channels={64 * HEADS},heads={HEADS},head_dim=64,vocab=256,seq=64",
+    ],
+    "qwen3_moe": [
+        "-l",
+        "3e-4",
+        "-e",
+        f"qwen3:30B-A3B,layers=2,channels={64 * HEADS},heads={HEADS},kv_heads={max(HEADS // 2, 1)},head_dim=64,"
+        "vocab=256,ffn=256,seq=64,experts=16,active=3",
     ],
 }
 
@@ -1230,6 +1297,8 @@ def test_tensor_parallel_ranks_train_as_one(train, tmp_path, kind, tp):
     succeeds(train(0, "one", *more, precision="fp32"), 300)
     text = succeeds(train(WORLD, "mesh", *more, "--tp", tp, "--debug", "reduce-dtype=fp32", precision="fp32"), 300)
     assert f"mesh      {WORLD // tp} data-parallel x {tp} tensor-parallel" in text
+    if kind in MIXTURES:
+        return close_but_for_routes(curve(tmp_path / "mesh"), curve(tmp_path / "one"))
     close(curve(tmp_path / "mesh"), curve(tmp_path / "one"), 2e-5)
     a, b = ({e["step"]: (e["loss"],) for e in events(tmp_path / name, "eval")} for name in ("mesh", "one"))
     close(a, b, 2e-5)
@@ -1260,6 +1329,12 @@ def test_rows_that_travel_under_products_change_no_bit(train, tmp_path, kind, tp
             "scatters": micro * (4 * layers + again),
             "apart": 4 * micro,
         }
+        if kind in MIXTURES:  # rows of experts travel apart
+            met = {
+                "gathers": micro * (3 * layers + again),
+                "scatters": micro * 2 * layers + micro * again,
+                "apart": micro * (4 + 5 * layers + again),
+            }
         for overlap in (0, 1, 0, 1):
             name = f"{recompute}-{overlap}"
             text = succeeds(
@@ -1304,7 +1379,7 @@ def test_tensor_parallel_runs_repeat(train, tmp_path, kind, tp):
         "again": ["-z", "0"],
         "1": ["--recompute", "1"],
         "2": ["--recompute", "2"],
-        "2 and a block": ["--recompute", "2", "--debug", "recompute-blocks=1"],
+        "2 and a block": ["--recompute", "2", "--debug", "recompute-blocks=1,recompute-attention=0"],
         "3": ["--recompute", "3", "--debug", "timing=5"],
     }.items():
         succeeds(train(WORLD, name, *more, "--tp", tp, *others), 300)
@@ -1314,6 +1389,86 @@ def test_tensor_parallel_runs_repeat(train, tmp_path, kind, tp):
     for steps, go_on in ((6, 0), (12, 1)):
         succeeds(train(WORLD, "run", *more, "--tp", tp, "-x", steps, "-y", go_on), 300)
     assert checkpoint(tmp_path / "run", 12) == checkpoint(tmp_path / "mesh", 12)
+
+
+@several
+def test_mixtures_in_fp8_between_ranks(train, tmp_path):
+    """Stage 3 gathers blocks in fp8 but for routers: the same bits. A group shares every expert's width."""
+    more = ["-e", MIXTURES["qwen3_moe"], "-l", "3e-4", "--matmul-dtype", "fp8", "-b", 8, *WATCHED]
+    for name, stage in (("1", 1), ("2", 2), ("3", 3)):
+        succeeds_in_fp8(train(2, name, *more, "-z", stage))
+        same_run(tmp_path / name, tmp_path / "1")
+    for name, others in (("tp", []), ("again", ["-r", "3"])):
+        succeeds(train(2, name, *more, "--tp", 2, *others), 300)
+        same_run(tmp_path / name, tmp_path / "tp")
+    close(losses(tmp_path / "tp"), losses(tmp_path / "1"), 1e-2)
+
+
+def first_moments(folder, step):
+    """Of AdamW or Muon: after a first step gradients, times a number."""
+    raw = checkpoint(folder, step)[1]["optimizer.safetensors"]
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    places = {n: t["data_offsets"] for n, t in json.loads(raw[8:begin]).items() if n.startswith("m.")}
+    return {n: np.frombuffer(raw[begin + a : begin + b], np.float32) for n, (a, b) in places.items()}
+
+
+@several
+@pytest.mark.parametrize("more", [[], ["--optimizer", "muon"]], ids=["adamw", "muon"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_two_ranks_that_share_experts_train_as_one(train, tmp_path, kind, more):
+    """fp32: gradients of each tensor, then losses; what a step says of experts. In bf16 near that. A large balance is
+    counted once."""
+    succeeds(train(0, "base", "-e", MIXTURES[kind], "-x", 1, "-n", 1), 300)
+    base, model = tmp_path / "base/step_00000001", tmp_path / "model"
+    model.mkdir()
+    shutil.copy(base / "model.safetensors", model)
+    config = json.loads((base / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"router_aux_loss_coef": 0.3}))
+    more = ["-e", model, "-l", "1e-3", *more, "-n", 1]
+    for name, ranks, precision in (("one", 0, "fp32"), ("two", 2, "fp32"), ("bf16", 2, "bf16")):
+        tp = ["--tp", max(1, ranks), "--debug", "reduce-dtype=fp32"]
+        succeeds(train(ranks, name, *more, *tp, precision=precision), 300)
+    one, two = (first_moments(tmp_path / name, 1) for name in ("one", "two"))
+    far = {n: np.linalg.norm(two[n] - m) / np.linalg.norm(m) for n, m in one.items()}
+    assert one.keys() == two.keys() and any("gate.weight" in n for n in one) and max(far.values()) < 1e-4, far
+    close_but_for_routes(curve(tmp_path / "two"), curve(tmp_path / "one"))
+    losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("bf16", "one"))
+    close(*losses, 2e-2)
+    for ours, theirs in zip(*(events(tmp_path / run, "step") for run in ("two", "one")), strict=True):
+        assert all(abs(ours[k] - theirs[k]) < 1e-2 for k in ("balance", "busiest", "idlest")), (ours, theirs)
+
+
+@several
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_what_saves_time_or_memory_changes_no_bit_of_shared_experts(train, tmp_path, kind):
+    more = ["-e", MIXTURES[kind], *WATCHED, "--tp", 2]
+    ways = [[], ["-z", "0"], ["-r", "2"], ["-r", "3", "--debug", "timing=5"], ["--offload", "states"]]
+    ways += [["--debug", way] for way in ("gelu-fusion=0", "p2p=0", "tp-overlap=0")]
+    for i, way in enumerate(ways):
+        succeeds(train(2, f"{i}", *more, *(["-z", "1"] if STAND_IN else way)), 300)
+        same_run(tmp_path / f"{i}", tmp_path / "0")
+
+
+@several
+@pytest.mark.parametrize("weights, targets", [("native", []), ("int8", []), ("int8", ATTENTION)])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_adapters_of_shared_experts(lora, tmp_path, kind, weights, targets):
+    """As the CPU's two ranks, of which each, too, quantises its part of a row."""
+    more = [*targets, "--weights", weights, *WATCHED, "--tp", 2]
+    adapters_are_those_of_the_cpu(lora, tmp_path, 2, kind, *more)
+
+
+@several
+def test_mixtures_resume_on_other_layouts(train, tmp_path):
+    """Two data-parallel ranks, a group, one GPU: each has the same whole tensors."""
+    model = ["-e", MIXTURES["qwen3_moe"], "-l", "3e-4", "-n", "3"]
+    succeeds(train(0, "straight", *model, precision="fp32"), 300)
+    for ranks, tp, steps in ((2, 2, 3), (2, 1, 6), (2, 2, 9), (0, 1, 12)):
+        succeeds(train(ranks, "run", *model, "--tp", tp, "-x", steps, "-y", int(steps > 3), precision="fp32"), 300)
+    close_but_for_routes(curve(tmp_path / "run"), curve(tmp_path / "straight"))
+    for step in (3, 6, 9, 12):
+        files, others = (checkpoint(tmp_path / name, step)[1] for name in ("run", "straight"))
+        assert {n: len(f) for n, f in files.items()} == {n: len(f) for n, f in others.items()}
 
 
 @several

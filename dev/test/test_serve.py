@@ -874,6 +874,8 @@ def test_who_does_not_send_or_read(tmp_path):
     script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT / 'dev')!r})\nimport serve\n"
                       "serve.CLIENT_SECONDS = 2\nserve.main()\n")  # fmt: skip
     with Server(tmp_path, script=script) as s:
+        files = lambda: len(os.listdir(f"/proc/{s.process.pid}/fd"))
+        idle = files()
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         half = [s.raw(head) for _ in range(600)]
         slow = s.raw(head + b"Content-Length: 100\r\n\r\n{")
@@ -881,13 +883,11 @@ def test_who_does_not_send_or_read(tmp_path):
         assert all(c.recv(100) == b"" for c in half)
         assert slow.recv(100).startswith(b"HTTP/1.1 408 ")
         [c.close() for c in (slow, *half)]
-        files = lambda: len(os.listdir(f"/proc/{s.process.pid}/fd"))
-        s.wait(lambda: files() < 40)
-        before = files()
+        s.wait(lambda: files() == idle)
         body = json.dumps({"prompt": "x", "n": 128, "max_tokens": 150, "logprobs": 20}).encode()
         with s.raw(head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body):
-            s.wait(lambda: files() > before)
-            s.wait(lambda: files() == before)
+            s.wait(lambda: files() > idle)
+            s.wait(lambda: files() == idle)
         assert s.post("completions", {"prompt": "say hi"})[0] == 200
         assert "Traceback" not in s.text
 

@@ -188,7 +188,10 @@ int main(void) {
                             "llama3:8B,layers=1,channels=96,heads=12,kv_heads=3,ffn=288,vocab=257,seq=64",
                             "qwen2.5:1.5B,layers=1,channels=64,heads=8,kv_heads=2,ffn=192,vocab=1000,seq=64",
                             "qwen3:0.6B,layers=1,channels=64,heads=8,kv_heads=2,head_dim=16,ffn=192,vocab=1000,seq=64",
-                            "modern:d1,heads=8,head_dim=16,vocab=700,seq=64"};
+                            "modern:d1,heads=8,head_dim=16,vocab=700,seq=64",
+                            "qwen3:30B-A3B,layers=1,channels=64,heads=8,kv_heads=2,head_dim=16,ffn=64,vocab=256,seq=64,"
+                            "experts=3,active=2",
+                            "mixtral:8x7B,layers=1,channels=64,heads=8,kv_heads=4,ffn=96,vocab=300,seq=64,experts=4"};
     for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
         const Config c = config_of(models[i]);
         for (int tp = 1; tp <= 8; tp++)
@@ -196,6 +199,7 @@ int main(void) {
     }
     test_counted("llama3.2:1B,layers=1,channels=64,heads=8,kv_heads=2,ffn=64,vocab=256,seq=64", 3, 4);
     test_counted("gpt2:124M,layers=1,channels=64,heads=8,vocab=128,seq=24,tied=0", 1, 2);
+    test_counted("mixtral:8x7B,layers=1,channels=64,heads=8,kv_heads=2,ffn=64,vocab=256,seq=64,experts=3", 3, 2);
     test_classifier(0);
     test_classifier(15);
     const struct {

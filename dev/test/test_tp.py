@@ -37,6 +37,9 @@ MODELS = {
     "qwen2.5": "qwen2.5:1.5B,layers=2,channels=96,heads=12,kv_heads=1,vocab=256,ffn=96,seq=24",
     "modern": "modern:d2,channels=96,heads=12,head_dim=16,vocab=300,ffn=96,seq=24",
     "qwen3": "qwen3:0.6B,layers=2,channels=96,heads=12,kv_heads=2,head_dim=16,vocab=256,ffn=96,seq=24",
+    "qwen3_moe": "qwen3:30B-A3B,layers=2,channels=96,heads=12,kv_heads=2,head_dim=16,vocab=256,ffn=96,seq=24,experts=8,"
+    "active=3",
+    "mixtral": "mixtral:8x7B,layers=2,channels=96,heads=12,kv_heads=4,vocab=300,ffn=96,seq=24",
 }
 
 MODELS |= {f"muon-{name}": f"muon:{model}" for name, model in MODELS.items()}
@@ -54,12 +57,12 @@ def tp_ranks():
 @pytest.mark.parametrize(
     "ranks, tp, models",
     [
-        (2, 2, ("gpt2", "gpt2-untied", "llama3-2", "qwen2.5", "qwen3", "modern")),
+        (2, 2, ("gpt2", "gpt2-untied", "llama3-2", "qwen2.5", "qwen3", "modern", "qwen3_moe")),
         (3, 3, ("gpt2", "llama3-3", "qwen2.5")),
         (4, 4, ("gpt2-untied", "llama3-2", "llama3.2", "qwen2.5", "qwen3", "modern")),
-        (4, 2, ("gpt2", "llama3-2", "qwen2.5", "qwen3")),
+        (4, 2, ("gpt2", "llama3-2", "qwen2.5", "qwen3", "mixtral")),
         (6, 3, ("llama3-3",)),
-        (2, 2, ("muon-gpt2", "muon-llama3-2")),
+        (2, 2, ("muon-gpt2", "muon-llama3-2", "muon-mixtral")),
         (4, 4, ("muon-qwen2.5",)),
         (4, 2, ("muon-gpt2", "muon-qwen2.5")),
         (3, 1, ("muon-llama3-3",)),

@@ -243,6 +243,7 @@ static inline void test_tp(const char *model, const Mesh *mesh, const TpBounds *
     char name[512];
     alone.dp.local_rank = mesh->job.local_rank;  // one process, one GPU
     config_parse(model, &c);
+    if (mesh->dp.world > 1) c.balance = 0;  // which is of the tokens of a group, or of all
     snprintf(name, sizeof name, "%d x %d, %s", mesh->dp.world, mesh->tp.world, model);
     o.seq_len = TP_T;
     o.head_chunks = 1;

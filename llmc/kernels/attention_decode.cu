@@ -1,43 +1,40 @@
 // The kernels of attention_decode.cuh, an object of their own.
 #include "attention_decode.cuh"
 
-// q and k of a row, N elements of both halves at a time.
-template <int N> __device__ inline void rotate_heads(floatX *row, const float *cos_sin, int heads, int HD) {
-    struct alignas(N * sizeof(floatX)) Vector { floatX x[N]; };
-    const int half = HD / 2, each = half / N;
-    for (int i = threadIdx.x; i < heads * each; i += PROMPT_THREADS) {
-        const int at = i % each * N;
-        floatX *to = row + i / each * HD + at;
-        Vector low = *(Vector *)to, high = *(Vector *)(to + half);
-        #pragma unroll
-        for (int k = 0; k < N; k += 2) {
-            const float4 angles = *(const float4 *)(cos_sin + (at + k) * 2);  // (cos, sin, cos, sin)
-            #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                float a = (float)low.x[k + e], b = (float)high.x[k + e];
-                rotate_pair(a, b, e ? angles.z : angles.x, e ? angles.w : angles.y);
-                low.x[k + e] = (floatX)a;
-                high.x[k + e] = (floatX)b;
-            }
-        }
-        *(Vector *)to = low;
-        *(Vector *)(to + half) = high;
-    }
-}
-// Block: a row.
+// Block: a row. Its q and k are normalised and rotated; keys and values go to the cache, e4m3: by way of qkv.
+template <int N>
 static __global__ void __launch_bounds__(PROMPT_THREADS)
-    kv_append_kernel(KvRows cache, const DecodeInput *rows, floatX *qkv, const float *cos_sin, int NH, int NKV,
-                     int HD) {
-    const DecodeInput row = rows[blockIdx.x];
-    floatX *heads = qkv + (size_t)blockIdx.x * (NH + 2 * NKV) * HD;
+    kv_append_kernel(KvRows cache, const DecodeInput *inputs, floatX *qkv, const QkNorm norm, bool normalises,
+                     const QkRows r, int lanes) {
+    static_assert((int)PROMPT_THREADS == (int)QK_NORM_THREADS, "HeadThread counts them");
+    const HeadThread<N> t(lanes, r.HD);
+    const DecodeInput row = inputs[blockIdx.x];
+    const int heads = r.NH + 2 * r.NKV;
+    floatX *from = qkv + (size_t)blockIdx.x * heads * r.HD;
     kernels_behind_begin();
     kernels_before_wait();
     if (row.slot < 0) return;
-    const float *angles = cos_sin + (size_t)row.position * HD;
-    if (cos_sin && HD / 2 % VecX::size == 0) rotate_heads<VecX::size>(heads, angles, NH + NKV, HD);
-    if (cos_sin && HD / 2 % VecX::size) rotate_heads<4>(heads, angles, NH + NKV, HD);
+    const size_t cached = cache.row(row.slot, row.position, 0, r.NKV);
+    for (int first = 0; first < heads; first += t.at_once) {
+        const int head = first + t.slot, kv = head - r.NH, is_value = kv >= r.NKV;
+        const bool mine = t.used && head < heads;
+        floatX *to = from + head * r.HD;
+        HeadPart<N> x;
+        x.fill(0, 0);
+        if (mine) x.load(to + t.first, t.half);
+        const float rstd = normalises ? head_rstd(x, norm, r, head, lanes) : 0;
+        if (!mine) continue;
+        if (normalises && !is_value)
+            head_normalise(x, t, norm, r, head, row.position, rstd);
+        else if (r.cos_sin && !is_value)
+            x.rotate(t.angles(r, row.position), 1);
+        if (kv >= 0 && !cache.scales)
+            to = (floatX *)cache.part(is_value) + (cached + (size_t)(kv - is_value * r.NKV) * KV_PAGE) * r.HD;
+        x.store(to + t.first, t.half);
+    }
+    if (!cache.scales) return;
     __syncthreads();
-    kv_append<PROMPT_THREADS>(cache, heads, row.slot, row.position, NH, NKV, HD);
+    kv_append<PROMPT_THREADS>(cache, from, row.slot, row.position, r.NH, r.NKV, r.HD);
 }
 
 struct AttentionRows {
@@ -77,6 +74,7 @@ __global__ void __launch_bounds__(DECODE_BLOCK_THREADS, BLOCKS)
     const DecodeTurn first(a, in);
     decode_prefetch(a, first, 0);
     decode_prefetch(a, first, 1);
+    if (!first.valid && blockIdx.x) return;  // makes room for the kernel behind. One at least waits for what is before
     kernels_before_wait();
     decode_attend_items<ROOM, Cached>(a, s.attention, in, first);
 }
@@ -96,21 +94,24 @@ static void attention_of_width(const DecodeAttention *a, const DecodeInput *rows
     else
         attention_launch<DECODE_MOST_HD, Cached>(a, rows, count, stream);
 }
-void attention_decode(floatX *out, const KvCache *cache, int layer, floatX *qkv, const float *cos_sin, int rows, int NH,
-                      int NKV, int HD, cudaStream_t stream) {
-    require(HD % VecX::size == 0 && HD <= KV_MOST_HD,
-            "generation with a head dimension of %d\nuse a multiple of %d up to %d", HD, VecX::size, (int)KV_MOST_HD);
+void attention_decode(floatX *out, const KvCache *cache, int layer, floatX *qkv, const QkNorm *norm,
+                      const float *cos_sin, int rows, int NH, int NKV, int HD, cudaStream_t stream) {
+    require(HD % 8 == 0 && HD <= KV_MOST_HD, "generation with a head dimension of %d\nuse a multiple of 8 up to %d", HD,
+            (int)KV_MOST_HD);
     assert(NH % NKV == 0 && rows <= ATTENTION_ROWS);
     const KvRows of_layer = kv_layer(cache, layer, NKV, HD);
-    launch_early(kv_append_kernel, rows, PROMPT_THREADS, 0, 1, stream, of_layer, cache->rows, qkv, cos_sin, NH, NKV,
-                 HD);
+    const QkRows heads = {rows, cache->room, NH, NKV, HD, cos_sin, NULL};
+    const QkNorm none = {};
+    const int vector = HD / 2 % VecX::size == 0 ? VecX::size : 4;
+    launch_early(vector == 4 ? kv_append_kernel<4> : kv_append_kernel<VecX::size>, rows, PROMPT_THREADS, 0, 1, stream,
+                 of_layer, cache->rows, qkv, norm ? *norm : none, norm != NULL, heads, head_lanes(HD, vector));
     const DecodeAttention a = {NH,
                                NKV,
                                HD,
                                1.4426950408889634f / sqrtf((float)HD),
                                qkv,
                                (NH + 2 * NKV) * HD,
-                               ATTENTION_LEAST,
+                               cache->few ? (cache->slots + 1) / 2 : (int)ATTENTION_LEAST,
                                of_layer,
                                NULL,
                                out,

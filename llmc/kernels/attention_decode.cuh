@@ -1,17 +1,18 @@
 // Attention of a step of generation of many sequences, a kernel of its own: decode_attention.cuh has what it computes.
 //   qkv (rows,(NH+2*NKV)*HD); out (rows,NH*HD); cache (pages,NKV,KV_PAGE) of a layer
-// First q and k are rotated, if they are not, and each row's keys and values go to the cache, e4m3 rounded. Then blocks
-// take turns over rows, heads of keys and spans of keys; a row that is nobody's has none,
-// nor has one of a piece of a prompt.
+// First q and k are normalised and rotated, and each row's keys and values go to the cache, e4m3 rounded. Then blocks
+// take turns over rows, heads of keys and spans of keys; a row that is nobody's has none, nor has one of a piece of a
+// prompt.
 // Ladder: dev/cuda/attention_decode.cu. Not supported: HD above 256 or not a multiple of a 16-byte vector.
 #ifndef LLMC_ATTENTION_DECODE_CUH
 #define LLMC_ATTENTION_DECODE_CUH
 
 #include "decode_attention.cuh"
+#include "qk_norm.cuh"
 
 enum {
     ATTENTION_ROWS = 256,  // of a step
-    ATTENTION_LEAST = 8    // chunks of a span: with many rows there are spans enough
+    ATTENTION_LEAST = 8    // chunks of a span: with many rows there are spans enough; few: decode_least
 };
 
 // Elements of the scratch: floats of parts, counters that hold zeros.
@@ -20,8 +21,9 @@ static size_t attention_decode_parts(int rows, int NH, int HD) {
 }
 static size_t attention_decode_counters(int rows, int NKV) { return (size_t)rows * (size_t)NKV; }
 
-// out =. rows: those of `cache`. cos_sin (room,HD/2,2): NULL, or q and k are rotated in place.
-void attention_decode(floatX *out, const KvCache *cache, int layer, floatX *qkv, const float *cos_sin, int rows, int NH,
-                      int NKV, int HD, cudaStream_t stream);
+// out =. rows: those of `cache`. norm: NULL, or that of each head; cos_sin (room,HD/2,2): NULL, or q and k are rotated.
+// Both are in place; keys may stay as they were.
+void attention_decode(floatX *out, const KvCache *cache, int layer, floatX *qkv, const QkNorm *norm,
+                      const float *cos_sin, int rows, int NH, int NKV, int HD, cudaStream_t stream);
 
 #endif

@@ -14,6 +14,7 @@
 
 #include "../config.h"
 #include "../cuda/tile.cuh"
+#include "route.cuh"
 
 enum { EXPERTS_THREADS = 256, EXPERTS_WARPS = EXPERTS_THREADS / WARP, CHUNK_TOKENS = 64, CHUNK_WARPS = 4 };
 
@@ -44,7 +45,7 @@ static size_t experts_scratch_bytes(size_t N, int E) { return experts_chunks(N) 
 
 // ---- route
 
-// A warp has a token, of which a lane has every 32nd expert.
+// A warp has a token.
 __global__ void __launch_bounds__(EXPERTS_THREADS)
     route_kernel(const ExpertRows r, const floatX *logits, int renormalise) {
     extern __shared__ int4 experts_shared[];  // (EXPERTS_WARPS,E) floats
@@ -52,35 +53,12 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
     kernels_behind_begin();
     kernels_before_wait();
     if (n >= r.N) return;
-    float *p = (float *)experts_shared + warp * r.E, highest = -INFINITY, sum = 0;
-    for (int e = lane; e < r.E; e += WARP) {
-        p[e] = (float)logits[(size_t)n * r.E + e];
-        highest = fmaxf(highest, p[e]);
-    }
-    highest = warp_reduce<Max>(highest);
-    for (int e = lane; e < r.E; e += WARP) sum += p[e] = expf(p[e] - highest);
-    sum = 1 / warp_reduce<Sum>(sum);
-    for (int e = lane; e < r.E; e += WARP) r.probs[(size_t)n * r.E + e] = p[e] *= sum;
-    float share = 0, shares = 0;
-    int expert = 0;
-    for (int k = 0; k < r.K; k++) {
-        unsigned long long best = 0;  // probability, then how early the expert is; NaN, without its sign, is above all
-        for (int e = lane; e < r.E; e += WARP)
-            if (!(p[e] < 0))
-                best = max(best, (__float_as_uint(p[e]) & 0x7fffffffull) << 32 | (0xffffffffu - (unsigned)e));
-        for (int mask = WARP / 2; mask > 0; mask /= 2) best = max(best, __shfl_xor_sync(0xffffffffu, best, mask));
-        const int at = (int)(0xffffffffu - (unsigned)best);
-        const float chosen = __uint_as_float((unsigned)(best >> 32));
-        if (at % WARP == lane) p[at] = -1;
-        if (lane == k) {
-            share = chosen;
-            expert = at;
-        }
-        shares += chosen;
-    }
+    float *probs = r.probs + (size_t)n * r.E;
+    const RouteChoice choice = route_row((float *)experts_shared + warp * r.E, logits + (size_t)n * r.E, r.E, r.K,
+                                         renormalise, [&](int e, float x) { probs[e] = x; });
     if (lane >= r.K) return;
-    r.shares[(size_t)n * r.K + lane] = renormalise ? share / shares : share;
-    r.experts[(size_t)n * r.K + lane] = expert;
+    r.shares[(size_t)n * r.K + lane] = choice.share;
+    r.experts[(size_t)n * r.K + lane] = choice.expert;
     r.rows[(size_t)n * r.K + lane] = n * r.K + lane;  // not sorted
 }
 

@@ -37,6 +37,7 @@ typedef struct {
     // Of a step: its rows in device memory, and scratch of its attention (attention_decode.cuh).
     const DecodeInput *rows;
     const struct RowsWeight *kept;  // (4 L + 1) in host memory: weights as they are kept; NULL: as in training
+    int few;                        // never more than 8 rows, of a mixture: kernels of decode_experts.cuh
     float *parts;
     unsigned *arrived;
     // Of the pass that runs:

@@ -163,12 +163,14 @@ template <typename S> static void hopper_launch(const MatmulProblem *q, const Ma
     MatmulSchedule schedule = matmul_schedule(M, N, S::ROWS * S::CLUSTER, S::OUT_COLUMNS, outs, symmetric);
     schedule.experts = o->experts;
     schedule.num_experts = q->experts;
+    schedule.beside = q->experts && S::Dtype::SCALED && q->form == MATMUL_BACKWARD_INPUT;
+    const int beside = schedule.beside ? weights : 1, below = weights / beside;
     const HopperWork w = {
         M,           N,           K,           schedule, (const bf16 *)o->bias, o->absmax, o->column_sums, o->rope,
         o->a_absmax, o->b_absmax, o->a_by_row, o->dots};
     const CUtensorMap a = S::MN_A ? matrix_map<Element>(o->a, K, M, batch) : matrix_map<Element>(o->a, M, K, batch);
     const CUtensorMap b =
-        S::MN_B ? matrix_map<Element>(o->b, K, N, weights) : matrix_map<Element>(o->b, z.N, K, weights);
+        S::MN_B ? matrix_map<Element>(o->b, K, N, below) : matrix_map<Element>(o->b, z.N, K * beside, below);
     const CUtensorMap out = matrix_map<bf16>(o->out, M, E::OUT_PARTS * N, outs);
     const CUtensorMap aux = E::AUX_PARTS ? matrix_map<bf16>(o->aux, M, E::AUX_PARTS * N) : out;
     cudaLaunchAttribute attribute;
@@ -194,9 +196,9 @@ constexpr HopperVariant hopper_row(MatmulEpilogue epilogue, MlpKind activation =
     constexpr MatmulDtype dtype = Dtype::SCALED ? MATMUL_E4M3 : MATMUL_FLOATX;
     return {dtype, FORM, epilogue, activation, COLUMNS, CLUSTER, hopper_launch<Tile>, OF_EXPERTS};
 }
-template <MatmulForm FORM, int COLUMNS, typename Epilogue>
+template <MatmulForm FORM, int COLUMNS, typename Epilogue, typename Dtype = MmaBf16>
 constexpr HopperVariant hopper_experts(MatmulEpilogue epilogue, MlpKind activation = NO_ACTIVATION) {
-    return hopper_row<MmaBf16, FORM, COLUMNS, 1, Epilogue, true>(epilogue, activation);
+    return hopper_row<Dtype, FORM, COLUMNS, 1, Epilogue, true>(epilogue, activation);
 }
 #define HOPPER_PLAIN(Dtype, form, columns, cluster) hopper_row<Dtype, form, columns, cluster, Plain>(EPILOGUE_PLAIN)
 #define HOPPER_SYMMETRIC(Dtype, form, columns, cluster) \

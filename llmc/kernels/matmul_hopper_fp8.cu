@@ -22,6 +22,11 @@ const HopperVariant *hopper_fp8(int *count) {
         HOPPER_PLAIN(Fast, MATMUL_BACKWARD_INPUT, 256, 2),
         HOPPER_PLAIN(Exact, MATMUL_BACKWARD_WEIGHT, 128, 1),
         HOPPER_PLAIN(Exact, MATMUL_BACKWARD_WEIGHT, 128, 2),
+        hopper_experts<MATMUL_FORWARD, 256, Plain, Fast>(EPILOGUE_PLAIN),
+        hopper_experts<MATMUL_FORWARD, 256, Activate<Swiglu, true>, Fast>(EPILOGUE_ACTIVATION_KEEPS_INPUT, MLP_SWIGLU),
+        hopper_experts<MATMUL_BACKWARD_INPUT, 256, Plain, Fast>(EPILOGUE_PLAIN),
+        hopper_experts<MATMUL_BACKWARD_INPUT, 256, ActivationGradient<Swiglu, true, true>, Fast>(
+            EPILOGUE_GRADIENT_FROM_INPUT, MLP_SWIGLU),
         HOPPER_ROPE(Fast, 256, 1),
         HOPPER_ACTIVATION_FORWARD(Fast, 256, 1, MLP_GELU, Gelu),
         HOPPER_ACTIVATION_FORWARD(Fast, 256, 1, MLP_SWIGLU, Swiglu),

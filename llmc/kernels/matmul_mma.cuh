@@ -135,7 +135,13 @@ __device__ inline void mma_fetch(const CUtensorMap *a_map, const CUtensorMap *b_
     for (int i = blockIdx.x / S::CLUSTER; i < schedule.tiles(); i += clusters) {
         const MatmulSchedule::Tile t = schedule.tile<S::GROUPS>(i);
         const int row = (t.row * S::CLUSTER + rank) * S::ROWS, column = t.column * S::OUT_COLUMNS;
-        const int a_product = S::GROUPS ? 0 : t.product, b_product = S::GROUPS == GROUPED_K ? 0 : t.product;
+        const int a_product = S::GROUPS ? 0 : t.product;
+        int b_product = S::GROUPS == GROUPED_K ? 0 : t.product, b_first = 0;
+        if constexpr (S::GROUPS == GROUPED_ROWS && S::Dtype::SCALED)
+            if (schedule.beside) {  // behind K comes another one's, times zeros
+                b_first = b_product * K;
+                b_product = 0;
+            }
         const int first = S::GROUPS == GROUPED_K ? schedule.first_of(t.product) : 0;
         const int end = S::GROUPS == GROUPED_K ? schedule.end_of(t.product) : K;
         for (int k = first; k < end; k += S::Dtype::STAGE_K, ring.next()) {
@@ -153,7 +159,7 @@ __device__ inline void mma_fetch(const CUtensorMap *a_map, const CUtensorMap *b_
                 constexpr int EACH = S::B_BOXES / S::Epilogue::PRODUCTS;  // boxes of gate, and then of up
                 const int at = j / EACH * N + column + j % EACH * BOX_COLUMNS;
                 const unsigned to = b + j * BOX_BYTES;
-                const int x = S::MN_B ? at : k, y = S::MN_B ? k : at;
+                const int x = S::MN_B ? at : b_first + k, y = S::MN_B ? k : at;
                 if constexpr (S::CLUSTER > 1)
                     box_load_all(to, b_map, barrier, x, y, b_product, (1 << S::CLUSTER) - 1);
                 else

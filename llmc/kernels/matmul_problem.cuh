@@ -19,9 +19,9 @@
 //   BACKWARD_INPUT   a: dout (rows,out)  b: weight^T (in,out)
 //   BACKWARD_WEIGHT  a: dout^T (out,rows)  b: inp^T (in,rows)
 // Of a mixture, inp, dout and out of the first two forms have the rows of all experts (matmul_schedule.cuh), and there
-// is a weight for each: (E,out,in). GRADIENT_FROM_INPUT then gives sums over columns of x f, too: the gradients of
-// shares. SwiGLU has two inputs, gate and up, side by side: twice the columns in weight and x of FORWARD, in aux, and
-// in x times slopes. BACKWARD_INPUT's `in` is then one of the two, the width of f.
+// is a weight for each: (E,out,in), or transposed (in,E,out). GRADIENT_FROM_INPUT then gives sums over columns of x f,
+// too: the gradients of shares. SwiGLU has two inputs, gate and up, side by side: twice the columns in weight and x of
+// FORWARD, in aux, and in x times slopes. BACKWARD_INPUT's `in` is then one of the two, the width of f.
 #ifndef LLMC_MATMUL_PROBLEM_CUH
 #define LLMC_MATMUL_PROBLEM_CUH
 

@@ -24,6 +24,7 @@ struct MatmulSchedule {
     // begin; then the expert of each EXPERT_ROWS rows. NULL: not grouped.
     const int *experts;
     int num_experts;
+    int beside;  // of GROUPED_ROWS: weights (N,K) lie beside each other, in rows of num_experts K; else below
     struct Tile { int row, column, product; };
     __host__ __device__ int tiles() const { return each * batch; }
     // The first wanted tile of a column of tiles.

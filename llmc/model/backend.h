@@ -103,10 +103,11 @@ static int whole_blocks(const Options *o, int L) {
     return count < 0 ? 0 : count < L ? (int)count : L - 1;
 }
 // For the plan.
-static void print_recomputed(int level, int whole, int L, FILE *f) {
+static const char *made_again(int keeps_attention) { return keeps_attention ? "except attention" : "whole"; }
+static void print_recomputed(int level, int whole, int keeps, int L, FILE *f) {
     static const char *const levels[] = {"nothing", "the activation", "the activation and the norms", "whole blocks"};
     fprintf(f, "backward recomputes %s", levels[level]);
-    if (whole && level < 3) fprintf(f, ", but %d of %d blocks whole", whole, L);
+    if (whole && level < 3) fprintf(f, ", but %d of %d blocks %s", whole, L, made_again(keeps));
 }
 static Lora lora_of(const Config *c, const Options *o) {
     Lora l = {(int)o->lora, 0, (float)(o->lora_alpha < 0 ? 2.0 * o->lora : o->lora_alpha), 0, 0};

@@ -3,8 +3,9 @@
 //
 // Kept for backward, per block: x', x'', h1, h2, qkv, y, lse, the activation's slopes in place of f, a and the norms'
 // statistics: 8C + 2F (GELU) values a token; with QK-norm also q_k_v, which attention reads. --recompute 1 keeps f and
-// no a, 2 h1, h2 and q_k_v once and not per block, 3 all but x''. Of whole_blocks all but x'' is once, too. Where only
-// weights' gradients read h1, h2 and a, in fp8, they are kept so, transposed, and in floatX once (keeps_fp8_inputs).
+// no a, 2 h1, h2 and q_k_v once and not per block, 3 all but x''. Of whole_blocks all but x'' is once, too, or all but
+// x', x'', y and lse (keeps_attention). Where only weights' gradients read h1, h2 and a, in fp8, they are kept so,
+// transposed, and in floatX once (keeps_fp8_inputs).
 //
 // Where an element of the parameters is. Four coordinates, all in elements:
 //
@@ -147,18 +148,20 @@ typedef struct {
 static Fp8Operands fp8_operands(const Plan *p, Buffers *b) {
     const Config *c = &p->local;
     const size_t C = (size_t)c->channels, head = p->fp8_head ? (size_t)c->padded_vocab_size * C : 0;
-    // in elements; the head's are of some rows
+    // in elements; the head's are of some rows; experts' are not transposed
     const size_t N = p->fp8_blocks ? p->N : 0, part = p->fp8_head ? (size_t)p->head_rows : 0;
-    const size_t in[] = {N * C, N * (size_t)(c->num_heads * c->head_dim), N * (size_t)c->ffn_dim, part * C};
-    const size_t out[] = {N * (size_t)qkv_width(c), N * C, N * (size_t)fc_width(c)};
+    const size_t M = c->num_experts ? 0 : N, R = N ? plan_mlp_rows(p) : 0, F = (size_t)c->ffn_dim;
+    const size_t in[] = {N * C, N * (size_t)(c->num_heads * c->head_dim), M * F, part * C};
+    const size_t out[] = {N * (size_t)qkv_width(c), N * C, M * (size_t)fc_width(c)};
     const size_t inputs = LARGEST(in), gradients = LARGEST(out);
+    const size_t rows[] = {inputs, p->trains * gradients, R * C, R * F, p->trains * R * (size_t)fc_width(c)};
     const int each = p->fp8_each_pass, gathers = p->fp8_blocks && p->zero_stage >= 3, shares = !p->fp8_head;
     const char *lie = each ? "weights, of one block" : gathers ? "weights, of two blocks" : "weights";
     return {
         {{&b->weights_fp8, lie, plan_fp8_block_weights(p, 0) + head, shares && each},
          {&b->weights_fp8_transposed, gathers || each ? "one block's, transposed" : "transposed",
           p->trains ? plan_fp8_block_weights(p, 1) : 0, shares && each},
-         {&b->fp8.rows, "a product's input or gradient", p->trains && gradients > inputs ? gradients : inputs, shares},
+         {&b->fp8.rows, "a product's input or gradient", LARGEST(rows), shares},
          {&b->fp8.dout_transposed, "an output's gradient, transposed", p->fp8_weight_gradients ? gradients : 0, shares},
          {&b->fp8.in_transposed, "an input, transposed", p->fp8_weight_gradients ? inputs : 0, shares}}};
 }
@@ -204,6 +207,9 @@ static size_t norms_size(const Plan *p, int shared) {
 }
 // Places for what a block keeps: whole blocks have the one of the block behind them.
 static size_t plan_block_places(const Plan *p) { return (size_t)(p->config.num_layers - p->whole_blocks); }
+// Whole blocks that keep what attention gave.
+static size_t plan_kept_attention(const Plan *p) { return p->keeps_attention ? (size_t)p->whole_blocks : 0; }
+static size_t heads_width(const Config *c) { return (size_t)(c->num_heads * c->head_dim); }
 // Elements that a block keeps, and those in fp8.
 static size_t saved_block_size(const Plan *p) {
     const Config *c = &p->local;
@@ -531,7 +537,7 @@ static void request_activations(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
     const int leave = inputs_leave(p), level = std::max((int)p->options.recompute, p->recomputes_activation);
     const size_t C = (size_t)c->channels, rows = p->rows, L = (size_t)c->num_layers, kept = plan_block_places(p),
-                 streams = leave ? 2 : L;
+                 streams = leave ? 2 : L, apart = plan_kept_attention(p);
     const char *names[] = {"qkv, y, f, norms, a of kept layers", "qkv, y, f, norms of kept layers",
                            "qkv, y, f of kept layers", "qkv, y, f, a, recomputed"};
     memory_group(m, "activations");
@@ -541,14 +547,16 @@ static void request_activations(const Plan *p, Buffers *b, Memory *m) {
         memory_request(m, &b->rstd_tokens, "its 1/std (B,T)", rows);
     }
     memory_request(m, &b->saved_x, leave ? "residuals (3,B,T,C)" : "residuals (L+kept,B,T,C)",
-                   (streams + kept) * rows * C);
+                   (streams + kept + apart) * rows * C);
     if (leave && p->trains) memory_request_pinned(m, &b->host_x, "residuals (L-2,B,T,C)", (L - 2) * rows * C);
     const size_t shared = norms_size(p, 1), inputs = saved_inputs_size(p);
-    memory_request(m, &b->saved_block, names[inputs && level < 3 ? 2 : level], kept * saved_block_size(p));
+    memory_request(m, &b->saved_block, names[inputs && level < 3 ? 2 : level],
+                   kept * saved_block_size(p) + apart * p->N * heads_width(c));
     if (inputs) memory_request(m, &b->saved_inputs, "norms, a of kept layers in fp8", kept * inputs);
     if (c->num_experts) memory_request(m, &b->saved_routing, "experts and their rows", kept * saved_routing_size(p));
     if (shared) memory_request(m, &b->shared_norms, inputs ? "what norms give" : "what norms give, recomputed", shared);
-    memory_request(m, &b->saved_stats, "lse, mean, 1/std", kept * saved_stats_size(p));
+    memory_request(m, &b->saved_stats, "lse, mean, 1/std",
+                   kept * saved_stats_size(p) + apart * p->N * (size_t)c->num_heads);
     memory_request(m, &b->h_final, "final norm (B,T,C)", rows * C);
     memory_request(m, &b->mean_final, "final mean (B,T)", rows);
     memory_request(m, &b->rstd_final, "final 1/std (B,T)", rows);
@@ -603,7 +611,7 @@ static void request_fp8(const Plan *p, Buffers *b, Memory *m) {
                        (size_t)p->config.num_layers * unit_vectors(p->table).count);
     memory_request(m, &b->absmax, "largest values", 3 * (size_t)plan_fp8_layers(p));
     memory_request(m, &b->fp8_counts, "counts", NUM_FP8_TENSORS);
-    memory_request(m, &b->fp8.row_absmax, "largest values of rows", p->N);
+    memory_request(m, &b->fp8.row_absmax, "largest values of rows", plan_mlp_rows(p));
 }
 // Integers of a pinned buffer in which a micro-step's tokens wait for the device.
 static size_t plan_token_buffer(const Plan *p) { return (2 + 3 * !!p->ranged + 2 * !!p->compacts_rows) * p->N; }
@@ -664,7 +672,19 @@ static ExpertRows experts_place(const Plan *p, int *next) {
     r.groups = take(experts_groups((size_t)R, E));
     return r;
 }
-// Cuts the saved buffers into blocks and the region into its parts.
+// The parts of the region.
+static void region_place(const Plan *p, Buffers *b, const Region *region) {
+    // GELU's gradient is computed in place
+    b->da = activation_inputs(p->local.mlp) > 1 ? (floatX *)(b->region + region->da) : b->df;
+    b->attention = (float *)(b->region + region->attention);
+    size_t fp8 = region->fp8;
+    for (const auto &x : fp8_operands(p, b).of) {
+        if (!x.bytes || !x.in_region) continue;
+        *x.to = (uint8_t *)b->region + fp8;
+        fp8 += round_up(x.bytes, REGION_ALIGN);
+    }
+}
+// Cuts the saved buffers into blocks.
 static void buffers_place(const Plan *p, Buffers *b) {
     const Config *c = &p->local;
     const Region region = region_of(p);
@@ -680,27 +700,24 @@ static void buffers_place(const Plan *p, Buffers *b) {
         from += count;
         return p;
     };
-    // GELU's gradient is computed in place
-    b->da = activation_inputs(c->mlp) > 1 ? (floatX *)(b->region + region.da) : b->df;
-    b->attention = (float *)(b->region + region.attention);
-    size_t fp8 = region.fp8;
-    for (const auto &x : fp8_operands(p, b).of) {
-        if (!x.bytes || !x.in_region) continue;
-        *x.to = (uint8_t *)b->region + fp8;
-        fp8 += round_up(x.bytes, REGION_ALIGN);
-    }
+    region_place(p, b, &region);
     b->blocks = new_zeros(BlockActs, c->num_layers);
     for (int l = 0; l < c->num_layers; l++) {
         BlockActs *a = &b->blocks[l];
-        if (l > 0 && l <= p->whole_blocks) {  // all but x'' are those of block 0
+        if (l > 0 && l <= p->whole_blocks) {  // what is not its own is block 0's
             *a = b->blocks[0];
+            if (p->keeps_attention) {
+                a->x_mid = values(x, rows * C);
+                a->y = values(next, N * heads_width(c));
+                a->lse = values(stats, N * (size_t)c->num_heads);
+            }
             a->x_out = l >= 2 && inputs_leave(p) ? b->blocks[l - 2].x_out : values(x, rows * C);
             continue;
         }
         a->x_mid = values(x, rows * C);
         a->x_out = values(x, rows * C);
         a->qkv = values(next, N * (size_t)qkv_width(c));
-        a->y = values(next, N * (size_t)(c->num_heads * c->head_dim));
+        a->y = values(next, N * heads_width(c));
         a->f = values(next, plan_mlp_rows(p) * (size_t)fc_width(c));
         a->a = p->recomputes_activation ? (floatX *)(b->region + region.a)
                : p->keeps_fp8_inputs    ? b->df  // not read when that is written

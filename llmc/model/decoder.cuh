@@ -6,7 +6,7 @@
 //                  kernels/matmul_rows.cuh, its attention that of kernels/attention_decode.cuh. Rows are filled up to
 //                  64, 128 or 256. With --tp ranks exchange rows as in training.
 // A mixture of experts has the second one for all numbers of rows, filled up to a power of two, and
-// kernels/decode_experts.cuh for its experts.
+// kernels/decode_experts.cuh for its experts; up to 8 rows also for most of what a block does.
 // The second one also serves where the first does not: ranks that do not reach each other's memory, --zero-stage 3,
 // products in fp8, sizes that the kernel does not have. All ranks have the same logits and draw the same.
 // The three are a CUDA graph for each number of rows.
@@ -66,7 +66,9 @@ static CacheBytes decoder_cache(const Plan *p, const KvCache *k) {
     return {round_up(fp8 ? size : size * sizeof(floatX), 512), fp8 ? size / (size_t)c->head_dim : 0};
 }
 // With --lora the kernel reads all blocks' matrices with their adapters merged into them.
-static int decoder_merges(const Plan *p, const Decoder *d) { return (d->has_kernel || d->has_rows) && p->lora.rank; }
+static int decoder_merges(const Plan *p, const Decoder *d) {
+    return (d->has_kernel || d->has_rows || d->cache.few) && p->lora.rank;
+}
 static size_t decoder_merged(const Plan *p) { return (size_t)p->config.num_layers * merged_matrices(p); }
 // Of a run of calls, where training and generation take turns, cache and merged matrices may lie in the activations
 // that blocks keep for backward, but for the first place. Returns whether they fit.
@@ -170,7 +172,7 @@ static void decoder_set_matrices(const Plan *p, const Buffers *b, Decoder *d, cu
     decoder_table(p, b, d, table);
     if (d->has_kernel) upload(d->matrices, table, (size_t)count * sizeof *table, stream);
     for (int i = 0; i < count && d->kept; i++)
-        if (is_of_experts(p, i) ? plan_has_experts_kernel(p) : d->has_rows)
+        if (is_of_experts(p, i) ? plan_has_experts_kernel(p) : d->has_rows || (d->cache.few && i + 1 < count))
             d->kept[i] = {is_merged(p, i) ? WEIGHTS_FP32 : p->weights, table[i].weights, table[i].scales};
     free(table);
 }
@@ -194,7 +196,8 @@ static int decoder_filled(const Plan *p, const Decoder *d, int rows, int part_ro
     int filled = p->config.num_experts ? 1 : 64;
     while (filled < rows) filled *= 2;
     if (d->has_kernel) return rows;
-    return d->has_rows ? std::min(filled, (int)p->rows) : (int)round_up((size_t)rows, (size_t)part_rows);
+    if (!d->has_rows && !d->cache.few) return (int)round_up((size_t)rows, (size_t)part_rows);
+    return std::min(filled, (int)p->rows);
 }
 // Pages that memory has beside all else that is requested. Some is left for what the driver and cuBLAS take, and a
 // quarter for the cache of a draft.
@@ -234,6 +237,7 @@ static void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int reache
     d->rows = rows;
     d->has_kernel = rows <= DECODE_MOST_ROWS && plan_has_decode_kernel(p) && (!plan_is_split(p) || reaches);
     d->has_rows = !d->has_kernel && plan_has_rows_kernel(p);
+    k->few = rows <= DECODE_FEW_ROWS && plan_has_few_kernels(p);
     d->kept = d->has_rows || plan_has_experts_kernel(p) ? new_zeros(RowsWeight, quantised_count(p)) : NULL;
     d->most = decoder_filled(p, d, rows, part_rows);
     assert(d->has_kernel || d->most <= (int)p->rows);

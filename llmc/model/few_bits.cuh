@@ -120,6 +120,18 @@ static int plan_has_experts_kernel(const Plan *p) {
     }
     return fits;
 }
+// The same of few rows, by kernels that take a block's norms, the choice of experts and their sums with the products.
+static int plan_has_few_kernels(const Plan *p) {
+    const Config *c = &p->config;
+    int fits = plan_has_experts_kernel(p) && !plan_is_split(p) && c->norm == NORM_RMS && !c->qkv_bias &&
+               !c->linear_bias && c->active_experts <= WARP;
+    for (const Linear *l : {&p->qkv, &p->proj}) {
+        FewProduct sizes = {DECODE_FEW_ROWS, l->in, l->out, p->weights};
+        sizes.gain = l == &p->qkv ? (const floatX *)p : NULL;  // there is one
+        fits = fits && decode_few_fits(&sizes);
+    }
+    return fits;
+}
 
 // ---- where
 

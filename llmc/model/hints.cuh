@@ -32,26 +32,28 @@ static int run_fits(const Plan *p, const Options *o, int B, MemoryBytes room) {
 // ---- what a run chooses by itself: --recompute, of whole blocks and of others, --offload, and of how many blocks fp8
 // copies are kept, all of which changes no digit
 
-enum { FIT_WAYS = 32, FIT_NONE = INT_MAX };
-// Way `i` of saving memory, with so many whole blocks (0: those asked for). Returns whether the run can, without
-// changing what was asked for.
+enum { FIT_WAYS = 64, FIT_NONE = INT_MAX };
+// Way `i` of saving memory, with so many blocks made again, whole or but for attention (0: those asked for). Returns
+// whether the run can, without changing what was asked for.
 static int fit_way(const Plan *p, const Options *asked, int i, int blocks, Options *o) {
     static const char *const lists[][2] = {{"", ""},
                                            {"activations", "activations"},
                                            {"states", "states,master"},
                                            {"states,activations", "states,master,activations"}};
-    const int recompute = i % 4, list = i / 4 % 4, each_pass = i / 16;
+    const int recompute = i % 4, list = i / 4 % 4, each_pass = i / 16 % 2, keeps_attention = i / 32;
     *o = *asked;
     o->recompute = recompute;
     if (blocks) o->recompute_blocks = blocks;
     if (list) o->offload = lists[list][p->has_master && !plan_needs_fp32(p)];
     if (each_pass) o->fp8_copies = 0;
+    if (keeps_attention) o->recompute_attention = 0;
+    if (keeps_attention && (asked->recompute_attention >= 0 || !blocks)) return 0;
     if (each_pass && (asked->fp8_copies >= 0 || !plan_fp8_each_pass(p, o))) return 0;
     if (asked->recompute >= 0 && recompute != asked->recompute) return 0;
     if (list && (*asked->offload || (list >= 2 && p->table->muon))) return 0;
     return recompute == 3 || !(offloads(o) & OFFLOAD_ACTIVATIONS);
 }
-// The least number of whole blocks, below all, with which way `i` fits here; FIT_NONE: it does not.
+// The least number of blocks made again, below all, with which way `i` fits here; FIT_NONE: it does not.
 static int fit_blocks(const Plan *p, const Options *asked, int i, MemoryBytes room) {
     const int chooses = asked->recompute < 0 && asked->recompute_blocks < 0 && i % 4 < 3;
     int least = 0, most = chooses ? std::max(p->config.num_layers - 2, 0) : 0;
@@ -65,13 +67,22 @@ static int fit_blocks(const Plan *p, const Options *asked, int i, MemoryBytes ro
     }
     return most;
 }
+// Which part of a whole block's time its products of q, k, v and of the MLP take: by their FLOPs, of which attention's
+// take 1.5 times as long as products' in bf16, 3 times as long as those in fp8.
+static double fit_products(const Plan *p) {
+    const Config *c = &p->config;
+    const double C = c->channels, heads = (double)heads_width(c), active = std::max(c->active_experts, 1),
+                 made = C * (qkv_width(c) + active * fc_width(c)), attention = (p->fp8_blocks ? 3 : 1.5) * p->T * heads;
+    return made / (made + C * heads + attention);
+}
 // About how much longer a step takes, as a part of it: shares that were measured with an 8B model, of whole blocks by
 // their number, and for states and fp8 weights the time of their copies (doc/memory.md). peak: FLOP/s, 0: unknown.
 static double fit_cost(const Plan *p, const Options *o, double peak) {
     static const double recomputed[] = {0, 0.01, 0.03, 0.25};
     const ParamTable none = {}, *frozen = p->base == p->table ? &none : p->base;
+    const double rate = p->fp8_blocks ? 0.75 : 0.5;  // of bf16's peak
     const double tokens = std::max((double)p->N, (double)o->total_batch / p->mesh->dp.world), copied = 50e9 /*bytes/s*/,
-                 step = tokens * flops_per_token(&p->local, p->table, frozen, p->T) / (peak > 0 ? peak / 2 : 1e14);
+                 step = tokens * flops_per_token(&p->local, p->table, frozen, p->T) / (peak > 0 ? rate * peak : 1e14);
     const int which = offloads(o);
     const double states = which & OFFLOAD_STATES ? 2 * (p->bf16_states ? sizeof(bf16) : sizeof(float)) : 0,
                  masters = which & OFFLOAD_MASTER ? sizeof(float) : 0;
@@ -80,7 +91,8 @@ static double fit_cost(const Plan *p, const Options *o, double peak) {
                  copies = plan_fp8_each_pass(p, o) ? 2 * each * tokens / (double)p->N - each - 1 : 0;
     const double level = recomputed[o->recompute],
                  whole = (double)whole_blocks(o, p->config.num_layers) / p->config.num_layers;
-    return level + whole * (recomputed[3] - level) + (which & OFFLOAD_ACTIVATIONS ? 0.02 : 0) +
+    const double block = !o->recompute_attention && o->recompute < 3 ? fit_products(p) * recomputed[3] : recomputed[3];
+    return level + whole * (block - level) + (which & OFFLOAD_ACTIVATIONS ? 0.02 : 0) +
            (states + masters) * (double)plan_kept(p, SLOT_M) / copied / step +
            copies * p->config.num_layers * (double)param_unit(p->base, 1).count / moved / step;
 }
@@ -177,11 +189,12 @@ static void fit_print(const Plan *p, const Options *chosen, MemoryBytes room, do
     char with[192], text[256] = "";
     Options other = *chosen;
     other.recompute_blocks = p->options.recompute_blocks;
+    other.recompute_attention = p->options.recompute_attention;
     other.fp8_copies = p->options.fp8_copies;
     options_that_differ(&other, &p->options, with, sizeof with);
     if (chosen->recompute_blocks != other.recompute_blocks)
-        append_text(with, sizeof with, "%s %lld of %d blocks made again whole", *with ? "," : "",
-                    chosen->recompute_blocks, p->config.num_layers);
+        append_text(with, sizeof with, "%s %lld of %d blocks made again %s", *with ? "," : "", chosen->recompute_blocks,
+                    p->config.num_layers, made_again(!chosen->recompute_attention));
     if (chosen->fp8_copies != other.fp8_copies)
         append_text(with, sizeof with, "%s fp8 copies of a block at a time", *with ? "," : "");
     if (!*with) return;

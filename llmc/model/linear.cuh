@@ -20,7 +20,9 @@
 // linear_keep_input, or else linear_product_weight, takes to quantise it again; clear_absmax (train_gpt2.cu) zeroes
 // them before each forward. The absmax of weights is taken in the first forward after an update. An absmax is all that
 // is kept: fp8_scale makes the same scale of it for who quantises and for the product.
-// The head's gradients stay in floatX: those of its output are too far apart for e4m3 (doc/fp8.md).
+// The head's gradients stay in floatX: those of its output are too far apart for e4m3 (doc/fp8.md). Experts of a
+// layer share one scale: e4m3 keeps its three bits of mantissa down to 2^-14 of the largest. Gradients of their weights
+// stay in floatX.
 //
 // With --lora `weight` has the adapters merged into it (kernels/lora.cuh) and no gradient; linear_adapters gives
 // theirs.
@@ -46,6 +48,7 @@ typedef enum { LINEAR_PLAIN, LINEAR_ROPE, LINEAR_QK_NORM, LINEAR_ACTIVATION } Li
 typedef struct {
     // The same in every block (plan.cuh).
     int in, out;  // columns of a row that are here
+    int experts;  // of a mixture: so many weights (out,in) lie below each other; 0: one
     LinearSplit split;
     OverlapKind forward, backward;  // of its exchange with other ranks
     LinearOutput output;
@@ -64,7 +67,7 @@ typedef struct {
     floatX *dweight, *dbias;                      // NULL: the weights are frozen
     LayerAdapters adapters;                       // which are merged into `weight`
     RowsWeight kept;                              // of a step of generation: the weight as it is kept; or without one
-    uint8_t *weight_fp8, *weight_fp8_transposed;  // (out,in), (in,out); NULL: not read in this pass
+    uint8_t *weight_fp8, *weight_fp8_transposed;  // (out,in), (in,out), experts' beside each other; NULL: not read now
     uint8_t *in_transposed;                       // (in,N) what forward keeps of its input; NULL: not in fp8
     float *in_absmax, *dout_absmax, *weight_absmax;
     ColumnSums sums;  // of the gradient of its output
@@ -95,11 +98,12 @@ typedef struct {
 // Makes the fp8 copies of a weight that the pass reads, and after an update its absmax.
 static void linear_quantise(const Pass *p, const Linear *l) {
     const bf16 *w = (const bf16 *)l->weight;
+    const int rows = l->out * (l->experts ? l->experts : 1);
     if (p->quantises_weights) {
         cudaCheck(cudaMemsetAsync(l->weight_absmax, 0, sizeof(float), p->stream));
-        absmax_tensor(l->weight_absmax, w, (size_t)l->out * (size_t)l->in, p->stream);
+        absmax_tensor(l->weight_absmax, w, (size_t)rows * (size_t)l->in, p->stream);
     }
-    quantise(l->weight_fp8, l->weight_fp8_transposed, w, l->out, l->in, l->weight_absmax, p->fp8.weights, p->stream);
+    quantise(l->weight_fp8, l->weight_fp8_transposed, w, rows, l->in, l->weight_absmax, p->fp8.weights, p->stream);
 }
 
 // What a product reads of x (rows,width), an input or the gradient of an output; in fp8 with a scale for each row.
@@ -191,6 +195,7 @@ static void linear_output(const Pass *p, const Linear *l, floatX *out) {
         if (!p->positions) rope_forward(out, p->cos_sin, p->B, p->T, l->heads, l->kv_heads, l->head_dim, p->stream);
         break;
     case LINEAR_QK_NORM: {
+        if (!l->aux) break;  // a step's attention does, too
         const QkRows rows = linear_heads(p, l);
         qk_norm_forward(&l->qk_norm, &rows, out, l->aux, p->stream);
         break;

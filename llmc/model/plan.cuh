@@ -37,6 +37,7 @@ typedef struct {
     int recomputes_norms;       // and h1, h2, normalised q and k
     int keeps_fp8_inputs;       // of h1, h2 and a what weights' gradients read of them, in fp8; they have one place
     int whole_blocks;           // of so many of the first blocks all but their inputs
+    int keeps_attention;        // they also keep attention's output, lse and the stream behind it
     int offload;                // what is in host memory while it is not used: bits of backend.h
     int head_rows;              // the head runs on so many rows at a time
     int compacts_rows;          // a micro-step's head runs on the rows that are learned alone
@@ -120,14 +121,15 @@ static void plan_layers(Plan *p) {
     p->fcproj.in = c->ffn_dim;
     p->fcproj.out = C;
     p->fcproj.split = LINEAR_ROWS;
+    p->fc.experts = p->fcproj.experts = c->num_experts;
     p->fcproj.forward = OVER_FCPROJ;
     p->fcproj.backward = OVER_D_FCPROJ;
     if (p->activation_fused == 2)
         p->fcproj.gradient = p->recomputes_activation ? EPILOGUE_GRADIENT_FROM_INPUT : EPILOGUE_GRADIENT;
     for (Linear *l : {&p->qkv, &p->proj, &p->fc, &p->fcproj}) {
         l->dtype = l->input_dtype = p->fp8_blocks ? MATMUL_E4M3 : MATMUL_FLOATX;
-        l->weight_dtype = p->fp8_weight_gradients ? MATMUL_E4M3 : MATMUL_FLOATX;
-        l->tensor_gradient = p->fp8_weight_gradients && !plan_is_split(p);
+        l->weight_dtype = p->fp8_weight_gradients && !l->experts ? MATMUL_E4M3 : MATMUL_FLOATX;
+        l->tensor_gradient = l->weight_dtype == MATMUL_E4M3 && !plan_is_split(p);
     }
     p->head.in = C;
     p->head.out = c->padded_vocab_size;
@@ -178,14 +180,9 @@ static int plan_offload(const Plan *p) {
     return asked;
 }
 // What a mixture of experts has not on a GPU so far: the CPU trainer has it.
-static void plan_require_experts(const Config *c, const Options *o, const Mesh *mesh) {
-    const struct {
-        int asked;
-        const char *what;
-    } lacks[] = {{mesh->tp.world > 1, "--tp"}, {matmul_is_fp8(o), "--matmul-dtype fp8"}};
-    for (int i = 0; i < COUNT_OF(lacks) && c->num_experts; i++)
-        require(!lacks[i].asked, "a mixture of experts has no %s on a GPU so far\nuse ./train_gpt2 (make train_gpt2)",
-                lacks[i].what);
+static void plan_require_experts(const Config *c, const Options *o) {
+    require(!c->num_experts || !matmul_is_fp8(o) || matmul_has_own_fp8(),
+            "a mixture of experts in fp8 needs a bf16 build and a Hopper GPU\nleave --matmul-dtype out");
     require(c->num_experts % VecX::size == 0, "%d experts are no multiple of %d\nuse ./train_gpt2 (make train_gpt2)",
             c->num_experts, VecX::size);
 }
@@ -209,7 +206,7 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     p.rows = p.N / (size_t)ranks;
     p.trains = !forward_only(o);
     p.ranged = o->documents > 0 || o->window > 0;
-    plan_require_experts(c, o, mesh);
+    plan_require_experts(c, o);
     matmul_check(&mesh->job, &p.local, o);
     require(strcmp(o->matmul_dtype, "bf16") || sizeof(floatX) == 2,
             "--matmul-dtype bf16 needs a bf16 build\nleave it out");
@@ -229,8 +226,9 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     const long long recompute = p.options.recompute;
     p.recomputes_activation = recompute == 1 || recompute == 2 || c->num_experts > 0;  // experts.cuh
     p.recomputes_norms = recompute == 2;
-    p.keeps_fp8_inputs = p.fp8_weight_gradients && ranks == 1 && !p.recomputes_norms;
+    p.keeps_fp8_inputs = p.fp8_weight_gradients && ranks == 1 && !p.recomputes_norms && !c->num_experts;
     p.whole_blocks = whole_blocks(&p.options, c->num_layers);
+    p.keeps_attention = p.trains && recompute < 3 && !o->recompute_attention;
     p.offload = plan_offload(&p);
     p.head_rows = (int)head_rows(o, p.B, p.T);
     p.compacts_rows = p.trains && ranks == 1;
@@ -269,7 +267,10 @@ static void plan_print(const Plan *p, FILE *f) {
     const int rope = p->local.position == POSITION_ROPE;
     fprintf(f, "plan      products %s%s, logits %s%s, sums fp32 | activation %s",
             p->fp8_blocks ? "fp8 (e4m3)" : FLOATX_NAME,
-            p->fp8_blocks && p->trains && !p->fp8_weight_gradients ? ", of weights' gradients bf16" : "",
+            !p->fp8_blocks || !p->trains ? ""
+            : !p->fp8_weight_gradients   ? ", of weights' gradients bf16"
+            : p->config.num_experts      ? ", of experts' weights' gradients bf16"
+                                         : "",
             p->fp8_head ? "fp8 (e4m3)" : FLOATX_NAME, p->fp8 && !matmul_has_own_fp8() ? ", fp8 by cuBLASLt" : "",
             fused[p->activation_fused]);
     if (p->weights != WEIGHTS_FP32) fprintf(f, " | weights %s", weight_format_names[p->weights]);
@@ -284,7 +285,7 @@ static void plan_print(const Plan *p, FILE *f) {
         return;
     }
     fprintf(f, "\nplan      ");
-    print_recomputed((int)p->options.recompute, p->whole_blocks, p->config.num_layers, f);
+    print_recomputed((int)p->options.recompute, p->whole_blocks, p->keeps_attention, p->config.num_layers, f);
     fprintf(f, " | head in %zu part%s | %s %s%s, gradients %s%s, m and v %s", ceil_div(p->N, (size_t)p->head_rows),
             ceil_div(p->N, (size_t)p->head_rows) == 1 ? "" : "s", p->lora.rank ? "adapters" : "weights", FLOATX_NAME,
             p->has_master ? " and fp32" : "", FLOATX_NAME, p->sums_in_fp32 ? ", added up in fp32" : "",

@@ -103,9 +103,10 @@ static size_t zero_largest_unit(const ParamTable *t) {
     return most;
 }
 
-// A block's vectors, from its first element on, in whole 16-byte vectors.
+// A block's vectors, with a router before them, from its first element on, in whole 16-byte vectors.
 static Span unit_vectors(const ParamTable *t) {
-    const size_t block = t->unit_begin[1], begin = param_at(t, 1, ROLE_LN1W) - block;
+    const size_t block = t->unit_begin[1],
+                 begin = std::min(param_at(t, 1, ROLE_ROUTERW), param_at(t, 1, ROLE_LN1W)) - block;
     size_t end = 0;
     for (int i = 0; i < t->count; i++)
         if (t->params[i].unit == 1) end = t->params[i].offset + t->params[i].size - block;
@@ -288,7 +289,7 @@ template <typename Each> static void zero_matrices(const Zero *z, int unit, Each
     for (int i = 0; i < z->table->count; i++) {
         const Param *p = &z->table->params[i];
         const Span mine = span_overlap(shard, p->offset, p->size);
-        if (p->unit == unit && !p->is_vector && mine.count)
+        if (p->unit == unit && p->role <= ROLE_FCPROJW && mine.count)
             each(p, mine.begin - z->table->unit_begin[unit], kept + (mine.begin - shard.begin), mine.count);
     }
 }
@@ -332,8 +333,11 @@ static void zero_transpose(Zero *z, int unit) {
     for (int i = 0; i < t->count; i++) {
         const Param *p = &t->params[i];
         // the rest of a packed one
-        if (p->unit != unit || p->is_vector || p->offset != param_at(t, unit, p->role)) continue;
-        const size_t at = p->offset - t->unit_begin[unit], size = param_at(t, unit, (Role)(p->role + 1)) - p->offset;
+        if (p->unit != unit || p->role > ROLE_FCPROJW || p->offset != param_at(t, unit, p->role)) continue;
+        const size_t at = p->offset - t->unit_begin[unit],
+                     next = p->role == ROLE_FCPROJW ? unit_vectors(t).begin
+                                                    : param_at(t, unit, (Role)(p->role + 1)) - t->unit_begin[unit],
+                     size = next - at;
         transpose_fp8(z->b.fp8_transposed + at, zero_fp8(z, unit) + at, (int)(size / (size_t)p->cols), p->cols,
                       z->compute);
     }
