@@ -1956,12 +1956,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
                  .muon = muon_of(o),
                  .seed = o->seed};
     describe_device(m);
-    m->table = params_of_rank(c, mesh->tp.world, mesh->tp.rank);
-    if (m->lora.rank) {
-        m->frozen = m->table;
-        m->table = lora_table(c, &m->lora, mesh->tp.world, mesh->tp.rank);
-    }
-    params_set_optimiser(&m->table, o);
+    open_tables(c, o, &m->lora, &mesh->tp, &m->table, &m->frozen);
     int units = m->table.num_units;
     m->cache_format = cache_is_fp8(o) ? WEIGHTS_FP8 : WEIGHTS_FP32;
     if (weights_are_quantised(o)) open_quantised(m, quant_format(o->weights));

@@ -1,4 +1,4 @@
-// GPT-2, Llama 3, Qwen2.5 and Qwen3 on GPUs: what a model keeps, block, forward, backward, update, in the order of
+// GPT-2, Llama 3, Qwen2.5 and Qwen3 on GPUs: what a model keeps, block, forward, backward, update, under the names of
 // train_gpt2.c, which computes the same in plain loops. Below each call lies one header: a kernel (llmc/kernels), a
 // linear layer with all that belongs to it (llmc/model/linear.cuh), a decision that was taken before the first step
 // (llmc/model/plan.cuh). The training loop is llmc/run/loop.h, all options are --help all.
@@ -12,7 +12,8 @@
 // branches. The sum x + branch is taken by the norm that reads it: the stream travels with the branch that it has not
 // added yet.
 //
-// The first micro-step of a step overwrites gradients, the others add. The head runs in --head-chunks parts, forward
+// The first micro-step of a step overwrites gradients, the others add; or, with sums in fp32, each overwrites them and
+// grad_sum adds them up. The head runs in --head-chunks parts, forward
 // and backward of each before the next: losses and the gradient of h are those of one part, bit for bit. Where many
 // targets of a micro-step are not learned, as in conversations, it runs on the rows of the others alone.
 #include "llmc/data/documents.h"
@@ -124,6 +125,20 @@ static Experts experts_of(const Model *m, const Pass *p, const Block *of, const 
     if (p->counts) x.load = {b->load + (size_t)l * E, b->load + (size_t)c->num_layers * E};
     return x;
 }
+// In fp8: where forward keeps what weights' gradients read, and where who makes a gradient raises its absmax. A norm
+// makes the gradient of the branch below it, which is the output of the layer before.
+static void block_fp8(const Model *m, const Pass *p, const BlockActs *a, int l, Block *b) {
+    if (!p->cache) {
+        b->qkv.in_transposed = a->h1_transposed;
+        b->fc.in_transposed = a->h2_transposed;
+        b->fcproj.in_transposed = a->a_transposed;
+    }
+    if (!b->qkv.tensor_gradient) return;
+    b->attention.dabsmax = b->qkv.output == LINEAR_QK_NORM ? NULL : b->qkv.dout_absmax;
+    b->norm2.dabsmax = b->proj.dout_absmax;
+    b->norm1.dabsmax = l ? stream_absmax(m, l - 1) : NULL;
+    b->activation.absmax = b->fc.dout_absmax;
+}
 static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     const Plan *plan = p->cache ? &m->decoding : &m->plan;
     const BlockActs *a = block_acts(m, p, l);
@@ -133,11 +148,9 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     const ColumnSums stream = {m->b.stream_sums, 1},
                      of_qkv = {m->b.column_sums, attention_column_slices(&p->attention)},
                      attention = normalises_qk ? ColumnSums() : of_qkv;
-    // fc's bias gradient is the column sums of df. Where fcproj's backward product applies the activation's slopes, its
-    // epilogue sums the columns of df, too, 64 rows a slice; linear_backward_weight(fc) adds the slices. Else slices is
-    // 0, and that sums df itself.
-    const int fc_sums = m->config.linear_bias && !m->lora.rank && plan->fcproj.gradient != EPILOGUE_PLAIN;
-    const ColumnSums df_sums = {m->b.column_sums, fc_sums ? matmul_sum_slices(p->N) : 0};
+    // fc's bias gradient is the column sums of df. Where the epilogue that makes df sums its columns, too, 64 rows a
+    // slice, linear_backward_weight(fc) adds the slices. Else slices is 0, and that sums df itself.
+    const ColumnSums df_sums = {m->b.column_sums, plan_sums_df(plan) ? matmul_sum_slices(p->N) : 0};
     const auto layer = [&](const Linear *planned, Role weight, Role bias, ColumnSums sums, floatX *aux) {
         return linear_of(plan, &m->b, p, &u, planned, weight, bias, sums, aux);
     };
@@ -145,7 +158,7 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     b.unit = u;
     b.norm1 = norm_of(m, &u, ROLE_LN1W, ROLE_LN1B, a->mean1, a->rstd1, block_input(m, l));
     b.norm2 = norm_of(m, &u, ROLE_LN2W, ROLE_LN2B, a->mean2, a->rstd2, a->x_mid);
-    b.qkv = layer(&plan->qkv, ROLE_QKVW, ROLE_QKVB, attention, normalises_qk && !in_attention ? a->qkv : NULL);
+    b.qkv = layer(&plan->qkv, ROLE_QKVW, ROLE_QKVB, attention, normalises_qk && !in_attention ? a->qkv_product : NULL);
     b.proj = layer(&plan->proj, ROLE_PROJW, ROLE_PROJB, stream, NULL);
     Linear fc = plan->fc;
     fc.keeps_input = block_keeps_input(plan, l);
@@ -154,11 +167,6 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     b.fcproj = layer(&plan->fcproj, ROLE_FCPROJW, ROLE_FCPROJB, stream, NULL);
     if (m->config.num_experts) b.experts = experts_of(m, p, &b, a, l);
     m->b.merged_block = u.number;
-    if (!p->cache) {
-        b.qkv.in_transposed = a->h1_transposed;
-        b.fc.in_transposed = a->h2_transposed;
-        b.fcproj.in_transposed = a->a_transposed;
-    }
     b.h1 = a->h1;
     b.q_k_v = a->q_k_v;
     b.y = a->y;
@@ -177,11 +185,7 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     b.activation.dactivated = m->b.da;
     b.activation.sums = df_sums;
     b.attention = p->attention;
-    if (!plan->qkv.tensor_gradient) return b;
-    b.attention.dabsmax = normalises_qk ? NULL : b.qkv.dout_absmax;
-    b.norm2.dabsmax = b.proj.dout_absmax;
-    b.norm1.dabsmax = l ? stream_absmax(m, l - 1) : NULL;
-    b.activation.absmax = b.fc.dout_absmax;
+    block_fp8(m, p, a, l, &b);
     return b;
 }
 
@@ -402,7 +406,7 @@ static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
         } else {
             block_inside(m, p, b, l, &x);
         }
-        linear_keep_input(p, &b->fcproj, b->a);
+        linear_store_fp8_input(p, &b->fcproj, b->a);
         return;
     }
     if (plan->recomputes_norms) {
@@ -410,7 +414,7 @@ static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
         residual_norm(p, &b->norm1, b->h1, NULL, &x);
         residual_norm(p, &b->norm2, b->h2, NULL, &x_mid);
     }
-    // else beside its gradient
+    // A fused product makes it beside its gradient, and so does a mixture's.
     if (plan->recomputes_activation && plan->fcproj.gradient == EPILOGUE_PLAIN && !m->config.num_experts)
         activation_forward(m->config.mlp, b->a, b->activation.slopes, b->activation.slopes, p->N, m->plan.local.ffn_dim,
                            p->stream);
@@ -461,11 +465,11 @@ static void embed_backward(Model *m, const Pass *p) {
     if (u.grads) embed_gradient(m, p, u);
     unit_release(m, p, &u, UNIT_BACKWARD);
 }
-// Zeros where something is added: the stream's gradient, and the embedding's before the first micro-step.
+// Zeros where something is added: the stream's gradient, and the embedding's where this micro-step overwrites.
 static void clear_gradients(Model *m, const Pass *p) {
     const Unit u = unit_get(m, p, 0, UNIT_BACKWARD);
     floatX *dwte = unit_param(&u, u.grads, ROLE_WTE), *dwpe = unit_param(&u, u.grads, ROLE_WPE);
-    const size_t row = (size_t)p->C * sizeof(floatX);
+    const size_t row = p->C * sizeof(floatX);
     cudaCheck(cudaMemsetAsync(m->b.dx, 0, (size_t)p->rows * row, p->stream));
     if (p->accumulate || !dwte) return;
     if (!m->config.tied) cudaCheck(cudaMemsetAsync(dwte, 0, (size_t)m->plan.local.padded_vocab_size * row, p->stream));
@@ -799,8 +803,8 @@ void model_average(Model *m, float share) {
     zero_gather(z);
 }
 // Norm, clipping, the decision and the update are queued; then the host waits until the device has decided. In a step
-// it waits at two other places, seldom long: in upload_tokens for the copy of the micro-step before the last, and of
-// several ranks after the step for the other hosts (loop.h: agree).
+// it waits at two other places, seldom long: in upload_tokens for the copy of the micro-step before the last, and with
+// several ranks for the other hosts, after the step and after every eighth micro-step (loop.h: agree).
 StepResult model_update(Model *m, const UpdateParams *p) {
     Range range("update");
     watchdog_beat(PHASE_UPDATE, -1);
@@ -898,8 +902,8 @@ static Pass decode_pass(Model *m, int T, int rows, int prompt) {
 // algorithm; the rows behind the last token are any.
 static Pass prompt_pass(Model *m, int slot, int at, int count) {
     KvCache *k = &m->decoder.cache;
-    const int rows = (int)round_up((size_t)count, (size_t)m->decode_matmul.part_rows);
-    Pass p = decode_pass(m, (int)round_up((size_t)(at + count), PROMPT_ROWS), rows, 1);
+    const int rows = (int)round_up(count, m->decode_matmul.part_rows);
+    Pass p = decode_pass(m, (int)round_up(at + count, PROMPT_ROWS), rows, 1);
     k->slot = slot;
     k->at = at;
     p.T = count;
@@ -956,21 +960,21 @@ static void step_forward(Model *m, int rows) {
     Decoder *d = &m->decoder;
     const int ranks = m->mesh->tp.world, Vp = m->plan.local.padded_vocab_size;
     const KvCache *k = &d->cache;
-    const int tokens = k->piece ? (int)round_up((size_t)(k->at + k->piece), PROMPT_ROWS) : 1;
+    const int tokens = k->piece ? (int)round_up(k->at + k->piece, PROMPT_ROWS) : 1;
     Pass p = decode_pass(m, tokens, rows, 0);
     p.B = rows;
     p.T = 1;
     if (k->piece) p.attention.queries = tokens - k->at;
     p.positions = d->told->positions;
-    step_tokens_kernel<<<blocks_for((size_t)rows, 64), 64, 0, p.stream>>>(m->b.tokens, d->told->inputs, d->drawn, rows);
+    step_tokens_kernel<<<blocks_for(rows, 64), 64, 0, p.stream>>>(m->b.tokens, d->told->inputs, d->drawn, rows);
     launchCheck();
     model_forward(m, &p);
-    const size_t part = (size_t)rows * (size_t)Vp;
+    const size_t part = (size_t)rows * Vp;
     step_logits(m, &p, ranks > 1 ? d->gathered + (size_t)m->mesh->tp.rank * part : d->logits);
     m->weights_changed = 0;
     if (ranks == 1) return;
     nccl_all_gather(&m->links.rows.nccl, "gather", d->gathered, part);
-    const dim3 blocks(blocks_for((size_t)Vp, 256), (unsigned)rows, (unsigned)ranks);
+    const dim3 blocks(blocks_for(Vp, 256), rows, ranks);
     join_logits_kernel<<<blocks, 256, 0, p.stream>>>(d->logits, d->gathered, rows, ranks, Vp);
     launchCheck();
 }
@@ -1010,13 +1014,13 @@ void model_drawn(Model *m, Drawn *drawn) {
     const int step = d->first;
     assert(d->queued > 0);
     cudaCheck(cudaEventSynchronize(d->done[step]));
-    memcpy(drawn, d->host_drawn + step * DECODE_ROWS, (size_t)d->count[step] * sizeof *drawn);
+    memcpy(drawn, d->host_drawn + step * DECODE_ROWS, d->count[step] * sizeof *drawn);
     d->first = (step + 1) % DECODE_STEPS;
     d->queued--;
 }
 void model_logits(Model *m, int row, float *logits) {
     const Decoder *d = &m->decoder;
-    const size_t bytes = (size_t)m->config.vocab_size * sizeof *logits;
+    const size_t bytes = m->config.vocab_size * sizeof *logits;
     upload(logits, d->logits + (size_t)row * d->width, bytes, m->gpu.compute);
 }
 
@@ -1043,20 +1047,19 @@ static void open_links(Model *m) {
     k->mesh = m->mesh;
     k->zero = zero_open(&m->mesh->dp, &m->table, &m->gpu, p->zero_stage, p->reduces_in_fp32, reduces_last, &buffers);
     links_open_short(k, o, &m->gpu, p->may_overlap);
-    // so it cannot be computed in parts
-    const int sums_bias = p->activation_fused == 2 && activation_inputs(p->local.mlp) == 1;
-    if (p->may_overlap) links_open_overlap(k, o, p->N * (size_t)p->config.channels * sizeof(floatX), sums_bias);
+    // Column sums are of all rows: such a product is not computed in parts.
+    if (p->may_overlap) links_open_overlap(k, o, p->N * (size_t)p->config.channels * sizeof(floatX), plan_sums_df(p));
     links_patience(k);
     const int copies = plan_is_split(p) && p->trains ? gradient_copies(p, NULL, &k->copies.total) : 0;
     if (!copies) return;
     k->copies.host_list = new_array(Copy, copies);
     gradient_copies(p, k->copies.host_list, &k->copies.total);
-    upload(k->copies.list, k->copies.host_list, (size_t)copies * sizeof(Copy), m->gpu.compute);
+    upload(k->copies.list, k->copies.host_list, copies * sizeof(Copy), m->gpu.compute);
 }
 // A prompt's products: any multiple of part_rows has the bits of whole_rows, as many as the buffers hold.
 static void open_decode_matmul(Model *m) {
     Matmul *mm = &m->decode_matmul;
-    matmul_open(mm, m->b.matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)m->plan.options.tf32, 0);
+    matmul_open(mm, m->b.matmul_workspace, (int)m->plan.options.tf32, 0);
     mm->part_rows = PROMPT_ROWS;
     while (mm->part_rows > (int)m->plan.rows) mm->part_rows /= 2;
     mm->whole_rows = (int)m->plan.rows / mm->part_rows * mm->part_rows;
@@ -1079,12 +1082,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     zero_check(&mesh->job, &mesh->dp);
     tp_require_one_host(mesh);
     m->lora = lora_of(c, o);
-    m->table = params_of_rank(c, mesh->tp.world, mesh->tp.rank);
-    if (m->lora.rank) {
-        m->frozen = m->table;
-        m->table = lora_table(c, &m->lora, mesh->tp.world, mesh->tp.rank);
-    }
-    params_set_optimiser(&m->table, o);
+    open_tables(c, o, &m->lora, &mesh->tp, &m->table, &m->frozen);
     gpu_planned = *o->dry_run ? gpu_kind(o->dry_run) : NULL;
     if (!gpu_planned) m->gpu = gpu_open(mesh->dp.local_rank);
     memory_set_budget(o->memory);
@@ -1105,7 +1103,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     comm_barrier(&mesh->job);  // no rank of a host takes any before all have looked
     memory_allocate(&m->memory, room, mesh->job.rank == 0 ? stdout : NULL, run_memory_hint, &m->plan);
     buffers_place(&m->plan, &m->b);
-    matmul_open(&m->matmul, m->b.matmul_workspace, MATMUL_WORKSPACE_BYTES, (int)o->tf32, (int)o->autotune);
+    matmul_open(&m->matmul, m->b.matmul_workspace, (int)o->tf32, (int)o->autotune);
     open_decode_matmul(m);
     if (plan_is_split(&m->plan)) {  // overlapped or not, the same kernels
         m->matmul.whole_rows = (int)m->plan.N;

@@ -61,6 +61,9 @@ typedef struct {
 
 // Keys and values of generated texts lie in pages of so many tokens: 128 keys of a head are a chunk of attention.
 enum { KV_PAGE = 128 };
+// Rows of a step of generation, at most; and those of an instruction of tensor cores: a GPU has kernels of their own
+// for steps of so few.
+enum { DECODE_ROWS = 256, DECODE_FEW_ROWS = 8 };
 static int kv_pages(int tokens) { return (tokens + KV_PAGE - 1) / KV_PAGE; }
 
 // On a GPU the rows of each expert begin at a multiple of EXPERT_ROWS, and sums over their columns are made of those of
@@ -92,15 +95,15 @@ static int mlp_is_gated(MlpKind kind) {  // two matrices lead into it: gate and 
     }
 }
 // Rows of the packed matrices [q | k | v] and [gate | up].
-static inline int qkv_width(const Config *c) { return (c->num_heads + 2 * c->num_kv_heads) * c->head_dim; }
+static int qkv_width(const Config *c) { return (c->num_heads + 2 * c->num_kv_heads) * c->head_dim; }
 // What q is multiplied with, so that a softmax of scale 1 / sqrt(HD) has the model's own.
-static inline float query_scale(const Config *c) {
+static float query_scale(const Config *c) {
     return c->softmax_scale > 0 ? c->softmax_scale * sqrtf((float)c->head_dim) : 1;
 }
-static inline int fc_width(const Config *c) { return mlp_is_gated(c->mlp) ? 2 * c->ffn_dim : c->ffn_dim; }
+static int fc_width(const Config *c) { return mlp_is_gated(c->mlp) ? 2 * c->ffn_dim : c->ffn_dim; }
 // MLPs of a block, and those that a token has.
-static inline int block_mlps(const Config *c) { return c->num_experts ? c->num_experts : 1; }
-static inline int token_mlps(const Config *c) { return c->num_experts ? c->active_experts : 1; }
+static int block_mlps(const Config *c) { return c->num_experts ? c->num_experts : 1; }
+static int token_mlps(const Config *c) { return c->num_experts ? c->active_experts : 1; }
 
 static Config config_gpt2(int layers, int channels, int heads, int max_seq_len) {
     Config c;
@@ -341,14 +344,14 @@ static void config_finish(Config *c, const char *path) {
 }
 
 // --window, or where it says nothing (-1) the model's, unless that is as long as a row of T tokens and hides nothing.
-static inline long long config_window(const Config *c, long long window, long long T) {
+static long long config_window(const Config *c, long long window, long long T) {
     return window < 0 && c->window && c->window < T ? c->window : window;
 }
 
 // "preset[,key=value...]", e.g. "d6,vocab=256" or "llama3.2:1B,layers=2,tied=0". Returns 1 if vocab= was given. Other
 // sizes keep the preset's proportions: heads, kv_heads and ffn their ratios. head_dim is channels / heads, unless the
 // preset has one of its own or head_dim= is given.
-static inline int config_parse(const char *descriptor, Config *c) {
+static int config_parse(const char *descriptor, Config *c) {
     #define CONFIG_KEYS "keys: layers channels heads kv_heads head_dim ffn experts active vocab seq tied"
     char text[512];
     require(strlen(descriptor) < sizeof text, "model description is too long\nuse preset[,key=value...]");

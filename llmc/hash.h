@@ -16,7 +16,7 @@
 
 #define FNV1A 0xcbf29ce484222325ull  // the hash of nothing
 // The hash of what `hash` covers, followed by these bytes.
-static inline uint64_t fnv1a(uint64_t hash, const void *data, size_t bytes) {
+static uint64_t fnv1a(uint64_t hash, const void *data, size_t bytes) {
     for (size_t i = 0; i < bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * 0x100000001b3ull;
     return hash;
 }
@@ -30,7 +30,7 @@ __attribute__((constructor)) static void checksum_make_keys(void) {
 }
 
 // What the `bytes` bytes at `offset` of a file add to its checksum.
-static inline uint64_t checksum(const void *data, size_t bytes, uint64_t offset) {
+static uint64_t checksum(const void *data, size_t bytes, uint64_t offset) {
     const unsigned char *p = (const unsigned char *)data;
     uint64_t sum = 0;
     for (size_t n; bytes > 0; p += n, bytes -= n, offset += n) {

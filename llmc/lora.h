@@ -27,14 +27,14 @@ typedef struct {
     unsigned targets;  // bit i: block_kinds[i]
     uint64_t base;     // the mark of the weights that they are for (hf_weights.h); 0: not known
 } Lora;
-static inline float lora_scale(const Lora *l) {
+static float lora_scale(const Lora *l) {
     return l->alpha / (l->rank_stabilised ? sqrtf((float)l->rank) : (float)l->rank);
 }
 
 // A matrix of a block, by its place in block_kinds, that adapters can be for. Its name in peft, without ".weight"; of
 // all experts together (-1) what follows their number.
 typedef struct { char text[64]; } LoraName;
-static inline int lora_name(const Config *c, int kind, int expert, LoraName *name) {
+static int lora_name(const Config *c, int kind, int expert, LoraName *name) {
     const ParamKind *k = &block_kinds[kind];
     const char *full = k->rows == DIM_1 || k->role == ROLE_ROUTERW ? NULL : kind_name(c, k);
     if (!full) return 0;
@@ -44,13 +44,13 @@ static inline int lora_name(const Config *c, int kind, int expert, LoraName *nam
     return 1;
 }
 // As peft: a target is a name, or what follows a dot in it.
-static inline int lora_matches(const char *name, const char *target, size_t length) {
+static int lora_matches(const char *name, const char *target, size_t length) {
     const size_t before = strlen(name) - length;
     return strlen(name) >= length && !strncmp(name + before, target, length) && (!before || name[before - 1] == '.');
 }
 enum { NUM_BLOCK_KINDS = COUNT_OF(block_kinds) };
 // The bits of `targets`: all, or names with commas between. from: who says so.
-static inline unsigned lora_targets(const Config *c, const char *targets, const char *from) {
+static unsigned lora_targets(const Config *c, const char *targets, const char *from) {
     unsigned bits = 0;
     LoraName name;
     for (const char *at = targets; *at; at += *at == ',') {
@@ -76,7 +76,7 @@ static inline unsigned lora_targets(const Config *c, const char *targets, const 
 
 // The index in the model's table of a layer's tensor of block_kinds[kind]. Kinds of one role, of each expert apart, are
 // neighbours in it.
-static inline int lora_weight(const Config *c, int layer, int kind, int expert) {
+static int lora_weight(const Config *c, int layer, int kind, int expert) {
     int before = 0, in_block = 0, together = 0;
     for (int i = 0; i < COUNT_OF(embedding_kinds); i++) before += kind_name(c, &embedding_kinds[i]) != NULL;
     for (int i = 0; i < NUM_BLOCK_KINDS; i++) {
@@ -89,8 +89,7 @@ static inline int lora_weight(const Config *c, int layer, int kind, int expert) 
     return before + layer * in_block + expert * together;
 }
 // Names are peft's. A is split as W's columns are, B as its rows.
-static inline void lora_add(ParamTable *t, const Config *c, const Lora *l, int tp, int index, int kind, int expert,
-                            int is_b) {
+static void lora_add(ParamTable *t, const Config *c, const Lora *l, int tp, int index, int kind, int expert, int is_b) {
     const ParamKind *k = &block_kinds[kind];
     const Split split = split_of(k->role);
     const int layer = t->num_units - 1;
@@ -111,7 +110,7 @@ static inline void lora_add(ParamTable *t, const Config *c, const Lora *l, int t
     p.init_std = is_b ? 0 : 1 / sqrtf(3.0f * (float)p.cols);
     params_add(t, c, tp, index, &p);
 }
-static inline void lora_add_role(ParamTable *t, const Config *c, const Lora *l, int tp, int index, int role, int is_b) {
+static void lora_add_role(ParamTable *t, const Config *c, const Lora *l, int tp, int index, int role, int is_b) {
     const int experts = role == ROLE_FCW || role == ROLE_FCPROJW ? block_mlps(c) : 1;
     for (int expert = 0; expert < experts; expert++)
         for (int kind = 0; kind < NUM_BLOCK_KINDS; kind++)
@@ -119,7 +118,7 @@ static inline void lora_add_role(ParamTable *t, const Config *c, const Lora *l, 
                 lora_add(t, c, l, tp, index, kind, expert, is_b);
 }
 // Of rank `index` of a tensor-parallel group of tp.
-static inline ParamTable lora_table(const Config *c, const Lora *l, int tp, int index) {
+static ParamTable lora_table(const Config *c, const Lora *l, int tp, int index) {
     ParamTable t = params_begin(c, 2 * LORA_MOST_TARGETS * (size_t)block_mlps(c));
     params_end_unit(&t);
     for (int layer = 0; layer < c->num_layers; layer++) {
@@ -132,7 +131,7 @@ static inline ParamTable lora_table(const Config *c, const Lora *l, int tp, int 
 }
 // The first adapter (A, then B) after `after` (NULL: of all) of a matrix, by its unit and index in the model's table;
 // or NULL.
-static inline const Param *lora_next(const ParamTable *adapters, int unit, int weight, const Param *after) {
+static const Param *lora_next(const ParamTable *adapters, int unit, int weight, const Param *after) {
     const int in_block = adapters->count / (adapters->num_units - 2);
     if (!unit_is_block(adapters, unit)) return NULL;
     const Param *a = after ? after + 1 : adapters->params + (size_t)(unit - 1) * in_block;
@@ -144,8 +143,8 @@ static inline const Param *lora_next(const ParamTable *adapters, int unit, int w
 // adapters. Returns how many.
 typedef struct { int weight, a, b; } LoraPair;
 enum { LORA_MOST_PAIRS = 3 };
-static inline int lora_pairs(const ParamTable *adapters, int unit, Role role, int layer, int layers,
-                             LoraPair pairs[LORA_MOST_PAIRS]) {
+static int lora_pairs(const ParamTable *adapters, int unit, Role role, int layer, int layers,
+                      LoraPair pairs[LORA_MOST_PAIRS]) {
     const int in_block = adapters->count / (adapters->num_units - 2), end = unit * in_block;
     int begin = end - in_block, all = 0;
     while (begin < end && adapters->params[begin].role != role) begin++;

@@ -13,13 +13,13 @@
 // The long name is the field's with '-' for '_'. STR is any text, ONE one of the choices, INT and FLT a number in the
 // range. --debug NAME=VALUE,... sets those of the group DEBUG, which compare ways or look closer; checkpoints and logs
 // have them under their names, as all others. LETTERS are llm.c's alone.
-// The effect of an option on what is trained, which test_cli.py tests:
+// The effect of an option on what is trained, which test_cli.py tests or names the test of:
 //   '*'  losses and weights differ
 //   '~'  losses and weights differ by rounding, in their last digits
 //   '='  losses and weights stay bitwise identical; memory or time differs
 //   ' '  none: the option says what is read, printed or written. (--patience ends a run by what is evaluated.)
-// No options, and like '~': PRECISION of the build, the number of ranks, and what a GPU is chosen for (gelu-fusion,
-// dp-overlap).
+// Like '~', without a row here: the build's PRECISION, the number of ranks, and what gelu-fusion and dp-overlap are by
+// default (-1), which depends on the GPU.
 // The help says what special values mean. --help adds the default.
 #define LLMC_OPTIONS(SECTION, STR, ONE, INT, FLT) \
     SECTION("input and output", LISTED) \

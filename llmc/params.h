@@ -98,28 +98,28 @@ typedef struct {
 } ParamTable;
 
 // Offset of a role's (packed) tensor in unit u, NO_PARAM if this model has none.
-static inline size_t param_at(const ParamTable *t, int unit, Role role) { return t->first[unit * NUM_ROLES + role]; }
+static size_t param_at(const ParamTable *t, int unit, Role role) { return t->first[unit * NUM_ROLES + role]; }
 
 // Elements [begin, begin + count) of the parameter buffer.
 typedef struct { size_t begin, count; } Span;
-static inline Span span_overlap(Span a, size_t begin, size_t count) {
+static Span span_overlap(Span a, size_t begin, size_t count) {
     size_t end = a.begin + a.count < begin + count ? a.begin + a.count : begin + count;
     if (a.begin < begin) a.begin = begin;
     a.count = end > a.begin ? end - a.begin : 0;
     return a;
 }
-static inline Span param_unit(const ParamTable *t, int unit) {
+static Span param_unit(const ParamTable *t, int unit) {
     const Span s = {t->unit_begin[unit], t->unit_begin[unit + 1] - t->unit_begin[unit]};
     return s;
 }
-static inline int unit_is_block(const ParamTable *t, int unit) { return unit > 0 && unit + 1 < t->num_units; }
-static inline int param_unit_of(const ParamTable *t, size_t offset) {
+static int unit_is_block(const ParamTable *t, int unit) { return unit > 0 && unit + 1 < t->num_units; }
+static int param_unit_of(const ParamTable *t, size_t offset) {
     int u = 0;
     while (offset >= t->unit_begin[u + 1]) u++;
     return u;
 }
 // The tensor that begins at an element or before it.
-static inline const Param *param_of(const ParamTable *t, size_t offset) {
+static const Param *param_of(const ParamTable *t, size_t offset) {
     int begin = 0;
     for (int end = t->count; end - begin > 1;) {
         const int middle = (begin + end) / 2;
@@ -131,7 +131,7 @@ static inline const Param *param_of(const ParamTable *t, size_t offset) {
     return &t->params[begin];
 }
 // The shard of a unit that `rank` sums, updates and saves.
-static inline Span param_shard(const ParamTable *t, int unit, int rank, int world) {
+static Span param_shard(const ParamTable *t, int unit, int rank, int world) {
     assert(UNIT_ALIGN % (8 * world) == 0);  // mesh.h: zero_check
     Span s = param_unit(t, unit);
     s.count /= world;
@@ -140,7 +140,7 @@ static inline Span param_shard(const ParamTable *t, int unit, int rank, int worl
 }
 
 // q, k, v, gate and up are split by their outputs, projections by their inputs, embedding and head by the vocabulary.
-static inline Split split_of(Role role) {
+static Split split_of(Role role) {
     switch (role) {
     case ROLE_WTE:
     case ROLE_HEADW:
@@ -168,7 +168,7 @@ static inline Split split_of(Role role) {
 }
 // As Param.init_std. GPT-2 scales what is added to the residual stream by 1 / sqrt(2 L). The modern recipe begins with
 // branches and logits of 0, and keeps the variance 1/3 of uniform weights between -1 and 1 over sqrt(inputs).
-static inline float role_init_std(Role role, int is_vector, const Config *c) {
+static float role_init_std(Role role, int is_vector, const Config *c) {
     const int modern = c->init == INIT_MODERN;
     switch (role) {
     case ROLE_LNEW:
@@ -184,7 +184,7 @@ static inline float role_init_std(Role role, int is_vector, const Config *c) {
     }
 }
 // Whether a model has tensors of a role at all.
-static inline int config_has(const Config *c, Role role) {
+static int config_has(const Config *c, Role role) {
     switch (role) {
     case ROLE_WPE: return !position_is_rotary(c->position);
     case ROLE_LN1B:
@@ -212,7 +212,7 @@ static inline int config_has(const Config *c, Role role) {
 }
 // Sizes of tensors. DIM_QKV: all rows of a packed q, k, v.
 typedef enum { DIM_1, DIM_V, DIM_T, DIM_C, DIM_Q, DIM_KV, DIM_QKV, DIM_F, DIM_E, DIM_Q_GAINS, DIM_K_GAINS } Dim;
-static inline int dim_size(const Config *c, Dim dim) {
+static int dim_size(const Config *c, Dim dim) {
     switch (dim) {
     case DIM_1: return 1;
     case DIM_V: return c->padded_vocab_size;
@@ -267,11 +267,11 @@ static const ParamKind head_kinds[] = {{ROLE_HEADW, "lm_head.weight", "lm_head.w
                                        {ROLE_HEADB, NULL, "lm_head.bias", DIM_1, DIM_V}};
 
 // Rows of the embedding and of the head that each of tp ranks has. The last ranks have the padding.
-static inline int vocab_rows(const Config *c, int tp) { return round_up(c->vocab_size, 128 * tp) / tp; }
+static int vocab_rows(const Config *c, int tp) { return round_up(c->vocab_size, 128 * tp) / tp; }
 // Reduces a whole tensor to what rank `index` of tp has of it: ranges of equal size, in the order of the ranks. An
 // attention head is never divided. With fewer heads than ranks, several ranks have copies of one head. All ranks have
 // copies of what is not split.
-static inline void param_split(Param *p, const Config *c, int tp, int index) {
+static void param_split(Param *p, const Config *c, int tp, int index) {
     int heads = p->role == ROLE_QKVW || p->role == ROLE_QKVB,
         vocab = p->role == ROLE_WTE || p->role == ROLE_HEADW || p->role == ROLE_HEADB;
     int by_rows = !p->is_vector && p->split != SPLIT_COLS;
@@ -296,7 +296,7 @@ static inline void param_split(Param *p, const Config *c, int tp, int index) {
     }
 }
 // A table with room for `most` tensors in each of the model's units.
-static inline ParamTable params_begin(const Config *c, size_t most) {
+static ParamTable params_begin(const Config *c, size_t most) {
     const size_t units = c->num_layers + 2;
     ParamTable t;
     memset(&t, 0, sizeof t);
@@ -309,7 +309,7 @@ static inline ParamTable params_begin(const Config *c, size_t most) {
 }
 // Appends a tensor, of which role, rows, cols, file_rows, file_cols, split and init_std are known, to the unit that is
 // not ended, for rank `index` of a tensor-parallel group of tp.
-static inline void params_add(ParamTable *t, const Config *c, int tp, int index, Param *p) {
+static void params_add(ParamTable *t, const Config *c, int tp, int index, Param *p) {
     const int unit = t->num_units;
     size_t *first = &t->first[unit * NUM_ROLES + p->role];
     p->unit = unit;
@@ -327,7 +327,7 @@ static inline void params_add(ParamTable *t, const Config *c, int tp, int index,
     if (*first == NO_PARAM) *first = p->offset;
     t->params[t->count++] = *p;
 }
-static inline void params_end_unit(ParamTable *t) {
+static void params_end_unit(ParamTable *t) {
     t->whole = round_up(t->whole, UNIT_ALIGN);
     t->unit_begin[++t->num_units] = t->total = round_up(t->total, UNIT_ALIGN);
 }
@@ -338,7 +338,7 @@ static const char *const mixture_names[][2] = {
     {"block_sparse_moe.experts.%d.w2.weight", "mlp.experts.%d.down_proj.weight"},
     {"block_sparse_moe.gate.weight", "mlp.gate.weight"}};
 // Whether a model has this tensor; its name in files.
-static inline const char *kind_name(const Config *c, const ParamKind *k) {
+static const char *kind_name(const Config *c, const ParamKind *k) {
     const int gpt2 = strcmp(c->model_type, "gpt2") == 0, is_gate = k->role == ROLE_FCW && !k->gpt2;
     const int i = k->role == ROLE_FCW ? !is_gate : k->role == ROLE_FCPROJW ? 2 : k->role == ROLE_ROUTERW ? 3 : -1;
     if (!config_has(c, k->role) || (is_gate && !mlp_is_gated(c->mlp))) return NULL;
@@ -346,16 +346,16 @@ static inline const char *kind_name(const Config *c, const ParamKind *k) {
     return gpt2 ? k->gpt2 : k->other;
 }
 // How many tensors of this kind a block has: one, or one for each expert.
-static inline int kind_count(const Config *c, const ParamKind *k) {
+static int kind_count(const Config *c, const ParamKind *k) {
     return k->role == ROLE_FCW || k->role == ROLE_FCPROJW ? block_mlps(c) : 1;
 }
-static inline void params_name(Param *p, const Config *c, int layer, const char *name, int expert) {
+static void params_name(Param *p, const Config *c, int layer, const char *name, int expert) {
     const int gpt2 = strcmp(c->model_type, "gpt2") == 0;
     const int n = snprintf(p->name, sizeof p->name, gpt2 ? "transformer.h.%d." : "model.layers.%d.", layer);
     snprintf(p->name + n, sizeof p->name - n, name, expert);
 }
-static inline void params_add_kind(ParamTable *t, const Config *c, int tp, int index, const ParamKind *k, int in_block,
-                                   int expert) {
+static void params_add_kind(ParamTable *t, const Config *c, int tp, int index, const ParamKind *k, int in_block,
+                            int expert) {
     const int gpt2 = strcmp(c->model_type, "gpt2") == 0;
     const char *name = kind_name(c, k);
     Param p;
@@ -377,8 +377,7 @@ static inline void params_add_kind(ParamTable *t, const Config *c, int tp, int i
     params_add(t, c, tp, index, &p);
 }
 // Kinds of one role are neighbours, which are packed: of each expert apart.
-static inline void params_add_unit(ParamTable *t, const Config *c, int tp, int index, const ParamKind *kinds,
-                                   size_t count) {
+static void params_add_unit(ParamTable *t, const Config *c, int tp, int index, const ParamKind *kinds, size_t count) {
     const int in_block = kinds == block_kinds;
     for (const ParamKind *k = kinds, *next; k < kinds + count; k = next) {
         for (next = k + 1; next < kinds + count && next->role == k->role;) next++;
@@ -388,7 +387,7 @@ static inline void params_add_unit(ParamTable *t, const Config *c, int tp, int i
     params_end_unit(t);
 }
 // The table of rank `index` of a tensor-parallel group of tp.
-static inline ParamTable params_of_rank(const Config *c, int tp, int index) {
+static ParamTable params_of_rank(const Config *c, int tp, int index) {
     #define KINDS(kinds) kinds, COUNT_OF(kinds)
     ParamTable t = params_begin(c, COUNT_OF(block_kinds) + 3 * (size_t)(block_mlps(c) - 1));
     params_add_unit(&t, c, tp, index, KINDS(embedding_kinds));
@@ -396,8 +395,8 @@ static inline ParamTable params_of_rank(const Config *c, int tp, int index) {
     params_add_unit(&t, c, tp, index, KINDS(head_kinds));
     return t;
 }
-static inline ParamTable params_table(const Config *c) { return params_of_rank(c, 1, 0); }
-static inline void params_free(ParamTable *t) {
+static ParamTable params_table(const Config *c) { return params_of_rank(c, 1, 0); }
+static void params_free(ParamTable *t) {
     free(t->params);
     free(t->unit_begin);
     free(t->first);
@@ -405,25 +404,23 @@ static inline void params_free(ParamTable *t) {
 }
 
 // The part that has an element of a rank's tensor; NULL: padding.
-static inline const ParamPart *param_part_at(const Param *p, size_t element) {
+static const ParamPart *param_part_at(const Param *p, size_t element) {
     for (int i = 0; i < p->num_parts; i++)
         if (element - p->parts[i].begin < p->parts[i].count) return &p->parts[i];
     return NULL;
 }
 // Elements in a row of a part.
-static inline size_t param_width(const Param *p, const ParamPart *q) {
-    return p->is_vector ? q->count : (size_t)p->cols;
-}
+static size_t param_width(const Param *p, const ParamPart *q) { return p->is_vector ? q->count : (size_t)p->cols; }
 // Whether neighbours in a part are neighbours in the whole tensor.
-static inline int param_is_dense(const Param *p) { return p->is_vector || p->cols == p->file_cols; }
+static int param_is_dense(const Param *p) { return p->is_vector || p->cols == p->file_cols; }
 // The place in the whole tensor, (file_rows, file_cols), of an element of the rank's tensor.
-static inline size_t param_whole(const Param *p, const ParamPart *q, size_t element) {
+static size_t param_whole(const Param *p, const ParamPart *q, size_t element) {
     size_t i = element - q->begin, width = param_width(p, q), row_length = p->file_cols;
     return q->row * row_length + q->col + (param_is_dense(p) ? i : i / width * row_length + i % width);
 }
 
 // How many of the `left` elements from `at` on are neighbours in the whole tensor too, or are all padding.
-static inline size_t param_run(const Param *p, size_t at, size_t left) {
+static size_t param_run(const Param *p, size_t at, size_t left) {
     const ParamPart *q = param_part_at(p, at);
     if (!q) return left;
     size_t width = param_width(p, q);
@@ -433,7 +430,7 @@ static inline size_t param_run(const Param *p, size_t at, size_t left) {
 
 // Initial values of elements [begin, begin + count) of a rank's tensor. They depend on the seed, the tensor's index and
 // the place in the whole tensor, so they are the same for any sharding. The vocabulary's padding is zeros.
-static inline void param_init(const ParamTable *t, int index, uint64_t seed, size_t begin, size_t count, float *out) {
+static void param_init(const ParamTable *t, int index, uint64_t seed, size_t begin, size_t count, float *out) {
     const Param *p = &t->params[index];
     uint64_t stream = rand_stream(RAND_INIT, index);
     PARALLEL_FOR
@@ -448,7 +445,7 @@ static inline void param_init(const ParamTable *t, int index, uint64_t seed, siz
 }
 
 // Weights that a token is multiplied with: the head's, tied or not, but no embeddings; of experts the active ones'.
-static inline double multiplying_weights(const Config *c, const ParamTable *t) {
+static double multiplying_weights(const Config *c, const ParamTable *t) {
     double weights = 0;
     for (int i = 0; i < t->count; i++) {
         const Param *p = &t->params[i];
@@ -461,7 +458,7 @@ static inline double multiplying_weights(const Config *c, const ParamTable *t) {
 }
 // FLOPs of training on one token: 6 for every weight that multiplies, 4 for one that stays as it is, plus 6 L NH HD T
 // for causal attention. Every MFU is computed from this. frozen: a table without tensors if all weights are trained.
-static inline double flops_per_token(const Config *c, const ParamTable *trained, const ParamTable *frozen, int T) {
+static double flops_per_token(const Config *c, const ParamTable *trained, const ParamTable *frozen, int T) {
     return 6 * multiplying_weights(c, trained) + 4 * multiplying_weights(c, frozen) +
            6.0 * c->num_layers * dim_size(c, DIM_Q) * T;
 }

@@ -134,8 +134,8 @@ static inline int quant_row(WeightFormat f, void *codes, void *scales, const flo
         for (int i = 0; i < cols; i++) ((int8_t *)codes)[i] = (int8_t)(nothing ? 0 : rintf(x[i] / scale));
         *(float *)scales = nothing ? 0 : scale;
     } else if (f == WEIGHTS_FP8) {
-        const float up = nothing ? 0 : fp8_scale(FP8_E4M3, absmax);
-        for (int i = 0; i < cols; i++) ((uint8_t *)codes)[i] = fp8_from_float(FP8_E4M3, x[i] * up);
+        const float up = nothing ? 0 : fp8_scale(absmax);
+        for (int i = 0; i < cols; i++) ((uint8_t *)codes)[i] = fp8_from_float(x[i] * up);
         *(float *)scales = nothing ? 0 : 1 / up;
     } else if (f == WEIGHTS_INT4) {
         quant_row_int4((uint8_t *)codes, (uint16_t *)scales, x, cols);

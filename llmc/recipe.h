@@ -47,7 +47,7 @@ static const RecipeRow modern_recipe[] = {
     {"beta2", "0.95", SCALE_NONE},
     {"adam-eps", "1.907e-16", SCALE_EPSILON},  // 1e-10 of the gradient of a loss that is a sum over the batch's tokens
 };
-static inline const RecipeRow *recipe_row(const char *option) {
+static const RecipeRow *recipe_row(const char *option) {
     for (int i = 0; i < COUNT_OF(modern_recipe); i++)
         if (!strcmp(modern_recipe[i].option, option)) return &modern_recipe[i];
     return NULL;
@@ -55,12 +55,12 @@ static inline const RecipeRow *recipe_row(const char *option) {
 
 // Sizes of a run relative to those of 12 layers.
 typedef struct { double tokens, best_batch, batch, width; } RecipeSizes;
-static inline double recipe_weights(const Config *c) {
+static double recipe_weights(const Config *c) {
     const double rows = qkv_width(c) + (double)c->num_heads * c->head_dim + fc_width(c) + c->ffn_dim;
     return c->channels * (c->num_layers * rows + c->vocab_size);
 }
 // total_batch: tokens of a step, or -1. Returns 0 if the model has no recipe.
-static inline int recipe_sizes(const char *model, double total_batch, RecipeSizes *s) {
+static int recipe_sizes(const char *model, double total_batch, RecipeSizes *s) {
     const Config of_12 = config_modern(12);
     Config c;
     if (strncmp(model, "modern:", strlen("modern:")) != 0 || is_directory(model)) return 0;
@@ -72,7 +72,7 @@ static inline int recipe_sizes(const char *model, double total_batch, RecipeSize
     return 1;
 }
 // The value of a row, in `number` if it is scaled.
-static inline const char *recipe_value(const RecipeRow *row, const RecipeSizes *s, char *number, size_t size) {
+static const char *recipe_value(const RecipeRow *row, const RecipeSizes *s, char *number, size_t size) {
     const double rate = sqrt(s->batch);
     const double by_width = rate / sqrt(s->width), decay = rate / s->tokens, epsilon = 1 / s->batch;
     const double scales[] = {1, s->best_batch, s->tokens / s->batch, rate, by_width, decay, epsilon};

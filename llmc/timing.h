@@ -36,12 +36,12 @@ static void timing_add(const char *name, double seconds, double flops, double by
     n->bytes += bytes;
     n->laps++;
 }
-static inline void timing_start(void) {
+static void timing_start(void) {
     timing.on = 1;
     timing.count = 0;
     timing.last = now_seconds();
 }
-static inline void timing_clock_lap(const char *name, double flops, double bytes) {
+static void timing_clock_lap(const char *name, double flops, double bytes) {
     if (!timing.on) return;
     double now = now_seconds();
     timing_add(name, now - timing.last, flops, bytes);
@@ -54,7 +54,7 @@ static double timing_floor(const TimingName *n, double peak_flops, double peak_b
     return compute > memory ? compute : memory;
 }
 // peaks: FLOP/s and bytes/s, 0: unknown
-static inline void timing_print(long long step, double peak_flops, double peak_bytes) {
+static void timing_print(long long step, double peak_flops, double peak_bytes) {
     double total = 0, floor = 0;
     for (int i = 0; i < timing.count; i++) total += timing.names[i].seconds;
     printf("---- time of step %lld\n%31s%10s%7s%10s%8s%10s%9s\n", step, "laps", "ms", "share", "floor ms", "floor",

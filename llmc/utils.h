@@ -36,7 +36,7 @@
 #define mempcpy(to, from, n) ((char *)memcpy(to, from, n) + (n))
 #define posix_fadvise(...) ((void)0)
 #define MADV_HUGEPAGE MADV_NORMAL
-static inline const char *program_path(void) {
+static const char *program_path(void) {
     static char path[4096];
     uint32_t size = sizeof path;
     return _NSGetExecutablePath(path, &size) ? "" : path;
@@ -117,7 +117,7 @@ __attribute__((noreturn, cold, format(printf, 3, 4))) static void die_at(const c
     } while (0)
 
 // Appends to a text of `size` bytes; what has no room is left out.
-__attribute__((format(printf, 3, 4))) static inline void append_text(char *text, size_t size, const char *format, ...) {
+__attribute__((format(printf, 3, 4))) static void append_text(char *text, size_t size, const char *format, ...) {
     const size_t used = strlen(text);
     va_list args;
     va_start(args, format);
@@ -135,11 +135,11 @@ static void *malloc_or_die(size_t bytes) {
             "out of memory: %.1f MiB were asked for\nuse a smaller batch or model", bytes / 1048576.0);
     return p;
 }
-static inline void *calloc_or_die(size_t bytes) { return memset(malloc_or_die(bytes), 0, bytes); }
+static void *calloc_or_die(size_t bytes) { return memset(malloc_or_die(bytes), 0, bytes); }
 #define COUNT_OF(array) ((int)(sizeof(array) / sizeof *(array)))
 #define new_array(type, count) ((type *)malloc_or_die((size_t)(count) * sizeof(type)))
 #define new_zeros(type, count) ((type *)calloc_or_die((size_t)(count) * sizeof(type)))
-static inline void *realloc_or_die(void *p, size_t bytes) {
+static void *realloc_or_die(void *p, size_t bytes) {
     p = realloc(p, bytes);
     require(p, "out of memory: %zu bytes were asked for\nclose other programs", bytes);
     return p;
@@ -159,7 +159,7 @@ static size_t host_bytes_free(void) {
 
 // The name of a file or folder, by value: pass path_of("%s/%s", folder, name).text.
 typedef struct { char text[4096]; } Path;
-__attribute__((format(printf, 1, 2))) static inline Path path_of(const char *format, ...) {
+__attribute__((format(printf, 1, 2))) static Path path_of(const char *format, ...) {
     Path path;
     va_list args;
     va_start(args, format);
@@ -175,15 +175,13 @@ typedef struct {
     char *bytes;  // valid after text_flush, until the next write; a NUL follows the last
     size_t length;
 } Text;
-static inline FILE *text_open(Text *t) {
+static FILE *text_open(Text *t) {
     t->file = open_memstream(&t->bytes, &t->length);
     require(t->file, "out of memory for a text\nclose other programs");
     return t->file;
 }
-static inline void text_flush(Text *t) {
-    require(fflush(t->file) == 0, "out of memory for a text\nclose other programs");
-}
-static inline char *text_close(Text *t) {
+static void text_flush(Text *t) { require(fflush(t->file) == 0, "out of memory for a text\nclose other programs"); }
+static char *text_close(Text *t) {
     text_flush(t);
     fclose(t->file);
     return t->bytes;
@@ -200,7 +198,7 @@ static void pread_or_die(int fd, void *destination, size_t bytes, uint64_t offse
     }
 }
 
-static inline int open_or_die(const char *path, int flags, const char *hint) {
+static int open_or_die(const char *path, int flags, const char *hint) {
     int fd = open(path, flags | O_CLOEXEC, 0666);
     require(fd >= 0, "cannot open '%s': %s\n%s", path, strerror(errno), hint);
     return fd;
@@ -214,17 +212,15 @@ static int open_data_file(const char *path, const char *hint, int64_t *bytes) {
 }
 // The project's data files begin with 256 int32. h: the first of them; the others are 0.
 enum { HEADER_BYTES = 1024, HEADER_WORDS = 8 };
-static inline int open_with_header(const char *path, const char *what, const char *hint, int32_t *h, int64_t *bytes) {
+static int open_with_header(const char *path, const char *what, const char *hint, int32_t *h, int64_t *bytes) {
     int fd = open_data_file(path, hint, bytes);
     require(*bytes >= HEADER_BYTES, "'%s' has %ld bytes: too short for %s\n%s", path, *bytes, what, hint);
     pread_or_die(fd, h, HEADER_WORDS * sizeof *h, 0, path);
     return fd;
 }
-static inline uint64_t header_hash(const int32_t *h) {
-    return (uint64_t)(uint32_t)h[0] | (uint64_t)(uint32_t)h[1] << 32;
-}
+static uint64_t header_hash(const int32_t *h) { return (uint64_t)(uint32_t)h[0] | (uint64_t)(uint32_t)h[1] << 32; }
 
-static inline int file_exists(const char *path) {
+static int file_exists(const char *path) {
     struct stat s;
     return stat(path, &s) == 0;
 }
@@ -233,12 +229,12 @@ static int is_directory(const char *path) {
     return stat(path, &s) == 0 && S_ISDIR(s.st_mode);
 }
 // The name of a file without its folders.
-static inline const char *file_name(const char *path) {
+static const char *file_name(const char *path) {
     const char *slash = strrchr(path, '/');
     return slash ? slash + 1 : path;
 }
 // Makes a folder with all its parents.
-static inline void make_directory(const char *path) {
+static void make_directory(const char *path) {
     const char *hint = "name a folder that you may write to";
     char part[4096];
     require(strlen(path) < sizeof part, "folder name is too long: %.80s...\nuse a shorter path", path);
@@ -258,12 +254,12 @@ static inline void make_directory(const char *path) {
 // ---- text
 
 // Bytes of the UTF-8 character that begins with this byte; 0: none does.
-static inline int utf8_bytes(unsigned char first) {
+static int utf8_bytes(unsigned char first) {
     return first < 0x80 ? 1 : first < 0xc2 ? 0 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : first < 0xf5 ? 4 : 0;
 }
 // The code point at p and its length in bytes; -1 and length 1 if the bytes are not UTF-8 (RFC 3629).
 // Reads up to `end` or a terminating NUL.
-static inline int utf8_next(const unsigned char *p, const unsigned char *end, int *length) {
+static int utf8_next(const unsigned char *p, const unsigned char *end, int *length) {
     int need = utf8_bytes(*p);
     *length = 1;
     if (need == 0 || need > end - p) return -1;
@@ -279,7 +275,7 @@ static inline int utf8_next(const unsigned char *p, const unsigned char *end, in
     return c;
 }
 // Writes the bytes of a code point and returns how many.
-static inline int utf8_put(void *to, int c) {
+static int utf8_put(void *to, int c) {
     const int n = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
     unsigned char *out = (unsigned char *)to;
     for (int i = n - 1; i > 0; i--, c >>= 6) out[i] = 0x80 | (c & 0x3f);
@@ -290,7 +286,7 @@ static inline int utf8_put(void *to, int c) {
 // ---- time, loops, arithmetic
 
 // Seconds on a clock that never jumps.
-static inline double now_seconds(void) {
+static double now_seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec + 1e-9 * t.tv_nsec;
@@ -303,7 +299,7 @@ static inline double now_seconds(void) {
 #define PARALLEL_FOR
 #endif
 
-static inline size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-static inline size_t ceil_div(size_t n, size_t d) { return (n + d - 1) / d; }
+static size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+static size_t ceil_div(size_t n, size_t d) { return (n + d - 1) / d; }
 
 #endif

@@ -51,7 +51,7 @@ static KvCache device_cache(int S, int room, int NKV, int HD, int rows, int NH, 
     d.of_slot = device_new<int>((size_t)d.pages);
     const std::vector<int> of_slot = pages_of_slots(d.pages);
     cudaCheck(cudaMemcpy(d.of_slot, of_slot.data(), of_slot.size() * sizeof(int), cudaMemcpyHostToDevice));
-    d.rows = device_zero<DecodeInput>(ATTENTION_ROWS);
+    d.rows = device_zero<DecodeInput>(DECODE_ROWS);
     d.parts = device_new<float>(attention_decode_parts(rows, NH, HD));
     d.arrived = device_zero<unsigned>(attention_decode_counters(rows, NKV));
     return d;
@@ -60,7 +60,7 @@ static KvCache device_cache(int S, int room, int NKV, int HD, int rows, int NH, 
 static void set_rows(KvCache *d, const KvPlace *places, int rows) {
     std::vector<DecodeInput> in;
     for (int i = 0; i < rows; i++) in.push_back({places[i].slot, places[i].at, 0});
-    if (rows < ATTENTION_ROWS) in.push_back({-1, 0, 0});
+    if (rows < DECODE_ROWS) in.push_back({-1, 0, 0});
     cudaCheck(cudaStreamSynchronize(ladder.gpu.compute));
     cudaCheck(cudaMemcpy((void *)d->rows, in.data(), in.size() * sizeof in[0], cudaMemcpyHostToDevice));
 }
@@ -105,7 +105,7 @@ static void check_shape(int S, int room, int NH, int NKV, int HD, int fp8, int c
     const std::vector<int> of_slot = pages_of_slots(S * kv_pages(room));
     const KvLayer layer = {
         host_cache(format, cached, HD), host_cache(format, cached, HD), of_slot.data(), kv_pages(room), NH, NKV, HD};
-    KvCache d = device_cache(S, room, NKV, HD, S * room < ATTENTION_ROWS ? S * room : ATTENTION_ROWS, NH, fp8);
+    KvCache d = device_cache(S, room, NKV, HD, S * room < DECODE_ROWS ? S * room : DECODE_ROWS, NH, fp8);
     const size_t bytes_cached = cached * HD * (fp8 ? 1 : sizeof(floatX));
     cudaCheck(cudaMemset(d.keys, 0, bytes_cached));  // as the host's, which are compared with all of it
     cudaCheck(cudaMemset(d.values, 0, bytes_cached));

@@ -67,10 +67,10 @@ static void launch(const Decode *d, int rows) { decode_launch(d, decode_lines(&g
 
 // Buffers that every step needs; the table and what it points to are there.
 static void place_step(Decode *d) {
-    DecodeInput *inputs = device_zero<DecodeInput>(DECODE_MOST_ROWS);
+    DecodeInput *inputs = device_zero<DecodeInput>(DECODE_FEW_ROWS);
     d->inputs = inputs;
     d->drawn = device_zero<int>((size_t)d->slots);
-    d->logits = device_new<float>((size_t)DECODE_MOST_ROWS * d->head_columns * group.comm.world);
+    d->logits = device_new<float>((size_t)DECODE_FEW_ROWS * d->head_columns * group.comm.world);
     require(decode_fits(d), "sizes that the kernel does not have\nchange them");
     decode_prepare(d);
     decode_workspace(d, device_zero<char>(decode_workspace(d, NULL)));
@@ -350,7 +350,7 @@ static Decode sizes_of_part(const Config &c, int ranks, int dtype) {
     d.HD = c.head_dim;
     d.F = c.ffn_dim / ranks;
     d.head_columns = (int)round_up((size_t)c.vocab_size, (size_t)(128 * ranks)) / ranks;
-    d.slots = DECODE_MOST_ROWS;
+    d.slots = DECODE_FEW_ROWS;
     d.room = 4096;
     d.norm = c.norm;
     d.norm_eps = c.norm_eps;
@@ -377,7 +377,7 @@ static void bench_model(const char *name, const char *preset, int dtype, bool fp
     if (c.embedding_norm) d.stream_gain = device_filled<floatX>((size_t)d.C, 1);
     if (!rotary) d.wpe = device_normal<floatX>((size_t)4096 * d.C, 0.02f);
     if (rotary) d.cos_sin = device_filled<float>((size_t)4096 * d.HD, 0.7f);
-    const size_t cache = (size_t)d.layers * DECODE_MOST_ROWS * 4096 * d.NKV * d.HD,
+    const size_t cache = (size_t)d.layers * DECODE_FEW_ROWS * 4096 * d.NKV * d.HD,
                  size = fp8_cache ? 1 : sizeof(floatX);
     char *both = device_new<char>(2 * cache * size);
     fill_bytes(both, 2 * cache * size, fp8_cache ? (int)DECODE_E4M3 : (int)DECODE_NATIVE, 1.0f);

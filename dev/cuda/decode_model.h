@@ -44,7 +44,7 @@ struct HostMatrix {
             uint8_t q = (uint8_t)r;
             if ((q & 0x7f) > 0x68) q ^= 0x40;
             put(row, k, &q, 1);
-            return fp8_to_float(FP8_E4M3, q) * ((float *)scales.data())[row];
+            return fp8_to_float(q) * ((float *)scales.data())[row];
         }
         case DECODE_INT4: {
             const size_t at = (size_t)row * decode_row_bytes(shape) + k / 2;
@@ -181,11 +181,11 @@ struct HostModel {
         floatX *x = &(value ? values : keys)[row * z.HD];
         float most = 0;
         for (int i = 0; i < z.HD; i++) most = fmaxf(most, fabsf((float)x[i]));
-        const float up = fp8_scale(FP8_E4M3, most);
+        const float up = fp8_scale(most);
         for (int i = 0; i < z.HD; i++) {
-            const uint8_t code = fp8_from_float(FP8_E4M3, (float)x[i] * up);
+            const uint8_t code = fp8_from_float((float)x[i] * up);
             codes[value][row * z.HD + i] = code;
-            x[i] = (floatX)(fp8_to_float(FP8_E4M3, code) / up);
+            x[i] = (floatX)(fp8_to_float(code) / up);
         }
         scales[2 * row + value] = 1 / up;
     }
@@ -202,8 +202,7 @@ struct HostModel {
     void widen_cache(void) {
         for (size_t i = 0; i < keys.size(); i++)
             for (int value = 0; value < 2; value++)
-                (value ? values : keys)[i] =
-                    (floatX)(fp8_to_float(FP8_E4M3, codes[value][i]) * scales[i / z.HD * 2 + value]);
+                (value ? values : keys)[i] = (floatX)(fp8_to_float(codes[value][i]) * scales[i / z.HD * 2 + value]);
     }
     // Whether the last layer has the codes and scales of `fresh` (rows,2 NKV,HD), bit for bit.
     bool has_rounded(const floatX *fresh, const std::vector<DecodeInput> &in) const {

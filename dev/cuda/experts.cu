@@ -128,7 +128,7 @@ static Experts fused_experts(const Experts *apart) {
 }
 static Matmul open_matmul(void) {
     Matmul mm;
-    matmul_open(&mm, device_new<char>(MATMUL_WORKSPACE_BYTES), MATMUL_WORKSPACE_BYTES, 0, 0);
+    matmul_open(&mm, device_new<char>(MATMUL_WORKSPACE_BYTES), 0, 0);
     return mm;
 }
 static Pass pass_for(const Shape *s, Matmul *mm) {

@@ -68,7 +68,7 @@ static Pass pass_of(Matmul *mm, int N, size_t scratch) {
 }
 static Matmul open_matmul(int autotune) {
     Matmul mm;
-    matmul_open(&mm, device_new<char>(MATMUL_WORKSPACE_BYTES), MATMUL_WORKSPACE_BYTES, 0, autotune);
+    matmul_open(&mm, device_new<char>(MATMUL_WORKSPACE_BYTES), 0, autotune);
     return mm;
 }
 static void check_gradients(const Layer *c, int N, int autotune, float scale) {

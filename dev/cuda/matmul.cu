@@ -20,7 +20,7 @@ static double tf32_bound(void) { return bound(2.2e-3, 1.5e-3); }
 static void *workspace;
 static Matmul open_matmul(int allow_tf32, int autotune) {
     Matmul mm;
-    matmul_open(&mm, workspace, MATMUL_WORKSPACE_BYTES, allow_tf32, autotune);
+    matmul_open(&mm, workspace, allow_tf32, autotune);
     return mm;
 }
 

@@ -18,14 +18,13 @@ __global__ void naive_kernel(float *out, const fp8 *a, const fp8 *b, const float
     if (m >= M || n >= N) return;
     float sum = 0, part = 0;
     for (int k = 0; k < K; k++) {
-        part += fp8_to_float(FP8_E4M3, a[(size_t)m * K + k]) * fp8_to_float(FP8_E4M3, b[(size_t)n * K + k]);
+        part += fp8_to_float(a[(size_t)m * K + k]) * fp8_to_float(b[(size_t)n * K + k]);
         if (k % 128 == 127) {
             sum += part;
             part = 0;
         }
     }
-    out[(size_t)m * N + n] =
-        (sum + part) / fp8_scale(FP8_E4M3, a_absmax[by_row ? m : 0]) / fp8_scale(FP8_E4M3, *b_absmax);
+    out[(size_t)m * N + n] = (sum + part) / fp8_scale(a_absmax[by_row ? m : 0]) / fp8_scale(*b_absmax);
 }
 // Normal values, quantised; spread: factors of 1 to 2^spread by row.
 static fp8 *device_fp8(size_t rows, size_t columns, float std, float *absmax, int by_row, int spread) {
@@ -41,8 +40,7 @@ static fp8 *device_fp8(size_t rows, size_t columns, float std, float *absmax, in
     PARALLEL_FOR
     for (size_t r = 0; r < rows; r++)
         for (size_t c = 0; c < columns; c++)
-            q[r * columns + c] =
-                fp8_from_float(FP8_E4M3, x[r * columns + c] * fp8_scale(FP8_E4M3, by_row ? most[r] : all));
+            q[r * columns + c] = fp8_from_float(x[r * columns + c] * fp8_scale(by_row ? most[r] : all));
     fp8 *d = device_new<fp8>(rows * columns);
     cudaCheck(cudaMemcpy(d, q, rows * columns, cudaMemcpyHostToDevice));
     cudaCheck(cudaMemcpy(absmax, by_row ? most : &all, (by_row ? rows : 1) * sizeof(float), cudaMemcpyHostToDevice));
@@ -89,7 +87,7 @@ static void check_entry(int M, int N, int K, const Factors *f, const float *prod
         if (form == MATMUL_BACKWARD_WEIGHT && (f->by_row || with_bias || M % 16)) continue;
         hopper_matmuls = i < 6;
         Matmul mm;
-        matmul_open(&mm, workspace, MATMUL_WORKSPACE_BYTES, 0, 1);
+        matmul_open(&mm, workspace, 0, 1);
         const MatmulProblem q = problem_of((MatmulForm)form, M, N, K);
         const MatmulOperands x = operands_of(f, with_bias);
         char text[96];
@@ -165,11 +163,11 @@ static void check_long(int K) {
 }
 static __global__ void quantise_for_bench(fp8 *q, const float *x, size_t count, size_t period) {
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count; i += (size_t)gridDim.x * blockDim.x)
-        q[i] = fp8_from_float(FP8_E4M3, 64 * x[i % period]);
+        q[i] = fp8_from_float(64 * x[i % period]);
 }
 // cuBLASLt's fastest, with sums that stay in the tensor core (fast) or are promoted.
 static MatmulPlan *vendor_plan(Matmul *mm, int fast, const MatmulProblem *q, const MatmulOperands *x) {
-    matmul_open(mm, workspace, MATMUL_WORKSPACE_BYTES, 0, 0);
+    matmul_open(mm, workspace, 0, 0);
     MatmulPlan *plan = matmul_plan(mm, q, NULL);
     const int8_t fast_sums = (int8_t)fast;
     matmulSet(plan->desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, fast_sums);

@@ -16,7 +16,7 @@ static Muon muon_with(const char *polynomials) {
 }
 static Matmul open_matmul(int autotune) {
     Matmul mm;
-    matmul_open(&mm, device_new<char>(MATMUL_WORKSPACE_BYTES), MATMUL_WORKSPACE_BYTES, 0, autotune);
+    matmul_open(&mm, device_new<char>(MATMUL_WORKSPACE_BYTES), 0, autotune);
     return mm;
 }
 static StepScalars *upload_step(float scale, StepVerdict verdict = STEP_APPLIED) {

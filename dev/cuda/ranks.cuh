@@ -25,7 +25,7 @@ static inline void ranks_open(const char *name, const Comm *comm, int argc, char
         require(freopen("/dev/null", "w", stdout), "cannot open /dev/null: %s\nis /dev mounted?", strerror(errno));
     comm_use_cores(comm, 0);
     ladder_open(name, argc, argv, comm->local_rank);
-    comm_broadcast(comm, &ladder.seed, sizeof ladder.seed, 0);
+    comm_broadcast(comm, &ladder.seed, sizeof ladder.seed);
 }
 
 #endif

@@ -57,7 +57,7 @@ static void check_product(int B, int T, int NH, int NKV, int HD, int C, int with
     float *cos_sin = upload<float>(host_table(T, HD), (size_t)T * HD);
     for (int autotune = 0; autotune < 2; autotune++) {
         Matmul mm;
-        matmul_open(&mm, device_new<char>(MATMUL_WORKSPACE_BYTES), MATMUL_WORKSPACE_BYTES, 0, autotune);
+        matmul_open(&mm, device_new<char>(MATMUL_WORKSPACE_BYTES), 0, autotune);
         run(&mm, forward_call(apart, inp, weight, bias, NULL, N, C, OC));
         rope_forward(apart, cos_sin, B, T, NH, NKV, HD, stream);
         auto product = [&] { run(&mm, rope_call(out, inp, weight, bias, cos_sin, B * T, 0, T, NH, NKV, HD, C)); };
@@ -87,7 +87,7 @@ static void bench_product(int B, int T, int NH, int NKV, int HD, int C, const ch
            *out = device_new<floatX>((size_t)N * OC);
     float *cos_sin = upload<float>(host_table(T, HD), (size_t)T * HD);
     Matmul mm;
-    matmul_open(&mm, device_new<char>(MATMUL_WORKSPACE_BYTES), MATMUL_WORKSPACE_BYTES, 0, 1);
+    matmul_open(&mm, device_new<char>(MATMUL_WORKSPACE_BYTES), 0, 1);
     auto apart = [&] {
         run(&mm, forward_call(out, inp, weight, NULL, NULL, N, C, OC));
         rope_forward(out, cos_sin, B, T, NH, NKV, HD, stream);

@@ -375,7 +375,7 @@ static void bench_ranks(int N, int C, int F, int heads, int kv_heads, int HD) {
     Matmul *mm = &group.matmul;
     group_open((size_t)N * C * sizeof(floatX), 20);
     ladder_case("Llama-3-8B, N=%d C=%d F=%d, %d ranks", N, C, F, world);
-    matmul_open(mm, group.workspace, MATMUL_WORKSPACE_BYTES, 0, 1);
+    matmul_open(mm, group.workspace, 0, 1);
     mm->part_rows = N / world;
     mm->whole_rows = N;
     floatX *w = device_normal<floatX>((size_t)C * 2 * FW, 0.02f), *a = device_normal<floatX>((size_t)N * 2 * FW, 1.0f),

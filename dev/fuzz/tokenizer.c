@@ -10,7 +10,7 @@ static void fuzz_one(const uint8_t *data, size_t size) {
     int ids[3 * MOST], length, n = 0;
     tokenizer_open(&t, fuzz_file(data, size));
     for (; n < t.vocab_size && n < MOST; n++) ids[n] = t.vocab_size - 1 - n;
-    free(tokenizer_text(&t, ids, n, 1));
+    free(tokenizer_text(&t, ids, n));
     const size_t bytes = size < MOST ? size : MOST;
     const uint8_t *text = data + size - bytes, *at = text;  // the tokens of the file, with their lengths between them
     const int can = t.kind != TOKENIZER_UNKNOWN, same = can && t.kind != TOKENIZER_QWEN2;

@@ -216,6 +216,14 @@ template <typename T> static inline T lane_value(T x, int from) {
 template <typename T> static inline T __shfl_xor_sync(unsigned, T x, int mask) {
     return lane_value(x, fiber->index % WARP ^ mask);
 }
+static inline float quad_sum(float x) {
+    x += lane_value(x, fiber->index % WARP ^ 1);
+    return x + lane_value(x, fiber->index % WARP ^ 2);
+}
+static inline float quad_max(float x) {
+    x = fmaxf(x, lane_value(x, fiber->index % WARP ^ 1));
+    return fmaxf(x, lane_value(x, fiber->index % WARP ^ 2));
+}
 template <typename T> static inline T __shfl_up_sync(unsigned, T x, int by) {
     return lane_value(x, fiber->index % WARP < by ? fiber->index % WARP : fiber->index % WARP - by);
 }

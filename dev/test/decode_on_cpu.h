@@ -64,10 +64,6 @@ static inline int4 load_shared_16(unsigned from) {
     return load_past_l1(shared_memory + from);
 }
 static inline void prefetch_l2(const void *p) { (void)*(const volatile char *)p; }
-static inline void store_shared_16(unsigned to, const int4 &x) {
-    require_shared("store", to, 16);
-    memcpy(shared_memory + to, &x, sizeof x);
-}
 static inline unsigned load_shared_4(unsigned from) {
     unsigned x;
     require_shared("load", from, 4);

@@ -20,6 +20,15 @@ static cudaError_t sm_attribute(int *value, cudaDeviceAttr attribute, int) {
 #include "llmc/model/weights.cuh"
 #include "dev/test/check.h"
 
+// Device bytes of one group.
+static size_t memory_group_bytes(const Memory *m, const char *group) {
+    size_t bytes = 0;
+    for (int i = 0; i < m->count; i++)
+        if (m->buffers[i].kind == MEMORY_DEVICE && strcmp(m->buffers[i].group, group) == 0)
+            bytes += m->buffers[i].bytes;
+    return bytes;
+}
+
 bool attention_has_hopper(int HD) { return sizeof(floatX) == 2 && (HD == 64 || HD == 128); }
 void attention_run_forward(const AttentionLaunch<floatX> &, cudaStream_t) {}
 void attention_run_backward(const AttentionLaunch<floatX> &, cudaStream_t) {}
@@ -190,7 +199,7 @@ static void check_layout(Planned *run) {
     check_whole(p, m, whole, keeping);
     for (int l = 0; l < c->num_layers; l += l ? 1 : whole + 1) {
         const BlockActs *y = &m->blocks[l];
-        const Part saved[] = {part("qkv", y->qkv, N * (size_t)qkv_width(c)),
+        const Part saved[] = {part("qkv", y->qkv_product, N * (size_t)qkv_width(c)),
                               part("y", y->y, N * (size_t)(c->num_heads * c->head_dim)),
                               part("f", y->f, of_mlp * (size_t)fc_width(c)),
                               part("a", y->a, again || in_fp8 ? 0 : of_mlp * F)};
@@ -213,7 +222,7 @@ static void check_layout(Planned *run) {
             if (in_fp8) follows((floatX *)m->saved_inputs, inputs, p);
         if (!l) used += keeping * heads * sizeof(floatX);
         fault_unless(!in_fp8 || again || y->a == m->df, o, "a lies elsewhere");
-        fault_unless(c->qk_norm || y->q_k_v == y->qkv, o, "attention reads other rows than the product gave");
+        fault_unless(c->qk_norm || y->q_k_v == y->qkv_product, o, "attention reads other rows than the product gave");
     }
     const size_t of_blocks = (size_t)inside * saved_block_size(p) + keeping * heads;
     fault_unless(used == of_blocks * sizeof(floatX), o, "saved layers have another size");

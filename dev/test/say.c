@@ -18,7 +18,7 @@ static float *read_values(size_t count) {
 static void say_fp8(int rows, int cols, int scale_rows) {
     float *x = read_values(area(rows, cols));
     Fp8Counts counts = {0};
-    fp8_round_cpu(x, x, FP8_E4M3, rows, cols, scale_rows, &counts);
+    fp8_round_cpu(x, x, rows, cols, scale_rows, &counts);
     fwrite(x, sizeof(float), area(rows, cols), stdout);
 }
 static void say_samples(int V, double temperature, uint64_t seed, uint64_t step, int draws) {

@@ -127,6 +127,12 @@ def test_good_input_trains(trainer):
     assert "step      2/2" in succeeds(trainer()).stdout
 
 
+def test_what_starts_ranks_in_llmc_scripts_is_taken_and_changes_nothing(trainer):
+    loss = lambda run: re.findall(r"loss [\d.]+", succeeds(run).stdout)
+    launch = "-pi mpi -pn 1 -pr 0 -pg 4 -ps 10.0.0.1 -pf /tmp".split()
+    assert len(loss(trainer(*launch))) == 2 and loss(trainer(*launch)) == loss(trainer())
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -427,7 +433,7 @@ ON_GPUS = {
         "p2p": ([0], "test_gpt2.cu"),
     },
 }
-# Need ranks, more steps, another model, or a NaN: where they are tested, or that here alone.
+# The others, which need ranks, more steps, another model, or a NaN: the file that tests them.
 ELSEWHERE = {
     "=": {"offload": "test_gpus.py", "memory": "test_fits.py"},
     "~": {
@@ -443,11 +449,10 @@ ELSEWHERE = {
     | dict.fromkeys(("lora", "lora-alpha", "lora-targets", "weights"), "test_lora.py")
     | dict.fromkeys((*MUON, "lr-head", "val-data", "patience"), "test_cli.py"),
     # a run that does not train, reads no other data, or has ended
-    " ": dict.fromkeys(
-        ("output", "resume", "evaluate", "generate", "log-gpu-every", "hellaswag", "choice-data"), "test_cli.py"
-    )
+    " ": dict.fromkeys(("output", "resume", "evaluate", "generate", "hellaswag", "choice-data"), "test_cli.py")
     | dict.fromkeys(("prompt", "system", "tokenizer", "draft", "draft-tokens", "serve"), "test_generate.py")
     | {"calls": "test_python.py", "prompt-rows": "test_pages.py", "dry-run": "test_fits.py"}
+    | {"log-gpu-every": "test_gpu_monitor.py"}
     | dict.fromkeys(OF_LETTERS, "test_cli.py"),
 }
 
@@ -549,10 +554,15 @@ def test_the_checkpoint_that_is_resumed_may_be_the_best(trainer, tmp_path):
     assert (tmp_path / "log/best").resolve().name == "step_00000004"
 
 
-def test_every_option_is_tried():
+def test_every_option_is_listed_under_its_mark():
     for mark in "=~* ":
         tried = [*CHANGED[mark], *ON_GPUS.get(mark, {}), *ELSEWHERE[mark]]
         assert sorted(tried) == sorted(name for name, option in OPTIONS.items() if option[1] == mark), mark
+        for name, file in ELSEWHERE[mark].items():
+            text = (ROOT / "dev/test" / file).read_text()
+            lists_it = file == "test_cli.py" and name not in OF_LETTERS  # above
+            words = rf"(--)?{name.replace('-', '[-_]')}|-{(OPTIONS | OF_LETTERS)[name][0] or name}"
+            assert len(re.findall(rf"(?<![\w-])({words})\b", text)) > lists_it, (name, file)
 
 
 @pytest.mark.parametrize("mark", ON_GPUS)
@@ -1848,6 +1858,27 @@ def test_nan_loss_skips_and_leaves_the_weights(trainer, nan_weights, tmp_path):
     run = succeeds(trainer("-e", folder, "-o", tmp_path / "nan", "-n", "2", "--on-nan", "skip", "-l", "0.1"))
     assert run.stdout.count("update skipped") == 2
     assert weights_of(folder / "model.safetensors") == weights_of(tmp_path / "nan/step_00000002/model.safetensors")
+
+
+@pytest.mark.parametrize("option, key", [("--skip-loss-z", "loss"), ("--skip-norm-z", "norm")])
+def test_outliers_are_left_out(trainer, tmp_path, option, key):
+    """Rows of noise among rows of text, a row a step: the first that comes after 128 steps is left out, and until then
+    the run is that without the option."""
+    tokens = np.arange(16 * 400 + 1) % 90 + 32
+    for row in range(0, 400, 80):
+        tokens[16 * row : 16 * (row + 1)] = np.random.default_rng(row).integers(128, 256, 16)
+    words = ["-e", "d1,channels=16,heads=1,vocab=256,seq=16", "-i", shard(tmp_path / "train.bin", tokens)]
+    words += ["-b", "1", "-t", "16", "-x", "400", "-l", "3e-2", "--threads", "1"]
+    for name, more in (("all", []), ("some", [option, "4"])):
+        succeeds(trainer(*words, *more, "-o", tmp_path / name))
+    all_steps, some = (events(tmp_path / name, "step") for name in ("all", "some"))
+    skipped = [e["step"] for e in some if e.get("skipped")]
+    assert skipped and skipped[0] > 128
+    same = [a["loss"] == b["loss"] for a, b in zip(all_steps, some, strict=True)]
+    assert same.index(False) == skipped[0]  # the step behind it
+    before = [e[key] for e in some[skipped[0] - 129 : skipped[0] - 1]]
+    assert (some[skipped[0] - 1][key] - np.mean(before)) / np.std(before) > 4
+    assert not any(e.get("skipped") for e in all_steps)
 
 
 def test_skipping_ends(trainer, nan_weights, tmp_path):

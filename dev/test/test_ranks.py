@@ -429,14 +429,16 @@ def steps_saved(folder):
     return sorted(int(p.name[5:]) for p in folder.glob("step_*[0-9]"))
 
 
-# Losses and norms of the same global batch on other numbers of ranks: fp32 sums in another order, twelve steps long.
-# Measured 5e-6.
+# Losses of the same global batch on other numbers of ranks: fp32 sums in another order, twelve steps long. Measured
+# 5e-6. Norms are further apart, because AdamW's first steps are as long for a gradient of rounding alone: 5e-5 with gcc
+# 14.
 BOUND = 2e-5
 
 
 def same_curve(a, b, bound=BOUND):
+    """a, b: {step: (loss, norm)}. Returns the largest relative difference of losses, or a tenth of that of norms."""
     assert a.keys() == b.keys()
-    worst = max(abs(x - y) / abs(y) for step in a for x, y in zip(a[step], b[step]))
+    worst = max(abs(x - y) / abs(y) / (1 + 9 * i) for step in a for i, (x, y) in enumerate(zip(a[step], b[step])))
     assert worst < bound, worst
     return worst
 

@@ -7,9 +7,9 @@
 
 // dA (rank, C) = [dA +] scale (dout B)^T inp, dB (rows, rank) = [dB +] scale dout^T (inp
 // A^T). dout: `rows` of the OC columns of a gradient. scratch: (2, N, rank).
-static inline void lora_backward_cpu(float *da, float *db, float *scratch, const float *dout, int OC, int rows,
-                                     const float *inp, const float *a, const float *b, int rank, float scale,
-                                     int accumulate, int N, int C) {
+static void lora_backward_cpu(float *da, float *db, float *scratch, const float *dout, int OC, int rows,
+                              const float *inp, const float *a, const float *b, int rank, float scale, int accumulate,
+                              int N, int C) {
     float *down = scratch, *up = scratch + area(N, rank);
     multiply_vectors((Product){down, NULL, NULL, (size_t)rank, matrix(inp, C), transposed(a, C), N, rank, C});
     multiply_vectors((Product){up, NULL, NULL, (size_t)rank, matrix(dout, OC), matrix(b, rank), N, rank, rows});
@@ -27,8 +27,8 @@ typedef struct {
 } Adapter;
 // Those of a matrix of a unit, one of `layers` alike (experts), of which each has `layer_rows` rows. values, grads
 // (NULL: none): of the unit's adapters. base: the table of the frozen weights. Returns how many.
-static inline int adapters_of(const ParamTable *base, const ParamTable *t, int unit, Role role, int layer, int layers,
-                              int layer_rows, const float *values, float *grads, Adapter adapters[LORA_MOST_PAIRS]) {
+static int adapters_of(const ParamTable *base, const ParamTable *t, int unit, Role role, int layer, int layers,
+                       int layer_rows, const float *values, float *grads, Adapter adapters[LORA_MOST_PAIRS]) {
     LoraPair pairs[LORA_MOST_PAIRS];
     const int count = values && unit_is_block(t, unit) ? lora_pairs(t, unit, role, layer, layers, pairs) : 0;
     for (int i = 0; i < count; i++) {
@@ -42,7 +42,7 @@ static inline int adapters_of(const ParamTable *base, const ParamTable *t, int u
     return count;
 }
 // weight += scale B A
-static inline void adapter_merge(const Lora *l, const Adapter *x, float *weight) {
+static void adapter_merge(const Lora *l, const Adapter *x, float *weight) {
     PARALLEL_FOR
     for (int i = 0; i < x->rows; i++)
         lora_merge_row(weight + area(x->row + i, x->cols), x->cols, x->a, x->cols, x->b + area(i, l->rank), l->rank,

@@ -200,8 +200,8 @@ static void kv_store(const QuantMatrix *cache, size_t row, const float *x) {
         copy_floats((float *)codes, x, cache->cols);
         return;
     }
-    const float up = fp8_scale(FP8_E4M3, quant_absmax(x, cache->cols));
-    for (int i = 0; i < cache->cols; i++) codes[i] = fp8_from_float(FP8_E4M3, x[i] * up);
+    const float up = fp8_scale(quant_absmax(x, cache->cols));
+    for (int i = 0; i < cache->cols; i++) codes[i] = fp8_from_float(x[i] * up);
     *(float *)quant_scales(cache, row) = 1 / up;
 }
 // A row in fp32: in place, or in `widened` (HD).

@@ -8,15 +8,15 @@
 #include "vector.h"
 
 // Rows [first, first + rows) of weights in any format as fp32.
-static inline void quant_widen_rows(const QuantMatrix *q, int first, int rows, float *wide) {
+static void quant_widen_rows(const QuantMatrix *q, int first, int rows, float *wide) {
     PARALLEL_FOR
     for (int i = 0; i < rows; i++)
         quant_widen(q->format, wide + area(i, q->cols), quant_codes(q, first + i), quant_scales(q, first + i), q->cols);
 }
 // out (N, rows) = [x +] inp (N, cols) weight^T [+ bias], as matmul_forward_cpu (train_gpt2.c); backward: out (N, cols)
 // = inp (N, rows) weight, as matmul_backward_input_cpu.
-static inline void matmul_quant_cpu(float *out, const float *x, const float *inp, const QuantMatrix *weight,
-                                    const float *bias, int backward, int N) {
+static void matmul_quant_cpu(float *out, const float *x, const float *inp, const QuantMatrix *weight, const float *bias,
+                             int backward, int N) {
     const int rows = weight->rows, cols = weight->cols, most = (1 << 18) / cols / TILE_N * TILE_N;
     const int part = most ? most : TILE_N;
     float *wide = new_array(float, area(part, cols));
@@ -42,13 +42,13 @@ static inline void matmul_quant_cpu(float *out, const float *x, const float *inp
 
 // Of the matrices of a model that are in few bits (each block's four in the order of roles, and the head's; NULL: none)
 // the one of a role; NULL: it is in fp32. The embedding is kept in fp32, too, if it is the head's weight.
-static inline QuantMatrix *quant_matrix(QuantMatrix *matrices, const Config *c, int unit, Role role) {
+static QuantMatrix *quant_matrix(QuantMatrix *matrices, const Config *c, int unit, Role role) {
     const int block = unit >= 1 && unit <= c->num_layers && role >= ROLE_QKVW && role <= ROLE_FCPROJW;
     if (!matrices || (!block && role != (c->tied ? ROLE_WTE : ROLE_HEADW))) return NULL;
     return matrices + 4 * (block ? unit - 1 : c->num_layers) + (block ? (int)role - ROLE_QKVW : 0);
 }
 // Elements of a unit that are not in fp32: the matrices, which come first.
-static inline size_t quant_elements(const QuantMatrix *matrices, const ParamTable *t, int unit) {
+static size_t quant_elements(const QuantMatrix *matrices, const ParamTable *t, int unit) {
     if (!matrices || unit == 0) return 0;
     const Role router = param_at(t, unit, ROLE_ROUTERW) == NO_PARAM ? ROLE_LN1W : ROLE_ROUTERW;
     return param_at(t, unit, unit_is_block(t, unit) ? router : ROLE_LNFW) - t->unit_begin[unit];

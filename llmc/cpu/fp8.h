@@ -8,8 +8,7 @@
 
 // x rounded to fp8 and divided by its scale again, which is exact. scale_rows: each row has a scale of its own. counts,
 // added to: [0] values that were not 0 and became it, [1] values above the largest fp8.
-static inline void fp8_round_cpu(float *out, const float *x, Fp8Kind kind, int rows, int cols, int scale_rows,
-                                 Fp8Counts *counts) {
+static inline void fp8_round_cpu(float *out, const float *x, int rows, int cols, int scale_rows, Fp8Counts *counts) {
     uint32_t *absmax = new_array(uint32_t, rows), largest = 0;
     int64_t flushed = 0, saturated = 0;
     PARALLEL_FOR
@@ -17,13 +16,13 @@ static inline void fp8_round_cpu(float *out, const float *x, Fp8Kind kind, int r
     for (int i = 0; i < rows; i++) largest = absmax[i] > largest ? absmax[i] : largest;
     #pragma omp parallel for schedule(static) reduction(+ : flushed, saturated)
     for (int i = 0; i < rows; i++) {
-        const float scale = fp8_scale(kind, bits_float(scale_rows ? absmax[i] : largest));
-        const float inverse = 1 / scale, most = fp8_largest(kind), *row = x + area(i, cols);
+        const float scale = fp8_scale(bits_float(scale_rows ? absmax[i] : largest));
+        const float inverse = 1 / scale, most = FP8_LARGEST, *row = x + area(i, cols);
         float *to = out + area(i, cols);
         int zeros = 0, cut = 0;
         #pragma omp simd reduction(+ : zeros, cut)
         for (int k = 0; k < cols; k++) {
-            const float y = row[k] * scale, rounded = fp8_to_float(kind, fp8_from_float(kind, y));
+            const float y = row[k] * scale, rounded = fp8_to_float(fp8_from_float(y));
             zeros += rounded == 0 && y != 0;
             cut += fabsf(y) > most;
             to[k] = rounded * inverse;
@@ -59,7 +58,7 @@ static inline const float *operand(const Operands *o, OperandDtype dtype, Fp8Ten
     if (dtype == OPERANDS_BF16)
         bf16_round_cpu(o->rounded[kind], x, area(rows, cols));
     else
-        fp8_round_cpu(o->rounded[kind], x, FP8_E4M3, rows, cols, by_row, &o->counts[kind]);
+        fp8_round_cpu(o->rounded[kind], x, rows, cols, by_row, &o->counts[kind]);
     timing_clock_lap("rounding operands", 0, 0);
     return o->rounded[kind];
 }

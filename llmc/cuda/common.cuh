@@ -55,8 +55,10 @@ static int gpu_of_rank(int local_rank, int devices) { return devices == 1 ? 0 : 
 typedef struct {
     int device;
     cudaDeviceProp prop;
-    cudaStream_t compute, comm;  // of all kernels and matmuls; of all collectives and weight prefetches
-    cudaStream_t in, out;        // of copies from and to host memory that pass under other work
+    // compute: kernels, products, and what tensor-parallel ranks exchange. comm: the collectives of data-parallel
+    // ranks, with the kernels that make or take what they send.
+    cudaStream_t compute, comm;
+    cudaStream_t in, out;  // of copies from and to host memory that pass under other work
 } Gpu;
 
 // Does nothing: a program has code for a GPU if it has this kernel's.
@@ -240,14 +242,14 @@ template <typename T> struct alignas(16) Vec {
     __device__ const T &operator[](int i) const { return v[i]; }
 };
 typedef Vec<floatX> VecX;
-template <typename T> __device__ inline Vec<T> vec_load(const T *p) {
+template <typename T> __device__ Vec<T> vec_load(const T *p) {
     Vec<T> r;
     *(int4 *)r.v = *(const int4 *)p;
     return r;
 }
-template <typename T> __device__ inline void vec_store(T *p, const Vec<T> &x) { *(int4 *)p = *(const int4 *)x.v; }
+template <typename T> __device__ void vec_store(T *p, const Vec<T> &x) { *(int4 *)p = *(const int4 *)x.v; }
 // To fp32 in one instruction an element, and back in one for two: casts of single elements compile to two each.
-template <typename T> __device__ inline void vec_widen(float (&to)[Vec<T>::size], const Vec<T> &x) {
+template <typename T> __device__ void vec_widen(float (&to)[Vec<T>::size], const Vec<T> &x) {
     for (int k = 0; k < Vec<T>::size; k++) {
         if constexpr (sizeof(T) == 4)
             to[k] = x[k];
@@ -257,7 +259,7 @@ template <typename T> __device__ inline void vec_widen(float (&to)[Vec<T>::size]
         }
     }
 }
-template <typename T = floatX> __device__ inline Vec<T> vec_narrow(const float (&x)[Vec<T>::size]) {
+template <typename T = floatX> __device__ Vec<T> vec_narrow(const float (&x)[Vec<T>::size]) {
     Vec<T> to;
     for (int k = 0; k < Vec<T>::size; k += 2) {
         if constexpr (sizeof(T) == 4) {
@@ -269,33 +271,42 @@ template <typename T = floatX> __device__ inline Vec<T> vec_narrow(const float (
     return to;
 }
 // Streaming forms: data that is not read again soon stays out of the way of data that is.
-template <typename T> __device__ inline Vec<T> vec_load_streaming(const T *p) {
+template <typename T> __device__ Vec<T> vec_load_streaming(const T *p) {
     Vec<T> r;
     *(int4 *)r.v = __ldcs((const int4 *)p);
     return r;
 }
-template <typename T> __device__ inline void vec_store_streaming(T *p, const Vec<T> &x) {
+template <typename T> __device__ void vec_store_streaming(T *p, const Vec<T> &x) {
     __stcs((int4 *)p, *(const int4 *)x.v);
 }
 
 // ---- reductions in a fixed order: a butterfly in the warp, then warp 0..n-1; every thread gets the result
 struct Sum {
-    static constexpr float identity = 0;
-    __device__ static float apply(float a, float b) { return a + b; }
+    static constexpr int identity = 0;
+    template <typename T> __device__ static T apply(T a, T b) { return a + b; }
 };
 struct Max {
     static constexpr float identity = -3.402823466e38f;
     __device__ static float apply(float a, float b) { return fmaxf(a, b); }
 };
-template <typename Op, typename T> __device__ inline T warp_reduce(T x) {
+template <typename Op, typename T> __device__ T warp_reduce(T x) {
     #pragma unroll
     for (int offset = WARP / 2; offset > 0; offset /= 2) x = Op::apply(x, __shfl_xor_sync(0xffffffffu, x, offset));
     return x;
 }
+// Over four neighbouring lanes, which have a row of a product on tensor cores together.
+__device__ inline float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+__device__ inline float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
 // x: K values in each lane, K a power of two. Returns value lane / (32 / K), summed over all lanes with the same lane %
 // STRIDE. In each step a lane hands half of its values to a lane that keeps that half: hardly more instructions than
 // for one value.
-template <int K, int STRIDE = 1> __device__ inline float warp_totals(float (&x)[K]) {
+template <int K, int STRIDE = 1> __device__ float warp_totals(float (&x)[K]) {
     static_assert(K * STRIDE <= WARP, "each value needs a lane");
     #pragma unroll
     for (int n = K / 2, offset = WARP / 2; offset >= STRIDE; n /= 2, offset /= 2) {
@@ -314,7 +325,7 @@ template <int K, int STRIDE = 1> __device__ inline float warp_totals(float (&x)[
 }
 // All threads of the block must call it; blockDim.x is a multiple of 32. `shared` holds one value per warp and may be
 // reused after the call returns.
-template <typename Op, typename T> __device__ inline T block_reduce(T x, T *shared) {
+template <typename Op, typename T> __device__ T block_reduce(T x, T *shared) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     x = warp_reduce<Op>(x);
     if (lane == 0) shared[warp] = x;

@@ -44,7 +44,7 @@ static int bytes_fit(MemoryBytes bytes, MemoryBytes room) {
 
 static void memory_group(Memory *m, const char *group) { m->group = group; }
 static Buffer *memory_declare(Memory *m, MemoryKind kind, void *where, const char *name, size_t bytes) {
-    if (m->count % 64 == 0) m->buffers = (Buffer *)realloc(m->buffers, (size_t)(m->count + 64) * sizeof(Buffer));
+    if (m->count % 64 == 0) m->buffers = (Buffer *)realloc(m->buffers, (m->count + 64) * sizeof(Buffer));
     require(m->buffers, "out of host memory\nclose other programs");
     Buffer *b = &m->buffers[m->count++];
     *b = {kind, m->group, name, bytes ? bytes : 16, where, NULL, -1};
@@ -52,27 +52,19 @@ static Buffer *memory_declare(Memory *m, MemoryKind kind, void *where, const cha
     if (kind == MEMORY_PINNED) m->bytes.host += b->bytes;
     return b;
 }
-template <typename T> inline void memory_request(Memory *m, T **pointer, const char *name, size_t count) {
+template <typename T> void memory_request(Memory *m, T **pointer, const char *name, size_t count) {
     memory_declare(m, MEMORY_DEVICE, pointer, name, count * sizeof(T));
 }
 // Host memory that the GPU copies to and from without waiting.
-template <typename T> inline void memory_request_pinned(Memory *m, T **pointer, const char *name, size_t count) {
+template <typename T> void memory_request_pinned(Memory *m, T **pointer, const char *name, size_t count) {
     memory_declare(m, MEMORY_PINNED, pointer, name, count * sizeof(T));
 }
 template <typename T, typename U>
-inline void memory_alias(Memory *m, T **pointer, const char *name, U **original, size_t count) {
+void memory_alias(Memory *m, T **pointer, const char *name, U **original, size_t count) {
     Buffer *b = memory_declare(m, MEMORY_ALIAS, pointer, name, count * sizeof(T));
     for (int i = 0; i < m->count - 1; i++)
         if (m->buffers[i].where == (void *)original) b->alias_of = i;
     assert(b->alias_of >= 0 && b->bytes <= m->buffers[b->alias_of].bytes);
-}
-// Device bytes of one group, for the hint and for reports.
-static size_t memory_group_bytes(const Memory *m, const char *group) {
-    size_t bytes = 0;
-    for (int i = 0; i < m->count; i++)
-        if (m->buffers[i].kind == MEMORY_DEVICE && strcmp(m->buffers[i].group, group) == 0)
-            bytes += m->buffers[i].bytes;
-    return bytes;
 }
 static double mib(size_t bytes) { return (double)bytes / 0x1p20; }
 static void memory_print(const Memory *m, FILE *f, MemoryBytes room) {

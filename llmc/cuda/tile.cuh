@@ -65,7 +65,7 @@ __device__ inline void copy_async_arrive_besides(unsigned barrier) {
     asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 __device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> __device__ inline void copy_async_wait() {
+template <int PENDING> __device__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 // Four 8x8 matrices; lane i gives the address of row i%8 of matrix i/8.
@@ -139,10 +139,6 @@ __device__ inline unsigned load_shared_4(unsigned from) {
     return x;
 }
 __device__ inline void prefetch_l2(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-__device__ inline void store_shared_16(unsigned to, const int4 &x) {
-    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
-                 : "memory");
-}
 // a * b + c of two bf16, each rounded once
 __device__ inline unsigned fma_bf16(unsigned a, unsigned b, unsigned c) {
     unsigned d;
@@ -159,7 +155,7 @@ __device__ inline unsigned mask_and_set(unsigned x, unsigned mask, unsigned bits
 // grid_arrive. `counter` is never set back: 64 bits do not run over. The number of blocks is the same in every launch.
 // target: 0 at first, then ours. sync(): a barrier of the threads of a block that call this.
 template <typename Sync>
-__device__ inline void grid_arrive(unsigned long long *counter, unsigned long long &target, Sync sync) {
+__device__ void grid_arrive(unsigned long long *counter, unsigned long long &target, Sync sync) {
     sync();
     if (threadIdx.x) return;
     const unsigned long long blocks = gridDim.x;
@@ -173,7 +169,7 @@ __device__ inline void grid_arrive(unsigned long long *counter, unsigned long lo
     }
 }
 template <typename Sync>
-__device__ inline void grid_wait(const unsigned long long *counter, unsigned long long target, Sync sync) {
+__device__ void grid_wait(const unsigned long long *counter, unsigned long long target, Sync sync) {
     unsigned long long now;
     if (threadIdx.x == 0) do
             asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(counter) : "memory");
@@ -182,8 +178,7 @@ __device__ inline void grid_wait(const unsigned long long *counter, unsigned lon
 }
 // Adds one. Of as many blocks as `count` says one gets true: the last. It then sees what the others have written
 // before, and the counter is 0 again. `shared` holds an int; sync as above.
-template <typename Sync>
-__device__ inline bool last_to_arrive(unsigned *counter, unsigned count, int *shared, Sync sync) {
+template <typename Sync> __device__ bool last_to_arrive(unsigned *counter, unsigned count, int *shared, Sync sync) {
     sync();
     if (threadIdx.x == 0) {
         unsigned before;
@@ -393,7 +388,7 @@ __device__ inline void box_store(const CUtensorMap *map, unsigned from, int colu
 template <int ROWS, int HD> constexpr int tile_bytes = ROWS * HD * (int)sizeof(bf16);
 // Rows row..row+ROWS-1 of a head, all HD columns; the barrier must expect tile_bytes<ROWS, HD>.
 template <int ROWS, int HD>
-__device__ inline void tile_fetch(unsigned to, const CUtensorMap *map, unsigned barrier, int head, int row, int b) {
+__device__ void tile_fetch(unsigned to, const CUtensorMap *map, unsigned barrier, int head, int row, int b) {
     #pragma unroll
     for (int c = 0; c < HD / BOX_COLUMNS; c++)
         #pragma unroll
@@ -420,10 +415,10 @@ __device__ inline void named_barrier(int id, int threads) {
 }
 
 // Each warpgroup's role begins with one of these: registers move from the producer to those that compute.
-template <int REGISTERS> __device__ inline void registers_raise() {
+template <int REGISTERS> __device__ void registers_raise() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
-template <int REGISTERS> __device__ inline void registers_lower() {
+template <int REGISTERS> __device__ void registers_lower() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
@@ -431,13 +426,13 @@ template <int REGISTERS> __device__ inline void registers_lower() {
 
 // Address for ldmatrix and stmatrix of rows row..row+15 and columns 16k..16k+15 of a tile: matrices in the order of
 // wgmma's A fragment (rows 0-7, rows 8-15, then the same of the next 8 columns).
-template <int ROWS> __device__ inline unsigned fragment_address(unsigned tile, int row, int k) {
+template <int ROWS> __device__ unsigned fragment_address(unsigned tile, int row, int k) {
     const int lane = threadIdx.x % WARP, r = row + lane % 16;
     return tile + k / 4 * (ROWS * 128) + r * 128 + ((k % 4 * 2 + lane / 16) ^ (r % 8)) * 16;
 }
 // scale * d as bf16 into rows row..row+15 of a tile.
 template <int ROWS, int N>
-__device__ inline void fragment_store(unsigned tile, int row, const float (&d)[N / 2], float scale0, float scale1) {
+__device__ void fragment_store(unsigned tile, int row, const float (&d)[N / 2], float scale0, float scale1) {
     #pragma unroll
     for (int k = 0; k < N / 16; k++) {
         const float *x = d + 8 * k;
@@ -447,7 +442,7 @@ __device__ inline void fragment_store(unsigned tile, int row, const float (&d)[N
     }
 }
 // D, rounded to bf16, as the A operand of a following product; its columns become k.
-template <int N> __device__ inline void fragment_round(unsigned (&a)[N / 16][4], const float (&d)[N / 2]) {
+template <int N> __device__ void fragment_round(unsigned (&a)[N / 16][4], const float (&d)[N / 2]) {
     #pragma unroll
     for (int k = 0; k < N / 16; k++)
         #pragma unroll
@@ -463,11 +458,11 @@ __device__ inline unsigned long long operand(unsigned address, unsigned leading,
            (unsigned long long)(stride / 16) << 32 | 1ull << 62;
 }
 // K-major: 8 rows are 1024 bytes; 16 columns are 32 bytes inside the swizzled row. The leading offset is not used.
-template <int ROWS> __device__ inline unsigned long long operand_k(unsigned tile, int k) {
+template <int ROWS> __device__ unsigned long long operand_k(unsigned tile, int k) {
     return operand(tile, 16, 1024) + (k / 4 * (ROWS * 128) + k % 4 * 32) / 16;
 }
 // MN-major: 8 rows (of k) are 1024 bytes, the next 64 columns lie one column block further.
-template <int ROWS> __device__ inline unsigned long long operand_mn(unsigned tile, int k) {
+template <int ROWS> __device__ unsigned long long operand_mn(unsigned tile, int k) {
     return operand(tile, ROWS * 128, 1024) + k * 2048 / 16;
 }
 
@@ -475,7 +470,7 @@ template <int ROWS> __device__ inline unsigned long long operand_mn(unsigned til
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Keeps the compiler from moving uses of d across this point: it does not know that wgmma is asynchronous.
-template <int N> __device__ inline void wgmma_pin(float (&d)[N]) {
+template <int N> __device__ void wgmma_pin(float (&d)[N]) {
     #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
@@ -484,7 +479,7 @@ template <int N> __device__ inline void wgmma_pin(float (&d)[N]) {
 __device__ inline void wgmma_hold(float x) {
     if (__any_sync(0xffffffffu, x != x)) asm volatile("nanosleep.u32 0;" ::: "memory");
 }
-template <int PENDING> __device__ inline void wgmma_wait() {
+template <int PENDING> __device__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
@@ -504,7 +499,7 @@ template <int PENDING> __device__ inline void wgmma_wait() {
 // d (+)= A B^T with A (64, 16) and B (N, 16) in shared memory; MN_A, MN_B: 1 for an MN-major operand. add = 0
 // overwrites d.
 template <int N, int MN_A, int MN_B>
-__device__ inline void wgmma(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add) {
+__device__ void wgmma(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add) {
     static_assert(N == 64 || N == 128, "write the asm for this width");
     if constexpr (N == 64)
         asm volatile(
@@ -523,7 +518,7 @@ __device__ inline void wgmma(float (&d)[N / 2], unsigned long long a, unsigned l
 }
 // The same with A in registers.
 template <int N, int MN_B>
-__device__ inline void wgmma(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b, int add) {
+__device__ void wgmma(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b, int add) {
     static_assert(N == 64 || N == 128, "write the asm for this width");
     if constexpr (N == 64)
         asm volatile(

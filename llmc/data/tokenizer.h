@@ -232,8 +232,8 @@ static char *text_of_bytes(const unsigned char *bytes, size_t count, int escape)
     *to = 0;
     return text;
 }
-// The text of n ids; t NULL: the ids themselves. escape: see text_of_bytes. free() it.
-static char *tokenizer_text(const Tokenizer *t, const int *ids, int n, int escape) {
+// The text of n ids; t NULL: the ids themselves. free() it.
+static char *tokenizer_text(const Tokenizer *t, const int *ids, int n) {
     size_t total = 0;
     int length = 0;
     char *raw = new_array(char, ((size_t)n * UINT8_MAX));
@@ -244,7 +244,7 @@ static char *tokenizer_text(const Tokenizer *t, const int *ids, int n, int escap
         else
             length = sprintf(raw + total, "%d ", ids[i]);
     }
-    char *text = text_of_bytes((unsigned char *)raw, total, escape);
+    char *text = text_of_bytes((unsigned char *)raw, total, 0);
     free(raw);
     return text;
 }
@@ -255,16 +255,16 @@ typedef struct {
     int count;
 } TextTail;
 // The text of the characters that end with this token. id < 0: no more tokens come. t NULL: the id. free() it.
-static char *tokenizer_stream(const Tokenizer *t, TextTail *tail, int id, int escape) {
+static char *tokenizer_stream(const Tokenizer *t, TextTail *tail, int id) {
     int length = 0;
-    if (!t) return tokenizer_text(NULL, &id, id >= 0, 0);
+    if (!t) return tokenizer_text(NULL, &id, id >= 0);
     const unsigned char *token = id < 0 ? NULL : tokenizer_token(t, id, &length);
     if (token) memcpy(tail->bytes + tail->count, token, length);
     int count = tail->count + length, whole = count, back = 1;
     while (back < 3 && back < count && (tail->bytes[count - back] & 0xc0) == 0x80) back++;
     // the last character may be unfinished
     if (token && back <= count && utf8_bytes(tail->bytes[count - back]) > back) whole = count - back;
-    char *text = text_of_bytes(tail->bytes, whole, escape);
+    char *text = text_of_bytes(tail->bytes, whole, 0);
     memmove(tail->bytes, tail->bytes + whole, count - whole);
     tail->count = count - whole;
     return text;
@@ -404,21 +404,18 @@ static int encode_ordinary(const Tokenizer *t, const unsigned char *text, int by
     return n;
 }
 // The added token, such as <|im_start|>, whose name stands at the beginning of the text: the longest; -1: none.
-// normalized: of those with this flag TOKEN_NORMALIZED or without it; -1: of all.
+// normalized: of those with this flag TOKEN_NORMALIZED; 0: without it.
 static int tokenizer_added(const Tokenizer *t, const unsigned char *text, int bytes, int normalized) {
     int found = -1, longest = 0, length;
     for (int i = 0; bytes && t->begins_added[*text] && i < t->num_added; i++) {
         const int id = t->added[i], flag = t->flags[id] & TOKEN_NORMALIZED;
         const unsigned char *name = tokenizer_token(t, id, &length);
         if (length <= longest || length > bytes || memcmp(name, text, length)) continue;
-        if (normalized >= 0 && flag != normalized) continue;
+        if (flag != normalized) continue;
         found = id;
         longest = length;
     }
     return found;
-}
-static int tokenizer_special(const Tokenizer *t, const char *text, int bytes) {
-    return tokenizer_added(t, (const unsigned char *)text, bytes, -1);
 }
 // Finds added tokens and encodes what lies between them: first those in the text itself, then (normalized) those in
 // what NFC makes of the rest. Names of special tokens that do not count are text; in them no other name is looked for.

@@ -390,7 +390,7 @@ static int checkpoint_is_intact(const Comm *c, const char *folder, int files, ch
         }
         json_free(&j);
     }
-    comm_broadcast(c, &s, sizeof s, 0);
+    comm_broadcast(c, &s, sizeof s);
     double begin = now_seconds(), gigabytes = 0;
     int intact = s.whole;
     for (int i = 0; i < NUM_KNOWN_FILES && intact; i++) {
@@ -415,7 +415,7 @@ static int checkpoint_is_intact(const Comm *c, const char *folder, int files, ch
 static void checkpoint_require_intact(const Comm *c, const char *folder, int files) {
     char why[WHY_BYTES];
     int ours = file_bytes(folder, "train_state.json") >= 0;
-    comm_broadcast(c, &ours, sizeof ours, 0);
+    comm_broadcast(c, &ours, sizeof ours);
     comm_require(c, !ours || checkpoint_is_intact(c, folder, files, why),
                  "checkpoint '%s': %s\nname another checkpoint of the run", folder, why);
 }
@@ -494,7 +494,7 @@ static int checkpoint_latest(const Comm *comm, const char *output, int files, Pa
     NextCheckpoint next;
     do {
         if (comm->rank == 0) next = next_checkpoint(output, names, count, &at);
-        comm_broadcast(comm, &next, sizeof next, 0);
+        comm_broadcast(comm, &next, sizeof next);
         found = *next.folder.text && !*next.why && checkpoint_is_intact(comm, next.folder.text, files, next.why);
         if (*next.folder.text && !found && comm->rank == 0)
             fprintf(stderr, "warning: checkpoint '%s' is not whole and is left out: %s\n", next.folder.text, next.why);

@@ -96,10 +96,11 @@ static const ParamTable *table_of(const Model *m, const SlotName *slots) {
 }
 static const SlotName checkpoint_states[] = {{SLOT_M, "m."}, {SLOT_V, "v."}, {SLOT_MASTER, "master."}};
 static_assert(COUNT_OF(checkpoint_states) == COUNT_OF(optimiser_states), "a checkpoint has every state");
-// Not every model has the last ones.
+// A model may lack the last ones, and those alone.
 static int num_checkpoint_states(const Model *m) {
     int n = 0;
     while (n < COUNT_OF(checkpoint_states) && model_has_slot(m, checkpoint_states[n].slot)) n++;
+    for (int k = n; k < COUNT_OF(checkpoint_states); k++) assert(!model_has_slot(m, checkpoint_states[k].slot));
     return n;
 }
 

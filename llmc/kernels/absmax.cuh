@@ -20,7 +20,7 @@ struct MaxBits {
     }
 };
 // `most` of a thread, 0 at first: the bits of its largest |x|; of bf16 two, of the even and the odd columns.
-template <typename V> __device__ inline void absmax_take(unsigned &most, const V &x) {
+template <typename V> __device__ void absmax_take(unsigned &most, const V &x) {
     #pragma unroll
     for (int k = 0; k < (int)sizeof x / 4; k++) {
         const unsigned word = ((const unsigned *)x.v)[k];
@@ -31,11 +31,11 @@ template <typename V> __device__ inline void absmax_take(unsigned &most, const V
     }
 }
 __device__ inline void absmax_raise(float *absmax, float x) { atomicMax((unsigned *)absmax, __float_as_uint(x)); }
-template <typename T> __device__ inline float absmax_of_thread(unsigned most) {
+template <typename T> __device__ float absmax_of_thread(unsigned most) {
     return __uint_as_float(sizeof(T) == 4 ? most : max(most << 16, most & 0xffff0000u));
 }
 // As block_reduce: one atomic for all threads of the block. T: of the tensor. Returns the block's absmax.
-template <typename T> __device__ inline float absmax_of_block(float *absmax, unsigned most, float *shared) {
+template <typename T> __device__ float absmax_of_block(float *absmax, unsigned most, float *shared) {
     const float x = block_reduce<MaxBits>(absmax_of_thread<T>(most), shared);
     if (threadIdx.x == 0) absmax_raise(absmax, x);
     return x;

@@ -53,7 +53,7 @@ struct Relu2 {
     }
 };
 
-// The one place where a kind becomes a policy: body(policy).
+// On the host a kind becomes a policy here: body(policy). In kernels: activation_value.
 template <typename Body> static auto with_activation(MlpKind kind, Body body) {
     switch (kind) {
     case MLP_GELU: return body(Gelu());

@@ -39,12 +39,12 @@ static __global__ void __launch_bounds__(PROMPT_THREADS)
 
 struct AttentionRows {
     DecodeAttentionShared attention;
-    int slots[ATTENTION_ROWS], positions[ATTENTION_ROWS], spans_before[ATTENTION_ROWS + 1];
+    int slots[DECODE_ROWS], positions[DECODE_ROWS], spans_before[DECODE_ROWS + 1];
     int sums[DECODE_BLOCK_WARPS];
 };
 // A thread has a row; sums of spans over the rows before it.
 __device__ inline void attention_read_rows(AttentionRows &s, const DecodeInput *rows, int count, int least) {
-    static_assert((int)ATTENTION_ROWS == (int)DECODE_BLOCK_THREADS, "a thread has a row");
+    static_assert((int)DECODE_ROWS == (int)DECODE_BLOCK_THREADS, "a thread has a row");
     const int row = threadIdx.x, lane = row % WARP, warp = row / WARP;
     DecodeInput in = {-1, 0, 0, 0};
     if (row < count) in = rows[row];
@@ -98,7 +98,7 @@ void attention_decode(floatX *out, const KvCache *cache, int layer, floatX *qkv,
                       const float *cos_sin, int rows, int NH, int NKV, int HD, cudaStream_t stream) {
     require(HD % 8 == 0 && HD <= KV_MOST_HD, "generation with a head dimension of %d\nuse a multiple of 8 up to %d", HD,
             (int)KV_MOST_HD);
-    assert(NH % NKV == 0 && rows <= ATTENTION_ROWS);
+    assert(NH % NKV == 0 && rows <= DECODE_ROWS);
     const KvRows of_layer = kv_layer(cache, layer, NKV, HD);
     const QkRows heads = {rows, cache->room, NH, NKV, HD, cos_sin, NULL};
     const QkNorm none = {};

@@ -170,29 +170,28 @@ template <typename S> struct HopperBlock {
 // ---- products of a warpgroup's 64 rows with a streamed tile
 
 // x(64, N) = A B^T over HD columns. a: the warpgroup's rows of a tile of ROWS; b: N rows of a tile of TILE.
-template <typename S, int N2> __device__ inline void product_abt(float (&x)[N2], unsigned a, unsigned b) {
+template <typename S, int N2> __device__ void product_abt(float (&x)[N2], unsigned a, unsigned b) {
     #pragma unroll
     for (int k = 0; k < S::HD / 16; k++)
         wgmma<2 * N2, 0, 0>(x, operand_k<S::ROWS>(a, k), operand_k<S::TILE>(b, k), k > 0);
 }
 // d(64, HD) += P B; p: P(64, 16*K), b: 16*K rows of a tile of TILE.
-template <typename S, int K>
-__device__ inline void product_ab(float (&d)[S::HD / 2], const unsigned (&p)[K][4], unsigned b) {
+template <typename S, int K> __device__ void product_ab(float (&d)[S::HD / 2], const unsigned (&p)[K][4], unsigned b) {
     wgmma_fence();
     #pragma unroll
     for (int k = 0; k < K; k++) wgmma<S::HD, 1>(d, p[k], operand_mn<S::TILE>(b, k), 1);
     wgmma_commit();
 }
 // mask_scores, of a warp's 16 of the 64 rows. row, column: the warpgroup's first.
-template <bool QUERIES_ALONG_ROWS, int N2> __device__ inline void mask_tile(float (&x)[N2], int row, int column) {
+template <bool QUERIES_ALONG_ROWS, int N2> __device__ void mask_tile(float (&x)[N2], int row, int column) {
     mask_scores<QUERIES_ALONG_ROWS>((float (&)[1][N2 / 4][4]) x, row + threadIdx.x / WARP % 4 * 16, column);
 }
 // The limits of a warp's 16 of the 64 rows, and the scores that they mask. row: the warpgroup's first.
 template <bool RANGED, bool BEFORE>
-__device__ inline WarpRange<RANGED, BEFORE, 1> tile_range(const AttentionProblem &a, int b, int row) {
+__device__ WarpRange<RANGED, BEFORE, 1> tile_range(const AttentionProblem &a, int b, int row) {
     return WarpRange<RANGED, BEFORE, 1>(a, BEFORE ? a.first : a.last, b, row + threadIdx.x / WARP % 4 * 16);
 }
-template <typename Range, int N2> __device__ inline void mask_range(float (&x)[N2], const Range &range, int column) {
+template <typename Range, int N2> __device__ void mask_range(float (&x)[N2], const Range &range, int column) {
     range.mask((float (&)[1][N2 / 4][4]) x, column, 2 * N2);
 }
 // sums (64) = column sums of 64 x 64 bf16 in shared memory, by a warpgroup: a thread takes two columns of every fourth
@@ -214,7 +213,7 @@ __device__ inline void column_sums_of_box(float *sums, unsigned box) {
     if (lane < 8) *(float2 *)(sums + 2 * pair) = make_float2(even, odd);
 }
 // Raises *absmax to that of scale * d, a warp's 16 rows, as bf16.
-template <int N> __device__ inline void raise_absmax(float *absmax, const float (&d)[N], float scale0, float scale1) {
+template <int N> __device__ void raise_absmax(float *absmax, const float (&d)[N], float scale0, float scale1) {
     float most = 0;
     #pragma unroll
     for (int k = 0; k < N; k++) most = MaxBits::apply(most, fabsf(d[k] * (k / 2 % 2 ? scale1 : scale0)));
@@ -225,8 +224,8 @@ template <int N> __device__ inline void raise_absmax(float *absmax, const float 
 // may be reused. All threads of the warpgroup call it. absmax, sums: NULL, or where that of what was stored, and its HD
 // column sums, go. Rows that do not exist are zeros.
 template <typename S>
-__device__ inline void store_through(const CUtensorMap *map, unsigned tile, int warpgroup, const float (&d)[S::HD / 2],
-                                     float scale0, float scale1, int head, int row, int b, float *absmax, float *sums) {
+__device__ void store_through(const CUtensorMap *map, unsigned tile, int warpgroup, const float (&d)[S::HD / 2],
+                              float scale0, float scale1, int head, int row, int b, float *absmax, float *sums) {
     fragment_store<S::ROWS, S::HD>(tile, threadIdx.x / WARP % 4 * 16, d, scale0, scale1);
     fence_async();
     named_barrier(1 + warpgroup, WARPGROUP);
@@ -250,8 +249,8 @@ __device__ inline void store_through(const CUtensorMap *map, unsigned tile, int 
 // whether a maximum of the warp has moved. LAZY: with SOFTMAX_SLACK; then `most` is raised to the largest score, which
 // row_max may not be.
 template <int KEYS, bool LAZY>
-__device__ inline bool softmax_tile(float (&s)[KEYS / 2], float (&row_max)[2], float (&row_sum)[2], float (&fade)[2],
-                                    float &most, float scale2) {
+__device__ bool softmax_tile(float (&s)[KEYS / 2], float (&row_max)[2], float (&row_sum)[2], float (&fade)[2],
+                             float &most, float scale2) {
     const float slack = SOFTMAX_SLACK / scale2;
     bool moved = false;
     #pragma unroll
@@ -263,8 +262,7 @@ __device__ inline bool softmax_tile(float (&s)[KEYS / 2], float (&row_max)[2], f
             y = fmaxf(y, s[n + 1]);
         }
         x = fmaxf(x, y);
-        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+        x = quad_max(x);
         if (LAZY) most = fmaxf(most, x);
         x = LAZY ? (x - slack > row_max[r] ? x : row_max[r]) : fmaxf(x, row_max[r]);
         fade[r] = exp2_approx((row_max[r] - x) * scale2);
@@ -289,9 +287,8 @@ __device__ inline bool softmax_tile(float (&s)[KEYS / 2], float (&row_max)[2], f
 
 // out and lse of the warpgroup's rows of piece i. use: of the streamed tiles.
 template <typename S, bool RANGED>
-__device__ inline void hopper_forward_rows(const HopperBlock<S> &block, const HopperLaunch &a,
-                                           const CUtensorMap *out_map, const AttentionPiece &piece, unsigned i,
-                                           unsigned &use) {
+__device__ void hopper_forward_rows(const HopperBlock<S> &block, const HopperLaunch &a, const CUtensorMap *out_map,
+                                    const AttentionPiece &piece, unsigned i, unsigned &use) {
     constexpr int HD = S::HD, KEYS = S::TILE;
     constexpr bool LAZY = HD == 128;  // narrow heads lose more by the comparison than by what it saves
     const int T = a.T, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4, warpgroup = block.warpgroup;
@@ -413,7 +410,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
 
 // What rope_backward of rope.cuh does, before the gradient is rounded: both columns of a pair are the same thread's.
 // row: of the 64.
-template <int HD> __device__ inline void rotate_back(float (&d)[HD / 2], const float *cos_sin, int row, int T) {
+template <int HD> __device__ void rotate_back(float (&d)[HD / 2], const float *cos_sin, int row, int T) {
     row += threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4;
     #pragma unroll
     for (int r = 0; r < 4; r += 2, row += 8) {
@@ -430,7 +427,7 @@ template <int HD> __device__ inline void rotate_back(float (&d)[HD / 2], const f
 }
 // The lane's share of the row's dout * out: 16-byte pieces lane%4, lane%4 + 4, ...
 template <int HD> struct RowPair { int4 x[HD / 32], y[HD / 32]; };
-template <int HD> __device__ inline void row_pair_load(RowPair<HD> &r, const bf16 *x, const bf16 *y, bool valid) {
+template <int HD> __device__ void row_pair_load(RowPair<HD> &r, const bf16 *x, const bf16 *y, bool valid) {
     #pragma unroll
     for (int i = 0; i < HD / 32; i++) {
         const int4 zero = {0, 0, 0, 0};
@@ -442,22 +439,20 @@ __device__ inline float dot_bf16(int x, int y) {
     return __int_as_float(x << 16) * __int_as_float(y << 16) +
            __int_as_float(x & 0xffff0000) * __int_as_float(y & 0xffff0000);
 }
-template <int HD> __device__ inline float row_pair_dot(const RowPair<HD> &r) {
+template <int HD> __device__ float row_pair_dot(const RowPair<HD> &r) {
     float sum = 0;
     #pragma unroll
     for (int i = 0; i < HD / 32; i++)
         sum += (dot_bf16(r.x[i].x, r.y[i].x) + dot_bf16(r.x[i].y, r.y[i].y)) +
                (dot_bf16(r.x[i].z, r.y[i].z) + dot_bf16(r.x[i].w, r.y[i].w));
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
+    return quad_sum(sum);
 }
 
 // D, dout and its product with V, and dQ of the warpgroup's rows of piece i, which meet the streamed tiles begin, ...,
 // n - 1. first_use: of tile 0, or where it would be.
 template <typename S, bool RANGED>
-__device__ inline void hopper_backward_q_rows(const HopperBlock<S> &block, const HopperLaunch &a,
-                                              const CUtensorMap *dqkv_map, const AttentionPiece &piece, unsigned i,
-                                              unsigned first_use, int begin, int n) {
+__device__ void hopper_backward_q_rows(const HopperBlock<S> &block, const HopperLaunch &a, const CUtensorMap *dqkv_map,
+                                       const AttentionPiece &piece, unsigned i, unsigned first_use, int begin, int n) {
     constexpr int HD = S::HD, KEYS = S::TILE;
     const int T = a.T, b = piece.b, h = piece.h, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4,
               warpgroup = block.warpgroup;
@@ -582,9 +577,8 @@ template <typename S> struct HopperColumns { float lse2[S::TILE], D[S::TILE]; };
 // The producer's walk for dK and dV: over the query heads of the KV head, in each over the queries from the diagonal
 // on.
 template <typename S, bool RANGED>
-__device__ inline unsigned hopper_stream_queries(const HopperBlock<S> &block, const HopperLaunch &a,
-                                                 const HopperMaps &maps, HopperColumns<S> *columns,
-                                                 const AttentionPiece &piece, unsigned &use) {
+__device__ unsigned hopper_stream_queries(const HopperBlock<S> &block, const HopperLaunch &a, const HopperMaps &maps,
+                                          HopperColumns<S> *columns, const AttentionPiece &piece, unsigned &use) {
     constexpr int QUERIES = S::TILE;
     const int ratio = a.NH / a.NKV, b = piece.b, end = (piece.h + 1) * ratio, lane = threadIdx.x % WARP;
     const int first = first_query(piece.tile * S::ROWS) / QUERIES * QUERIES;
@@ -624,10 +618,10 @@ __device__ inline unsigned hopper_stream_queries(const HopperBlock<S> &block, co
 // dK, dV of the warpgroup's keys += what the last 2 * sizeof s queries of the streamed tile from `query` on give.
 // s, dp: S^T and dP^T, whose registers the caller keeps. k_tile, v_tile: the warpgroup's rows; key0: the first of them.
 template <typename S, typename Range, int N2>
-__device__ inline void hopper_backward_kv_step(float (&dk)[S::HD / 2], float (&dv)[S::HD / 2], float (&s)[N2],
-                                               float (&dp)[N2], unsigned q_tile, unsigned do_tile, unsigned k_tile,
-                                               unsigned v_tile, const HopperColumns<S> &columns, int key0, int query,
-                                               float scale2, const Range &range) {
+__device__ void hopper_backward_kv_step(float (&dk)[S::HD / 2], float (&dv)[S::HD / 2], float (&s)[N2], float (&dp)[N2],
+                                        unsigned q_tile, unsigned do_tile, unsigned k_tile, unsigned v_tile,
+                                        const HopperColumns<S> &columns, int key0, int query, float scale2,
+                                        const Range &range) {
     constexpr int WIDTH = 2 * N2, SKIP = S::TILE - WIDTH;
     // two neighbouring queries of eight
     const float2 *const lse2 = (const float2 *)(columns.lse2 + SKIP) + threadIdx.x % 4;
@@ -672,9 +666,9 @@ __device__ inline void hopper_backward_kv_step(float (&dk)[S::HD / 2], float (&d
 }
 // dK and dV of the warpgroup's keys of piece i. use: of the streamed tiles.
 template <typename S, bool RANGED>
-__device__ inline void hopper_backward_kv_rows(const HopperBlock<S> &block, const HopperLaunch &a,
-                                               const CUtensorMap *dqkv_map, const HopperColumns<S> *columns,
-                                               const AttentionPiece &piece, unsigned i, unsigned &use) {
+__device__ void hopper_backward_kv_rows(const HopperBlock<S> &block, const HopperLaunch &a, const CUtensorMap *dqkv_map,
+                                        const HopperColumns<S> *columns, const AttentionPiece &piece, unsigned i,
+                                        unsigned &use) {
     constexpr int HD = S::HD, QUERIES = S::TILE;
     const int T = a.T, warpgroup = block.warpgroup;
     const float scale = a.scale, scale2 = a.scale2;

@@ -78,10 +78,10 @@ template <typename S> struct TileCopy {
 
 // Where a lane reads 16 by 16 elements for ldmatrix: four matrices of 8 by 8, columns by columns (a first operand, and
 // a transposed second one) or rows by rows (a second operand, which must lie in registers side by side).
-template <typename S> __device__ inline unsigned lane_place(void) {
+template <typename S> __device__ unsigned lane_place(void) {
     return threadIdx.x % 16 * S::ROW + threadIdx.x % WARP / 16 * 16;
 }
-template <typename S> __device__ inline unsigned lane_place_second(void) {
+template <typename S> __device__ unsigned lane_place_second(void) {
     return (threadIdx.x % 8 + threadIdx.x % WARP / 16 * 8) * S::ROW + threadIdx.x / 8 % 2 * 16;
 }
 
@@ -108,7 +108,7 @@ template <typename S> struct OwnRows {
 // c(16*MT, 8*NT) = start + A B^T, both with W along their rows; B: 8*NT rows of a tile. tile: with lane_place_second;
 // start(m, n, i): the element's.
 template <typename S, int MT, int NT, typename Start>
-__device__ inline void product_abt(float (&c)[MT][NT][4], const OwnRows<S> &rows, unsigned tile, Start start) {
+__device__ void product_abt(float (&c)[MT][NT][4], const OwnRows<S> &rows, unsigned tile, Start start) {
     each_element(c, [&](float &x, int m, int n, int i) { x = start(m, n, i); });
     #pragma unroll
     for (int k = 0; k < S::W / 16; k++) {
@@ -131,7 +131,7 @@ __device__ inline void product_abt(float (&c)[MT][NT][4], const OwnRows<S> &rows
 // c(16*MT, 8*ND) += P Y; Y: 8*NT rows of a tile. The accumulators P(16*MT, 8*NT), rounded to bf16, are the operand:
 // column pairs of two neighbouring 8-wide tiles.
 template <typename S, int MT, int NT, int ND>
-__device__ inline void product_ab(float (&c)[MT][ND][4], const float (&P)[MT][NT][4], unsigned tile) {
+__device__ void product_ab(float (&c)[MT][ND][4], const float (&P)[MT][NT][4], unsigned tile) {
     unsigned a[MT][NT / 2][4];
     each_pair<MT, NT>(
         [&](int m, int n, int r) { a[m][n / 2][n % 2 * 2 + r] = pack_bf16(P[m][n][2 * r], P[m][n][2 * r + 1]); });
@@ -186,8 +186,8 @@ template <typename S> struct MmaBlock {
 // Scores p become weights relative to row_max. Where a score exceeds that by more than SOFTMAX_SLACK it moves, and
 // row_sum and o with it; lanes that share a row (four) meet only then. most: raised to the lane's largest score.
 template <int MT, int NT, int ND>
-__device__ inline void online_softmax(float (&p)[MT][NT][4], float (&o)[MT][ND][4], float (&row_max)[MT][2],
-                                      float (&row_sum)[MT][2], float &most, float scale2) {
+__device__ void online_softmax(float (&p)[MT][NT][4], float (&o)[MT][ND][4], float (&row_max)[MT][2],
+                               float (&row_sum)[MT][2], float &most, float scale2) {
     float x[MT][2];
     bool moved = false;
     each_row<MT>([&](int m, int r) {
@@ -200,8 +200,7 @@ __device__ inline void online_softmax(float (&p)[MT][NT][4], float (&o)[MT][ND][
     if (__any_sync(0xffffffffu, moved))
         each_row<MT>([&](int m, int r) {
             const float before = row_max[m][r];
-            x[m][r] = fmaxf(x[m][r], __shfl_xor_sync(0xffffffffu, x[m][r], 1));
-            x[m][r] = fmaxf(x[m][r], __shfl_xor_sync(0xffffffffu, x[m][r], 2));
+            x[m][r] = quad_max(x[m][r]);
             if ((x[m][r] - before) * scale2 > SOFTMAX_SLACK) row_max[m][r] = x[m][r];
             const float fade = exp2_approx((before - row_max[m][r]) * scale2);
             row_sum[m][r] *= fade;

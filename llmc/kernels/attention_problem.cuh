@@ -63,26 +63,26 @@ template <typename X> struct AttentionLaunch : AttentionProblem {
 
 // Of queries row, ..., row + rows - 1 of sequence b: the tiles of KEYS keys that any of them sees are those from
 // first_key_tile to before key_tiles.
-template <int KEYS> __device__ inline int key_tiles(const AttentionProblem &a, int row, int rows) {
+template <int KEYS> __device__ int key_tiles(const AttentionProblem &a, int row, int rows) {
     return (min(a.T, row + rows) + KEYS - 1) / KEYS;
 }
 __device__ inline int limit_of(const AttentionProblem &a, const int *limits, int b, int row) {
     return __ldg(limits + (size_t)b * a.T + max(0, min(row, a.T - 1)));
 }
-template <bool RANGED, int KEYS> __device__ inline int first_key_tile(const AttentionProblem &a, int b, int row) {
+template <bool RANGED, int KEYS> __device__ int first_key_tile(const AttentionProblem &a, int b, int row) {
     return RANGED ? limit_of(a, a.first, b, row) / KEYS : 0;
 }
 // The queries that see any of the keys key, ..., key + keys - 1 are those from first_query to before query_end.
 __device__ inline int first_query(int key) { return key; }
-template <bool RANGED> __device__ inline int query_end(const AttentionProblem &a, int b, int key, int keys) {
+template <bool RANGED> __device__ int query_end(const AttentionProblem &a, int b, int key, int keys) {
     return RANGED ? limit_of(a, a.last, b, key + keys - 1) + 1 : a.T;
 }
-template <bool RANGED> __device__ inline bool sees(const AttentionProblem &a, int b, int query, int key) {
+template <bool RANGED> __device__ bool sees(const AttentionProblem &a, int b, int query, int key) {
     return key <= query && (!RANGED || key >= limit_of(a, a.first, b, query));
 }
 // What a lane holds of 16*MT rows and 8*NT columns of a warp: with g = lane/4, t = lane%4 rows g, g+8 and columns 2t,
 // 2t+1 of each 16 by 8.
-template <int MT, int NT, typename Do> __device__ inline void each_element(float (&c)[MT][NT][4], Do element) {
+template <int MT, int NT, typename Do> __device__ void each_element(float (&c)[MT][NT][4], Do element) {
     #pragma unroll
     for (int m = 0; m < MT; m++)
         #pragma unroll
@@ -91,7 +91,7 @@ template <int MT, int NT, typename Do> __device__ inline void each_element(float
             for (int i = 0; i < 4; i++) element(c[m][n][i], m, n, i);
 }
 // The same pair by pair, of columns 2t and 2t+1: c[m][n][2r], c[m][n][2r+1]; and row by row.
-template <int MT, int NT, typename Do> __device__ inline void each_pair(Do pair) {
+template <int MT, int NT, typename Do> __device__ void each_pair(Do pair) {
     #pragma unroll
     for (int m = 0; m < MT; m++)
         #pragma unroll
@@ -99,7 +99,7 @@ template <int MT, int NT, typename Do> __device__ inline void each_pair(Do pair)
             #pragma unroll
             for (int r = 0; r < 2; r++) pair(m, n, r);
 }
-template <int MT, typename Do> __device__ inline void each_row(Do row) {
+template <int MT, typename Do> __device__ void each_row(Do row) {
     #pragma unroll
     for (int m = 0; m < MT; m++)
         #pragma unroll
@@ -107,7 +107,7 @@ template <int MT, typename Do> __device__ inline void each_row(Do row) {
 }
 // Scores of elements that do not see each other become -infinity, and their weights 0. QUERIES_ALONG_ROWS: or keys are.
 template <bool QUERIES_ALONG_ROWS, int MT, int NT>
-__device__ inline void mask_scores(float (&c)[MT][NT][4], int row, int column) {
+__device__ void mask_scores(float (&c)[MT][NT][4], int row, int column) {
     const int limit = row + threadIdx.x % WARP / 4 - column - threadIdx.x % 4 * 2;
     each_element(c, [&](float &x, int m, int n, int i) {
         const int here = n * 8 + i % 2 - m * 16 - i / 2 * 8;
@@ -127,7 +127,7 @@ template <int MT> struct RowLimits {
 // The same for scores in columns before the limits of their rows (queries, by `first`), or else behind them (keys, by
 // `last`).
 template <bool BEFORE, int MT, int NT>
-__device__ inline void mask_beyond(float (&c)[MT][NT][4], const RowLimits<MT> &limits, int column) {
+__device__ void mask_beyond(float (&c)[MT][NT][4], const RowLimits<MT> &limits, int column) {
     column += threadIdx.x % 4 * 2;
     each_element(c, [&](float &x, int m, int n, int i) {
         const int here = column + n * 8 + i % 2, limit = limits.of[m][i / 2];
@@ -170,8 +170,7 @@ __device__ inline void raise_largest(const AttentionProblem &a, int h, float mos
 }
 // Ends a row that four lanes share: stores its lse, returns what its output is multiplied with.
 __device__ inline float finish_row(float *lse, float row_max, float sum, float scale, bool valid) {
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    sum = quad_sum(sum);
     if (threadIdx.x % 4 == 0 && valid) *lse = row_max * scale + logf(sum);
     return 1.0f / sum;
 }

@@ -51,24 +51,22 @@ static __global__ void __launch_bounds__(WARP *WARP)
     if (threadIdx.x == 0 && mine < OC) dbias[mine] = (floatX)(sum + (accumulate ? (float)dbias[mine] : 0.0f));
 }
 static void bias_finish(floatX *dbias, const float *partial, int slices, int OC, int accumulate, cudaStream_t stream) {
-    bias_finish_kernel<<<(unsigned)ceil_div((size_t)OC, WARP), dim3(WARP, WARP), 0, stream>>>(dbias, partial, slices,
-                                                                                              OC, accumulate);
+    bias_finish_kernel<<<ceil_div(OC, WARP), dim3(WARP, WARP), 0, stream>>>(dbias, partial, slices, OC, accumulate);
     launchCheck();
 }
 // About BIAS_BLOCKS blocks in all, whatever the GPU, so that the order of the sum is the same everywhere.
-static int bias_slices(int OC) { return (int)ceil_div(BIAS_BLOCKS, ceil_div((size_t)OC, BIAS_COLUMNS)); }
+static int bias_slices(int OC) { return (int)ceil_div(BIAS_BLOCKS, ceil_div(OC, BIAS_COLUMNS)); }
 // at least slices * OC; grows with OC
 static size_t bias_backward_scratch_bytes(int OC) {
-    return (BIAS_BLOCKS + ceil_div((size_t)OC, BIAS_COLUMNS)) * BIAS_COLUMNS * sizeof(float);
+    return (BIAS_BLOCKS + ceil_div(OC, BIAS_COLUMNS)) * BIAS_COLUMNS * sizeof(float);
 }
 // partial (bias_slices(OC), OC): column sums of slices of dout's rows (N,OC), for bias_finish
 static void bias_partial(float *partial, const floatX *dout, int N, int OC, cudaStream_t stream) {
     require(OC % VecX::size == 0 && ((uintptr_t)dout | (uintptr_t)partial) % 16 == 0,
             "bias gradient over %d columns\nuse a multiple of %d, and buffers from memory_request", OC, VecX::size);
     const int slices = bias_slices(OC);
-    const dim3 blocks((unsigned)ceil_div((size_t)OC, BIAS_COLUMNS), (unsigned)slices);
-    bias_partial_kernel<<<blocks, BIAS_THREADS, 0, stream>>>(partial, dout, N, OC,
-                                                             (int)ceil_div((size_t)N, (size_t)slices));
+    const dim3 blocks(ceil_div(OC, BIAS_COLUMNS), slices);
+    bias_partial_kernel<<<blocks, BIAS_THREADS, 0, stream>>>(partial, dout, N, OC, (int)ceil_div(N, slices));
     launchCheck();
     timing_lap("bias gradient", 0, (double)N * OC * sizeof(floatX), stream);
 }

@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     constexpr int stride = THREADS * VecX::size, unroll = 4;
     extern __shared__ int4 shared_row[];
     __shared__ float scratch[WARP];
-    floatX *cache = (floatX *)shared_row, *row = logits + (size_t)blockIdx.x * (size_t)Vp;
+    floatX *cache = (floatX *)shared_row, *row = logits + (size_t)blockIdx.x * Vp;
     const int target = targets[blockIdx.x], mine = threadIdx.x * VecX::size;
     if (target < 0) {
         if (threadIdx.x == 0) losses[blockIdx.x] = 0;
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(THREADS)
                             const int *__restrict__ targets, int rank, int V, int Vp, const Cap cap) {
     constexpr int stride = THREADS * VecX::size, unroll = 4;
     __shared__ float scratch[WARP];
-    const floatX *row = logits + (size_t)blockIdx.x * (size_t)Vp;
+    const floatX *row = logits + (size_t)blockIdx.x * Vp;
     const int target = targets[blockIdx.x];
     if (target < 0) return;  // nobody asks
     OnlineSum online;
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(THREADS)
                             const int *__restrict__ targets, float dloss, const float *__restrict__ factors, int ranks,
                             int rank, int N, int V, int Vp, int write_dlogits, const Cap cap) {
     constexpr int stride = THREADS * VecX::size;
-    floatX *row = logits + (size_t)blockIdx.x * (size_t)Vp;
+    floatX *row = logits + (size_t)blockIdx.x * Vp;
     const int target = targets[blockIdx.x], owner = target < 0 ? 0 : target / Vp,
               mine = owner == rank && target >= 0 && target % Vp < V ? target % Vp : -1;
     RowSum all = {-MOST_LOGIT, 0, 0};
@@ -274,12 +274,12 @@ __global__ void softcap_kernel(float *logits, size_t n, const Softcap cap) {
 template <int THREADS, typename Cap>
 static void classifier_launch(floatX *logits, float *losses, const int *targets, float dloss, const float *factors,
                               int N, int V, int Vp, int cached, Cap cap, cudaStream_t stream) {
-    const size_t bytes = (size_t)cached * sizeof(floatX);
+    const size_t bytes = cached * sizeof(floatX);
     const auto kernel = classifier_kernel<THREADS, true, Cap>;
     cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
     cudaCheck(
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-    kernel<<<(unsigned)N, THREADS, bytes, stream>>>(logits, losses, targets, dloss, factors, V, Vp, cached, cap);
+    kernel<<<N, THREADS, bytes, stream>>>(logits, losses, targets, dloss, factors, V, Vp, cached, cap);
 }
 template <typename Cap>
 static void classifier_run(floatX *logits, float *losses, const int *targets, float dloss, const float *factors, int N,
@@ -287,11 +287,10 @@ static void classifier_run(floatX *logits, float *losses, const int *targets, fl
     const int reserved = 2048;  // the kernel's own shared memory and the driver's, per block
     const int per_sm = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
     const int per_block = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    const size_t row_bytes = (size_t)Vp * sizeof(floatX);
+    const size_t row_bytes = Vp * sizeof(floatX);
     const int room = per_block - (int)sizeof(float) * WARP;
     if (!write_dlogits)
-        classifier_kernel<512, false>
-            <<<(unsigned)N, 512, 0, stream>>>(logits, losses, targets, dloss, NULL, V, Vp, 0, cap);
+        classifier_kernel<512, false><<<N, 512, 0, stream>>>(logits, losses, targets, dloss, NULL, V, Vp, 0, cap);
     else if (row_bytes + reserved <= (size_t)per_sm / 2)
         classifier_launch<512>(logits, losses, targets, dloss, factors, N, V, Vp, Vp, cap, stream);
     else {
@@ -318,7 +317,7 @@ static void classifier_parts(ClassifierPart *parts, const floatX *logits, const 
             "%d logits in rows of %d\nrows must be padded to a multiple of %d and begin on 16 bytes", V, Vp,
             VecX::size);
     with_softcap(softcap, [&](auto cap) {
-        classifier_parts_kernel<512><<<(unsigned)N, 512, 0, stream>>>(parts, logits, targets, rank, V, Vp, cap);
+        classifier_parts_kernel<512><<<N, 512, 0, stream>>>(parts, logits, targets, rank, V, Vp, cap);
     });
     launchCheck();
     timing_lap("classifier", 0, (double)N * V * sizeof(floatX), stream);
@@ -328,8 +327,8 @@ static void classifier_ranks(floatX *logits, float *losses, const ClassifierPart
                              float dloss, const float *factors, int ranks, int rank, int N, int V, int Vp,
                              int write_dlogits, cudaStream_t stream, float softcap = 0) {
     with_softcap(softcap, [&](auto cap) {
-        classifier_ranks_kernel<512><<<(unsigned)N, 512, 0, stream>>>(logits, losses, parts, targets, dloss, factors,
-                                                                      ranks, rank, N, V, Vp, write_dlogits, cap);
+        classifier_ranks_kernel<512><<<N, 512, 0, stream>>>(logits, losses, parts, targets, dloss, factors, ranks, rank,
+                                                            N, V, Vp, write_dlogits, cap);
     });
     launchCheck();
     timing_lap("classifier", 0, write_dlogits ? 2.0 * N * Vp * sizeof(floatX) : 0, stream);

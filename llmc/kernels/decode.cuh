@@ -67,15 +67,15 @@ enum {
 
 struct DecodeShared {
     union {
-        float sums[DECODE_BLOCK_WARPS * DECODE_TILES * DECODE_MOST_ROWS * DECODE_SUM_STRIDE];
+        float sums[DECODE_BLOCK_WARPS * DECODE_TILES * DECODE_FEW_ROWS * DECODE_SUM_STRIDE];
         DecodeAttentionShared attention;
     };
     unsigned long long barriers[2 * DECODE_STAGES];
     DecodeMatrix matrix[2];                     // of even and odd number
     uint32_t epoch;                             // before those of this step's exchanges
     float norm_sums[2][2][DECODE_BLOCK_WARPS];  // for even and odd rows
-    int slots[DECODE_MOST_ROWS], positions[DECODE_MOST_ROWS], spans_before[DECODE_MOST_ROWS + 1];
-    size_t cached[DECODE_MOST_ROWS];  // of each row: where its first head of keys goes, a row of a layer's cache
+    int slots[DECODE_FEW_ROWS], positions[DECODE_FEW_ROWS], spans_before[DECODE_FEW_ROWS + 1];
+    size_t cached[DECODE_FEW_ROWS];  // of each row: where its first head of keys goes, a row of a layer's cache
 };
 constexpr int DECODE_SHARED_BYTES = (int)((sizeof(DecodeShared) + 127) / 128 * 128);
 
@@ -91,7 +91,7 @@ static __host__ __device__ bool decode_is_exchanged(DecodeKind kind) {
 // ---- the rows that are multiplied
 
 // Threads of all blocks take turns of the residual stream, two columns at a time: as a line has them.
-template <typename Body> __device__ inline void decode_each_pair(const Decode &d, int rows, Body body) {
+template <typename Body> __device__ void decode_each_pair(const Decode &d, int rows, Body body) {
     const int pairs = d.C / 2, step = gridDim.x * DECODE_BLOCK_THREADS;
     for (int i = blockIdx.x * DECODE_BLOCK_THREADS + threadIdx.x; i < rows * pairs; i += step)
         body(i / pairs, i % pairs / 8 * DECODE_COLUMNS + i % 8);
@@ -114,7 +114,7 @@ __device__ __noinline__ void decode_join_embedding(const Decode &d, const Decode
     });
 }
 template <typename Ranks>
-__device__ inline void decode_embed(const Decode &d, const DecodeShared &s, const Ranks &ranks, int rows) {
+__device__ void decode_embed(const Decode &d, const DecodeShared &s, const Ranks &ranks, int rows) {
     decode_each_pair(d, rows, [&](int row, int column) {
         const int given = d.inputs[row].token, token = given < 0 ? d.drawn[s.slots[row]] : given;
         const int at = token - ranks.first_token(d);
@@ -235,8 +235,8 @@ struct DecodePair {
         const DecodeKind kind = d.plan.kind(m);
         const DecodeShape &shape = d.plan.shape[kind];
         const DecodeMatrix &matrix = s.matrix[m % 2];
-        tile = threadIdx.x / (DECODE_MOST_ROWS * 8);
-        row = threadIdx.x / 8 % DECODE_MOST_ROWS;
+        tile = threadIdx.x / (DECODE_FEW_ROWS * 8);
+        row = threadIdx.x / 8 % DECODE_FEW_ROWS;
         n = threadIdx.x % 8;
         column = 0;
         valid = row < rows && tile < min(share.each, share.end - pass);
@@ -285,9 +285,8 @@ __device__ inline void decode_finish_projection(const Decode &d, const DecodePai
     x[8] = __fadd_rn(p.other[1], __fadd_rn(b, p.bias[1]));
 }
 template <typename Ranks>
-__device__ inline void decode_finish(const Decode &d, const DecodeShared &s, const Ranks &ranks, int m,
-                                     const DecodePair &p) {
-    constexpr int WARPS_APART = DECODE_TILES * DECODE_MOST_ROWS * DECODE_SUM_STRIDE;
+__device__ void decode_finish(const Decode &d, const DecodeShared &s, const Ranks &ranks, int m, const DecodePair &p) {
+    constexpr int WARPS_APART = DECODE_TILES * DECODE_FEW_ROWS * DECODE_SUM_STRIDE;
     const DecodeKind kind = d.plan.kind(m);
     const float *sums = decode_sum_place((float *)s.sums, 0, p.tile, p.row, p.n);
     float a = __fmul_rn(decode_sum_of_warps(sums, WARPS_APART), p.scale[0]);
@@ -564,7 +563,7 @@ static size_t decode_workspace(Decode *d, void *memory) {
         if (memory) *(void **)pointer = (char *)memory + at;
         at += round_up(count * sizeof **pointer, 256);
     };
-    const size_t rows = DECODE_MOST_ROWS, width = (size_t)d->NH * d->HD;
+    const size_t rows = DECODE_FEW_ROWS, width = (size_t)d->NH * d->HD;
     place(&d->meetings, 1);
     place(&d->arrived, rows * d->NKV);
     place(&d->x, rows * d->C);
@@ -583,12 +582,12 @@ template <typename Ranks> static auto decode_kernel_of(int rows) {
 // Of several ranks each launches it, for the same rows.
 template <typename Ranks> void decode_launch(const Decode *d, const Ranks &ranks, int rows, cudaStream_t stream) {
     const auto kernel = decode_kernel_of<Ranks>(rows);
-    assert(rows >= 1 && rows <= DECODE_MOST_ROWS);
+    assert(rows >= 1 && rows <= DECODE_FEW_ROWS);
     cudaLaunchAttribute together;
     together.id = cudaLaunchAttributeCooperative;
     together.val.cooperative = 1;
     cudaLaunchConfig_t launch = {};
-    launch.gridDim = dim3((unsigned)d->blocks);
+    launch.gridDim = dim3(d->blocks);
     launch.blockDim = dim3(DECODE_ALL_THREADS);
     launch.dynamicSmemBytes = (size_t)d->shared_bytes;
     launch.stream = stream;

@@ -247,8 +247,7 @@ template <int ROOM, typename Cached> struct DecodeWarp {
                 score[i][e] = seen ? __fmul_rn(score[i][e], a.scale) : -INFINITY;
                 top = fmaxf(top, score[i][e]);
             }
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+        top = quad_max(top);
         const float keep = exp2_approx(__fsub_rn(highest, top));
         highest = top;
         sum = __fmul_rn(sum, keep);
@@ -295,8 +294,7 @@ template <int ROOM, typename Cached> struct DecodeWarp {
     __device__ void close(const DecodeTurn &turn, DecodeAttentionShared &shared, bool whole) {
         constexpr int WIDTH = 8 * EACH;
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        sum = quad_sum(sum);
         #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
             if (b * WIDTH >= HD()) break;
@@ -380,8 +378,8 @@ __device__ inline void decode_join_spans(const DecodeAttention &a, int HD, int r
     }
 }
 template <int ROOM, typename Cached>
-__device__ inline void decode_attend_items(const DecodeAttention &a, DecodeAttentionShared &shared,
-                                           const DecodeAttended &in, DecodeTurn turn) {
+__device__ void decode_attend_items(const DecodeAttention &a, DecodeAttentionShared &shared, const DecodeAttended &in,
+                                    DecodeTurn turn) {
     DecodeWarp<ROOM, Cached> warp = {a};
     bool opens = true;
     while (turn.valid) {

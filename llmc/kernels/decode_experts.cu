@@ -19,7 +19,7 @@ enum {
     FEW_SHARED = 80 << 10,  // bytes of normalised rows, at most: two blocks fit on an SM
 };
 struct ExpertsShared {
-    int count, entries[DECODE_EXPERTS_ROWS];                                // that have the block's expert
+    int count, entries[DECODE_ROWS];                                        // that have the block's expert
     int chosen[DECODE_FEW_ROWS * FEW_EXPERTS];                              // few rows: of all entries
     float sums[EXPERTS_STEP_WARPS][DECODE_COLUMNS][EXPERTS_STEP_ROWS + 1];  // of each warp: row of the weight, entry
 };
@@ -96,7 +96,7 @@ template <typename W> struct ExpertsOperand {
     }
     __device__ static int bytes_of_row(int in) {
         const int bytes = in * 16 / W::ELEMENTS;
-        return W::DTYPE == DECODE_NATIVE ? bytes : (bytes + 15) / 16 * 16;
+        return W::ELEMENTS < 16 ? bytes : (bytes + 15) / 16 * 16;
     }
     __device__ int pieces() const { return (row_bytes + DECODE_PIECE - 1) / DECODE_PIECE; }
     __device__ void load(ExpertsPiece<W> &x, int piece) const {
@@ -115,9 +115,8 @@ __device__ inline void experts_ask(const void *from, size_t bytes, int threads) 
         prefetch_l2((const char *)from + at);
 }
 // Of a row. Loaded before products wait for theirs.
-template <typename W> __device__ inline float experts_scale(const void *scales, size_t row) {
-    constexpr bool SCALED = W::DTYPE == DECODE_INT8 || W::DTYPE == DECODE_E4M3;
-    return SCALED ? __ldg((const float *)scales + row) : 1;
+template <typename W> __device__ float experts_scale(const void *scales, size_t row) {
+    return W::ROW_SCALE ? __ldg((const float *)scales + row) : 1;
 }
 
 // Rows of the weight that a block has: 8 neighbours, and 8 more that are `pair` further.
@@ -129,8 +128,8 @@ struct ExpertsTile {
 };
 // The block's sums of `count` entries from `first` on become rows of the result.
 template <typename W, bool GATED>
-__device__ inline void experts_finish(const ExpertsProduct &q, const ExpertsShared &s, const ExpertsTile &tile,
-                                      const float (&scales)[2], int first) {
+__device__ void experts_finish(const ExpertsProduct &q, const ExpertsShared &s, const ExpertsTile &tile,
+                               const float (&scales)[2], int first) {
     const int count = min(s.count - first, (int)EXPERTS_STEP_ROWS), width = GATED ? q.out / 2 : q.out;
     const auto value = [&](int i, int n, float scale) {  // row i of the tile
         float x = 0;
@@ -353,7 +352,7 @@ template <typename W> static void experts_launch(const ExpertsProduct *q, cudaSt
     const int gated = experts_gated(q), slots = experts_by_entry(*q) ? q->N * q->K : q->E;
     const auto many = gated ? decode_experts_kernel<W, true, false> : decode_experts_kernel<W, false, false>,
                few = gated ? decode_experts_kernel<W, true, true> : decode_experts_kernel<W, false, true>;
-    launch_early(q->logits ? few : many, dim3((unsigned)(q->out / 16), (unsigned)slots), EXPERTS_STEP_THREADS,
+    launch_early(q->logits ? few : many, dim3(q->out / 16, slots), EXPERTS_STEP_THREADS,
                  q->logits ? EXPERTS_STEP_WARPS * q->E * (int)sizeof(float) : 0, 1, stream, *q);
 }
 // launch(W): how weights of a format are widened, as a type
@@ -367,15 +366,15 @@ template <typename Launch> static void experts_with_format(WeightFormat format, 
     }
 }
 void decode_experts(const ExpertsProduct *q, cudaStream_t stream) {
-    assert(q->N <= DECODE_EXPERTS_ROWS && decode_experts_fits(q));
+    assert(q->N <= DECODE_ROWS && decode_experts_fits(q));
     assert(!q->logits || (q->N <= DECODE_FEW_ROWS && q->K <= FEW_EXPERTS));
     experts_with_format(q->format, [&](auto w) { experts_launch<decltype(w)>(q, stream); });
 }
 void decode_experts_sum(const ExpertsProduct *q, floatX *out, cudaStream_t stream) {
     assert(q->K <= FEW_EXPERTS && decode_experts_fits(q));
     experts_with_format(q->format, [&](auto w) {
-        launch_early(decode_experts_sum_kernel<decltype(w)>, dim3((unsigned)(q->out / DECODE_COLUMNS), (unsigned)q->N),
-                     FEW_THREADS, 0, 1, stream, *q, out);
+        launch_early(decode_experts_sum_kernel<decltype(w)>, dim3(q->out / DECODE_COLUMNS, q->N), FEW_THREADS, 0, 1,
+                     stream, *q, out);
     });
 }
 static int few_shared(const FewProduct *q) {
@@ -391,7 +390,7 @@ void decode_few(const FewProduct *q, cudaStream_t stream) {
         static int prepared;
         if (!prepared) cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED));
         prepared = 1;
-        launch_early(kernel, blocks_for((size_t)q->out, DECODE_COLUMNS), FEW_THREADS, few_shared(q), 1, stream, *q);
+        launch_early(kernel, blocks_for(q->out, DECODE_COLUMNS), FEW_THREADS, few_shared(q), 1, stream, *q);
     });
 }
 #endif

@@ -23,11 +23,6 @@
 #include "../quant.h"
 #include "kv_cache.cuh"
 
-enum {
-    DECODE_EXPERTS_ROWS = 256,  // of a step, at most
-    DECODE_FEW_ROWS = 8,
-};
-
 typedef struct {
     int N, K, E;              // rows of the step; experts that each has, of so many
     int *experts;             // (N,K)

@@ -10,7 +10,6 @@
 #include "decode_stream.cuh"
 
 enum {
-    DECODE_MOST_ROWS = 8,                    // of a step: those of an instruction
     DECODE_SUM_STRIDE = DECODE_COLUMNS + 4,  // floats: lanes that store sums have all banks
 };
 // The threads that compute, without the warp that loads.
@@ -19,12 +18,13 @@ __device__ inline void decode_sync() { named_barrier(1, DECODE_BLOCK_THREADS); }
 // ---- how weights are widened: of 16 bytes, step `v` becomes the 4 registers that go with 16 bytes of a row
 
 struct WeightsAny {
-    static constexpr bool GROUPED = false;  // scales are those of groups, of 128 weights each
-    static constexpr bool SPREAD = false;   // the 8 elements of a step are in another order
-    static constexpr unsigned OFFSET = 0;   // a pair of bf16 to be added to every pair of weights
+    static constexpr int ELEMENTS = 16;       // in 16 bytes
+    static constexpr bool ROW_SCALE = false;  // each row has a scale
+    static constexpr bool GROUPED = false;    // scales are those of groups, of 128 weights each
+    static constexpr bool SPREAD = false;     // the 8 elements of a step are in another order
+    static constexpr unsigned OFFSET = 0;     // a pair of bf16 to be added to every pair of weights
 };
 struct WeightsNative : WeightsAny {
-    static constexpr int DTYPE = DECODE_NATIVE;
     static constexpr int ELEMENTS = 16 / sizeof(floatX);
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int) {
         #pragma unroll
@@ -33,21 +33,18 @@ struct WeightsNative : WeightsAny {
 };
 #ifdef PRECISION_FP32  // need not be fast
 struct WeightsInt8 : WeightsAny {
-    static constexpr int DTYPE = DECODE_INT8;
-    static constexpr int ELEMENTS = 16;
+    static constexpr bool ROW_SCALE = true;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
         for (int i = 0; i < 4; i++) w[i] = float_bits((float)(int8_t)(x[v] >> i * 8));
     }
 };
 struct WeightsE4m3 : WeightsAny {
-    static constexpr int DTYPE = DECODE_E4M3;
-    static constexpr int ELEMENTS = 16;
+    static constexpr bool ROW_SCALE = true;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
-        for (int i = 0; i < 4; i++) w[i] = float_bits(fp8_to_float(FP8_E4M3, (uint8_t)(x[v] >> i * 8)));
+        for (int i = 0; i < 4; i++) w[i] = float_bits(fp8_to_float((uint8_t)(x[v] >> i * 8)));
     }
 };
 struct WeightsInt4 : WeightsAny {
-    static constexpr int DTYPE = DECODE_INT4;
     static constexpr int ELEMENTS = 32;
     static constexpr bool GROUPED = true;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
@@ -63,8 +60,7 @@ __device__ inline unsigned spread_bytes(unsigned word, unsigned pair, unsigned u
 // With m the low 7 bits and s the sign bit of a byte, its value is m - s. 128 + m and 128 + s are bf16s that have these
 // bits as their mantissa (s: the last bit of the exponent, 256).
 struct WeightsInt8 : WeightsAny {
-    static constexpr int DTYPE = DECODE_INT8;
-    static constexpr int ELEMENTS = 16;
+    static constexpr bool ROW_SCALE = true;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
         #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -75,8 +71,7 @@ struct WeightsInt8 : WeightsAny {
 };
 // The bits of an e4m3 are those of a bf16 that is 2^120 times smaller: both steps are exact, subnormals too.
 struct WeightsE4m3 : WeightsAny {
-    static constexpr int DTYPE = DECODE_E4M3;
-    static constexpr int ELEMENTS = 16;
+    static constexpr bool ROW_SCALE = true;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -90,7 +85,6 @@ struct WeightsE4m3 : WeightsAny {
 // A code n stands for n - 8. 128 + n is a bf16 with n in its mantissa, of which a sum takes 136 off at once. Of 8
 // elements, register i gets i and i + 4.
 struct WeightsInt4 : WeightsAny {
-    static constexpr int DTYPE = DECODE_INT4;
     static constexpr int ELEMENTS = 32;
     static constexpr bool GROUPED = true, SPREAD = true;
     static constexpr unsigned OFFSET = 0xc308c308;  // -136
@@ -292,7 +286,7 @@ __device__ __forceinline__ void decode_accumulate(float (&acc)[DECODE_TILES][4],
 
 // The rows' sums over all warps: sums (warps, DECODE_TILES, 8, DECODE_SUM_STRIDE) in shared memory.
 __device__ inline float *decode_sum_place(float *sums, int warp, int tile, int row, int column) {
-    return sums + ((warp * DECODE_TILES + tile) * DECODE_MOST_ROWS + row) * DECODE_SUM_STRIDE + column;
+    return sums + ((warp * DECODE_TILES + tile) * DECODE_FEW_ROWS + row) * DECODE_SUM_STRIDE + column;
 }
 __device__ inline void decode_leave_sums(float *sums, const float (&acc)[4], int tile) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
@@ -300,7 +294,7 @@ __device__ inline void decode_leave_sums(float *sums, const float (&acc)[4], int
     for (int e = 0; e < 4; e++)
         *decode_sum_place(sums, threadIdx.x / WARP, tile, 2 * t + e % 2, g + e / 2 * 8) = acc[e];
 }
-template <int N> __device__ inline float decode_tree(const float (&x)[N]) {
+template <int N> __device__ float decode_tree(const float (&x)[N]) {
     if constexpr (N == 1)
         return x[0];
     else {

@@ -48,16 +48,12 @@ typedef struct {
     const int *slots;  // (rows)
 } DrawLaunch;
 static HOST_DEVICE size_t draw_row_bytes(int num_parts) {
-    return sizeof(DrawState) + DRAW_HISTOGRAMS * sizeof(DrawHistogram) + (size_t)num_parts * sizeof(DrawPart);
+    return sizeof(DrawState) + DRAW_HISTOGRAMS * sizeof(DrawHistogram) + num_parts * sizeof(DrawPart);
 }
 
 struct DrawMax {
     static constexpr int identity = 0;
     template <typename T> __device__ static T apply(T a, T b) { return a > b ? a : b; }
-};
-struct DrawSum {
-    static constexpr int identity = 0;
-    template <typename T> __device__ static T apply(T a, T b) { return a + b; }
 };
 
 typedef struct {
@@ -134,7 +130,7 @@ struct DrawRow {
             const float most = draw_value(p.largest);
             #pragma unroll
             for (int k = 0; k < DRAW_EACH; k++) p.mass += draw_mass(draw_below(x[k], most));
-            p.mass = block_reduce<DrawSum>(p.mass, s.sums);
+            p.mass = block_reduce<Sum>(p.mass, s.sums);
             if (!ranked()) p.winner = winner(x, part, most, draw_least(0));
             if (threadIdx.x == 0) parts[part] = p;
             load(x, part += (int)gridDim.x);
@@ -294,7 +290,7 @@ struct DrawRow {
             const int id = draw_id(of_winner);
             best = max(best, draw_key(draw_score(&rule, &d, position, id, draw_below(logits[id], most)), id));
         }
-        total = block_reduce<DrawSum>(total, s.sums);
+        total = block_reduce<Sum>(total, s.sums);
         best = draw_is_finite(order) ? block_reduce<DrawMax>(best, s.sums) : 0;
         Drawn *out = l.out + row;
         if (threadIdx.x == 0) {
@@ -316,7 +312,7 @@ __global__ void __launch_bounds__(DRAW_THREADS) draw_kernel(DrawLaunch l) {
     if (row.last()) row.finish();
 }
 
-static int draw_parts(int known) { return (int)ceil_div((size_t)known, DRAW_PART); }
+static int draw_parts(int known) { return (int)ceil_div(known, DRAW_PART); }
 // Zero before the first launch; of launches of up to `rows` rows.
 static size_t draw_scratch_bytes(int rows, int known) { return rows * draw_row_bytes(draw_parts(known)); }
 // out (rows) =. stride: from row to row of the logits.
@@ -334,8 +330,8 @@ static void draw_rows(Drawn *out, const float *logits, size_t stride, int known,
     require(rows <= fit, "a draw of %d rows\nthis GPU has room for %d at a time", rows, fit);
     const int blocks = std::min(l.num_parts, fit / rows);
     void *arguments[] = {&l};
-    cudaCheck(cudaLaunchCooperativeKernel((const void *)draw_kernel, dim3((unsigned)blocks, (unsigned)rows),
-                                          DRAW_THREADS, arguments, 0, stream));
+    cudaCheck(
+        cudaLaunchCooperativeKernel((const void *)draw_kernel, dim3(blocks, rows), DRAW_THREADS, arguments, 0, stream));
 }
 
 #endif

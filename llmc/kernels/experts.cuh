@@ -209,8 +209,7 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
                 a[row * F + c] = y;
                 dot = fmaf(d, (float)y, dot);
             }
-        dot += __shfl_xor_sync(0xffffffffu, dot, 1);
-        dot += __shfl_xor_sync(0xffffffffu, dot, 2);
+        dot = quad_sum(dot);
         if (begin == 0) dots[(size_t)part * r.R + row] = dot;
     }
 }
@@ -263,7 +262,7 @@ static void choose(const ExpertRows *r, const floatX *logits, int renormalise, c
     require(r->E <= 1024 && r->E % VecX::size == 0 && r->K <= WARP && r->K <= r->E,
             "%d of %d experts\nuse at most 1024 experts, a multiple of %d, of which 32 are active", r->K, r->E,
             VecX::size);
-    launch_early(route_kernel, blocks_for((size_t)r->N, EXPERTS_WARPS), EXPERTS_THREADS,
+    launch_early(route_kernel, blocks_for(r->N, EXPERTS_WARPS), EXPERTS_THREADS,
                  EXPERTS_WARPS * r->E * (int)sizeof(float), 1, stream, *r, logits, renormalise);
 }
 // logits (N,E) -> r. scratch: experts_scratch_bytes. load: NULL pointers: nothing is reported.
@@ -271,7 +270,7 @@ static void route(const ExpertRows *r, const floatX *logits, int renormalise, Ex
                   cudaStream_t stream) {
     const size_t chunks = experts_chunks((size_t)r->N);
     ExpertChunk *const c = (ExpertChunk *)scratch;
-    const size_t counts = (size_t)CHUNK_WARPS * (size_t)(r->E + 1) * sizeof(int);
+    const size_t counts = (size_t)CHUNK_WARPS * (r->E + 1) * sizeof(int);
     choose(r, logits, renormalise, stream);
     experts_chunk_kernel<false><<<blocks_for(chunks, CHUNK_WARPS), CHUNK_WARPS * WARP, counts, stream>>>(*r, c);
     experts_groups_kernel<<<1, 1024, 0, stream>>>(*r, c, load);
@@ -289,7 +288,7 @@ static void gather_rows(const ExpertRows *r, floatX *out, const floatX *inp, int
 // out (N,C) = [x +] sums of rows (R,C)
 static void sum_rows(const ExpertRows *r, floatX *out, const floatX *x, const floatX *rows, int shared, int C,
                      cudaStream_t stream) {
-    const unsigned blocks = blocks_for((size_t)r->N * (size_t)C / VecX::size, EXPERTS_THREADS);
+    const unsigned blocks = blocks_for((size_t)r->N * C / VecX::size, EXPERTS_THREADS);
     launch_early(sum_rows_kernel, blocks, EXPERTS_THREADS, 0, 1, stream, out, x, rows, *r, shared, C);
     timing_lap("experts' rows", 0, (double)r->N * (r->K + 1) * C * sizeof(floatX), stream);
 }
@@ -304,10 +303,9 @@ static void experts_activation_backward(const ExpertRows *r, MlpKind mlp, floatX
 }
 static void route_backward(const ExpertRows *r, floatX *dlogits, const float *dots, int F, float balance,
                            int renormalise, cudaStream_t stream) {
-    route_backward_kernel<<<blocks_for((size_t)r->N, EXPERTS_WARPS), EXPERTS_THREADS, 0, stream>>>(dlogits, dots,
-                                                                                                   expert_parts(F), *r,
-                                                                                                   balance,
-                                                                                                   renormalise);
+    route_backward_kernel<<<blocks_for(r->N, EXPERTS_WARPS), EXPERTS_THREADS, 0, stream>>>(dlogits, dots,
+                                                                                           expert_parts(F), *r, balance,
+                                                                                           renormalise);
     launchCheck();
     timing_lap("router", 0, (double)r->N * r->E * (sizeof(floatX) + sizeof(float)), stream);
 }

@@ -85,7 +85,7 @@ static void global_norm_squared(float *out, const floatX *grads, size_t n, const
     if (!spans)
         global_norm_blocks_kernel<<<blocks, GLOBAL_NORM_THREADS, 0, stream>>>(partials, grads, n);
     else {
-        const dim3 grid(GLOBAL_NORM_SPAN_BLOCKS, (unsigned)num_spans);
+        const dim3 grid(GLOBAL_NORM_SPAN_BLOCKS, num_spans);
         blocks = num_spans * GLOBAL_NORM_SPAN_BLOCKS;
         global_norm_spans_kernel<<<grid, GLOBAL_NORM_THREADS, 0, stream>>>(partials, grads, spans);
     }

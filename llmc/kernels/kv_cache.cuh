@@ -94,7 +94,7 @@ __device__ inline float kv_round(uint8_t *codes, const floatX *row, floatX *roun
         const uint32_t other = __shfl_xor_sync(0xffffffffu, most, step);
         most = other > most ? other : most;
     }
-    const float up = fp8_scale(FP8_E4M3, bits_float(most)), scale = 1 / up;
+    const float up = fp8_scale(bits_float(most)), scale = 1 / up;
     #pragma unroll
     for (int i = 0; i < TURNS * EACH; i += 4) {
         const int at = first + i / EACH * WARP * EACH + i % EACH;
@@ -102,9 +102,9 @@ __device__ inline float kv_round(uint8_t *codes, const floatX *row, floatX *roun
         if (at >= HD) break;
         #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const uint8_t code = fp8_from_float(FP8_E4M3, (float)x[i / EACH].v[i % EACH + k] * up);
+            const uint8_t code = fp8_from_float((float)x[i / EACH].v[i % EACH + k] * up);
             four |= (uint32_t)code << 8 * k;
-            if (rounded) rounded[at + k] = (floatX)(fp8_to_float(FP8_E4M3, code) * scale);
+            if (rounded) rounded[at + k] = (floatX)(fp8_to_float(code) * scale);
         }
         *(uint32_t *)(codes + at) = four;
     }
@@ -123,18 +123,18 @@ __device__ inline VecX kv_load(const KvRows &cache, size_t row, int value, int d
     VecX x;
     #pragma unroll
     for (int i = 0; i < VecX::size; i++) {
-        const float code = fp8_to_float(FP8_E4M3, ((const uint8_t *)cache.part(value))[at + i]);
+        const float code = fp8_to_float(((const uint8_t *)cache.part(value))[at + i]);
         x.v[i] = (floatX)(code * *cache.scale(row, value));
     }
     return x;
 }
 
 // Rows of a sequence of `tokens`, with those behind them that a pass may write.
-static size_t prompt_rows(int tokens) { return round_up((size_t)tokens, PROMPT_ROWS) + PROMPT_ROWS; }
+static size_t prompt_rows(int tokens) { return round_up(tokens, PROMPT_ROWS) + PROMPT_ROWS; }
 
 // The keys and values of a token's row of qkv go to token t of a slot; e4m3: and are rounded in qkv.
 template <int THREADS>
-__device__ inline void kv_append(const KvRows &cache, floatX *qkv, int slot, int t, int NH, int NKV, int HD) {
+__device__ void kv_append(const KvRows &cache, floatX *qkv, int slot, int t, int NH, int NKV, int HD) {
     floatX *rows = qkv + (size_t)NH * HD;
     const size_t first = cache.row(slot, t, 0, NKV);
     if (cache.scales) {

@@ -70,7 +70,7 @@ __device__ inline void lora_widen(float (&w)[VecX::size], const QuantMatrix &q, 
         const float scale = *(const float *)scales;
         #pragma unroll
         for (int k = 0; k < N; k++)
-            w[k] = (q.format == WEIGHTS_INT8 ? (float)(int8_t)c.byte[k] : fp8_to_float(FP8_E4M3, c.byte[k])) * scale;
+            w[k] = (q.format == WEIGHTS_INT8 ? (float)(int8_t)c.byte[k] : fp8_to_float(c.byte[k])) * scale;
     }
 }
 // A block merges LORA_ROWS rows, all of one adapter or of none; each thread has one vector of columns. across: blocks
@@ -149,21 +149,19 @@ static __global__ void __launch_bounds__(PACK_THREADS)
 
 // out (rows,cols) = the matrix and what its adapters add
 static void lora_merge(floatX *out, const QuantMatrix *q, const LayerAdapters *l, cudaStream_t stream) {
-    const int across = (int)ceil_div((size_t)q->cols, LORA_THREADS * VecX::size);
+    const int across = (int)ceil_div(q->cols, LORA_THREADS * VecX::size);
     int sizes = q->rows | q->cols;
     for (int i = 0; i < l->count; i++) sizes |= l->of[i].row | l->of[i].rows;
     require(sizes % LORA_ROWS == 0, "a weight of %d by %d is merged in rows and columns of 8\nuse multiples of 8",
             q->rows, q->cols);
     require_aligned("adapters", {out, q->codes, l->of[0].a, l->of[1].a, l->of[2].a});
-    lora_merge_kernel<<<(unsigned)(q->rows / LORA_ROWS * across), LORA_THREADS, 0, stream>>>(out, *q, *l, across);
+    lora_merge_kernel<<<q->rows / LORA_ROWS * across, LORA_THREADS, 0, stream>>>(out, *q, *l, across);
     launchCheck();
     const double read = q->format == WEIGHTS_FP32 ? sizeof(floatX) : quant_bits(q->format) / 8.0;
     timing_lap("weights merged", 0, (read + sizeof(floatX)) * q->rows * q->cols, stream);
 }
 // Elements of the packed A and B of a layer, or of so many.
-static size_t lora_packed(int in, int out, int columns, int layers) {
-    return (size_t)columns * (size_t)(in + out) * (size_t)layers;
-}
+static size_t lora_packed(int in, int out, int columns, int layers) { return (size_t)columns * (in + out) * layers; }
 // LORA_PACK: packed = the adapters. LORA_UNPACK, LORA_ADD: their gradients = or += the scale times packed ones.
 static void lora_move(LoraMove move, floatX *packed, const LayerAdapters *l, int in, int out, cudaStream_t stream) {
     const int columns = lora_columns(l);

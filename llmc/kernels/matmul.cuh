@@ -75,14 +75,13 @@ typedef struct Matmul {
     MatmulPlan *plans;
 } Matmul;
 
-// `workspace`: device memory, used by one stream only; several Matmuls may share it there.
-static void matmul_open(Matmul *mm, void *workspace, size_t workspace_bytes, int allow_tf32, int autotune = 1) {
+// `workspace`: MATMUL_WORKSPACE_BYTES of the device, used by one stream only; several Matmuls may share it there.
+static void matmul_open(Matmul *mm, void *workspace, int allow_tf32, int autotune = 1) {
     memset(mm, 0, sizeof *mm);
     const size_t reserved = 512;
-    assert(workspace_bytes > reserved && (uintptr_t)workspace % 256 == 0 &&
-           MATMUL_CANDIDATES * sizeof(uint64_t) <= reserved / 2);
+    assert((uintptr_t)workspace % 256 == 0 && MATMUL_CANDIDATES * sizeof(uint64_t) <= reserved / 2);
     mm->workspace = workspace;
-    mm->workspace_bytes = workspace_bytes / 256 * 256 - reserved;
+    mm->workspace_bytes = MATMUL_WORKSPACE_BYTES - reserved;
     mm->hashes = (uint64_t *)((char *)workspace + mm->workspace_bytes);
     mm->scales = (float *)((char *)mm->hashes + reserved / 2);
     mm->compute = sizeof(floatX) == 4 && allow_tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
@@ -100,8 +99,6 @@ static void matmul_close(Matmul *mm) {
     cublasCheck(cublasLtDestroy(mm->handle));
     memset(mm, 0, sizeof *mm);
 }
-
-static size_t matmul_element(const MatmulProblem *q) { return q->dtype == MATMUL_E4M3 ? 1 : sizeof(floatX); }
 
 // ---- what can be fused, asked before anything is planned
 
@@ -153,7 +150,7 @@ static int matmul_can_rotate(int HD) {
 static int matmul_sums_columns(const MatmulProblem *q) {
     return q->epilogue >= EPILOGUE_GRADIENT && activation_inputs(q->activation) == 1;
 }
-static int matmul_sum_slices(int rows) { return (int)ceil_div((size_t)rows, 64); }
+static int matmul_sum_slices(int rows) { return (int)ceil_div(rows, 64); }
 
 // ---- plans
 
@@ -208,9 +205,10 @@ static int matmul_candidates(const Matmul *mm, const MatmulPlan *p, MatmulCandid
     const MatmulProblem *q = &p->problem;
     const HopperVariant *v;
     memset(candidates, 0, MATMUL_CANDIDATES * sizeof *candidates);
-    const int fits = matmul_sizes(q).K * matmul_element(q) % 16 == 0;  // TMA needs rows of whole 16 bytes
+    const int fp8 = q->dtype == MATMUL_E4M3;
+    const int fits = matmul_sizes(q).K * (fp8 ? 1 : sizeof(floatX)) % 16 == 0;  // TMA needs rows of whole 16 bytes
     int at = 0;
-    const int fp8 = q->dtype == MATMUL_E4M3, symmetric = q->epilogue == EPILOGUE_SYMMETRIC;
+    const int symmetric = q->epilogue == EPILOGUE_SYMMETRIC;
     const int plain = q->epilogue == EPILOGUE_PLAIN || (symmetric && !(fits && matmul_variant(q, &at)));
     const int vendor = plain && !q->experts && (!fp8 || q->form == MATMUL_BACKWARD_WEIGHT || !matmul_has_own_fp8());
     int count = vendor ? matmul_vendor_candidates(mm, p, candidates) : 0;
@@ -260,8 +258,7 @@ static MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const void *b
         if (bias) matmulSet(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     } else {
         MatmulCandidate candidates[MATMUL_CANDIDATES];
-        if (mm->count % 64 == 0)
-            mm->plans = (MatmulPlan *)realloc(mm->plans, (size_t)(mm->count + 64) * sizeof(MatmulPlan));
+        if (mm->count % 64 == 0) mm->plans = (MatmulPlan *)realloc(mm->plans, (mm->count + 64) * sizeof(MatmulPlan));
         require(mm->plans, "out of host memory for matmul plans\nclose other programs");
         p = &mm->plans[mm->count++];
         memset(p, 0, sizeof *p);
@@ -279,8 +276,8 @@ static MatmulPlan *matmul_plan(Matmul *mm, const MatmulProblem *q, const void *b
 }
 // What cuBLASLt multiplies an fp8 product by. a_absmax NULL: rows of a have a scale each.
 static __global__ void matmul_scales_kernel(float *inverse, const float *a_absmax, const float *b_absmax) {
-    inverse[0] = a_absmax ? 1 / fp8_scale(FP8_E4M3, *a_absmax) : 1;
-    inverse[4] = 1 / fp8_scale(FP8_E4M3, *b_absmax);
+    inverse[0] = a_absmax ? 1 / fp8_scale(*a_absmax) : 1;
+    inverse[4] = 1 / fp8_scale(*b_absmax);
 }
 // out (M, vectors of a row) of an fp8 product of cuBLASLt's: each row divided by its scale, which is exact, and + bias.
 // absmax, bias: NULL if not wanted.
@@ -288,7 +285,7 @@ static __global__ void __launch_bounds__(256)
     matmul_finish_kernel(floatX *out, const float *absmax, const floatX *bias, unsigned of_row, size_t vecs) {
     const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x, row = i / of_row, column = i % of_row;
     if (i >= vecs) return;
-    const float inverse = absmax ? 1 / fp8_scale(FP8_E4M3, absmax[row]) : 1;
+    const float inverse = absmax ? 1 / fp8_scale(absmax[row]) : 1;
     VecX x = vec_load(out + i * VecX::size), b = {};
     if (bias) b = vec_load(bias + column * VecX::size);
     #pragma unroll
@@ -334,7 +331,7 @@ __global__ void __launch_bounds__(256) matmul_hash_kernel(uint64_t *hash /*+=*/,
         const uint4 x = data[i];
         sum += rand_mix(((uint64_t)x.x << 32 | x.y) + rand_mix(((uint64_t)x.z << 32 | x.w) + i));
     }
-    for (int offset = WARP / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    sum = warp_reduce<Sum>(sum);
     if (threadIdx.x % WARP == 0) atomicAdd((unsigned long long *)hash, sum);
 }
 static void matmul_hash_add(uint64_t *hash, const floatX *data, size_t count, cudaStream_t stream) {
@@ -354,7 +351,7 @@ static uint64_t matmul_hash(const Matmul *mm, const floatX *data, size_t count, 
 static size_t matmul_out_count(const MatmulProblem *q) {
     const MatmulSizes z = matmul_sizes(q);
     const int inputs = activation_inputs(q->activation);
-    const size_t product = (size_t)z.M * (size_t)z.N * (size_t)matmul_batch(q);
+    const size_t product = (size_t)z.M * z.N * matmul_batch(q);
     if (q->epilogue == EPILOGUE_GRADIENT) return product * (size_t)inputs;
     return q->form == MATMUL_FORWARD && q->epilogue >= EPILOGUE_ACTIVATION ? product / (size_t)inputs : product;
 }

@@ -221,7 +221,7 @@ struct Rotate : Plain {
 
 // f of a pair of inputs (or of pairs of gate and up), and its slopes, all rounded.
 template <typename Act, int INPUTS = Act::INPUTS>
-__device__ inline unsigned activate(unsigned (&slopes)[INPUTS], const unsigned (&inputs)[INPUTS]) {
+__device__ unsigned activate(unsigned (&slopes)[INPUTS], const unsigned (&inputs)[INPUTS]) {
     float low[INPUTS], high[INPUTS], low_slopes[INPUTS], high_slopes[INPUTS];
     #pragma unroll
     for (int p = 0; p < INPUTS; p++) {
@@ -385,9 +385,7 @@ template <typename Act, bool FROM_INPUT, bool OF_EXPERTS = false> struct Activat
         float *to = t.work.dots + (size_t)(t.column / EXPERT_PART) * t.M + row;
         #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float dot = dots[h];
-            dot += __shfl_xor_sync(0xffffffffu, dot, 1);
-            dot += __shfl_xor_sync(0xffffffffu, dot, 2);
+            const float dot = quad_sum(dots[h]);
             if (threadIdx.x % 4 == 0) to[8 * h] = dot;
         }
     }

@@ -58,9 +58,9 @@ static void matmul_experts(Matmul *mm, const MatmulProblem *q, const MatmulOpera
     if (matmul_variant(q, &at)) return matmul(mm, q, x, stream);
     assert(q->epilogue <= EPILOGUE_ADD && q->dtype == MATMUL_FLOATX && q->rows % EXPERT_ROWS == 0);
     const MatmulSizes z = matmul_sizes(q);
-    const size_t tiles = ceil_div((size_t)z.M, EXPERTS_TILE) * ceil_div((size_t)z.N, EXPERTS_TILE),
+    const size_t tiles = ceil_div(z.M, EXPERTS_TILE) * ceil_div(z.N, EXPERTS_TILE),
                  weights = q->form == MATMUL_BACKWARD_WEIGHT ? (size_t)q->experts : 1;
-    matmul_experts_kernel<<<(unsigned)(tiles * weights), EXPERTS_TILE_THREADS, 0, stream>>>(*q, *x);
+    matmul_experts_kernel<<<tiles * weights, EXPERTS_TILE_THREADS, 0, stream>>>(*q, *x);
     launchCheck();
     timing_lap("experts' matmul", matmul_flops(q), 0, stream);
 }

@@ -18,21 +18,21 @@
 // ---- the kernel: warpgroup 0 fetches, warpgroups 1 and 2 multiply and finish
 
 // What this thread's two rows of a product, row + g and row + g + 8, are multiplied by: one over both operands' scales.
-template <typename S> __device__ inline float2 matmul_row_scales(const HopperWork &w, int row) {
+template <typename S> __device__ float2 matmul_row_scales(const HopperWork &w, int row) {
     if constexpr (!S::Dtype::SCALED) return make_float2(1, 1);
     const int first = row + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4;
     float inverse[2];
     #pragma unroll
     for (int h = 0; h < 2; h++) {
         const float absmax = w.a_absmax[w.a_by_row ? min(first + 8 * h, w.M - 1) : 0];
-        inverse[h] = 1 / fp8_scale(FP8_E4M3, absmax) * (1 / fp8_scale(FP8_E4M3, *w.b_absmax));
+        inverse[h] = 1 / fp8_scale(absmax) * (1 / fp8_scale(*w.b_absmax));
     }
     return make_float2(inverse[0], inverse[1]);
 }
 
 template <typename S>
-__device__ inline void matmul_math(const HopperWork &w, const MatmulSchedule &schedule, FinishedTile<S> &out,
-                                   unsigned tiles, unsigned full, unsigned empty) {
+__device__ void matmul_math(const HopperWork &w, const MatmulSchedule &schedule, FinishedTile<S> &out, unsigned tiles,
+                            unsigned full, unsigned empty) {
     unsigned *bias_pairs = (unsigned *)out.scratch;
     const int lane = threadIdx.x % WARP, thread = threadIdx.x % WARPGROUP, rank = blockIdx.x % S::CLUSTER;
     const int clusters = gridDim.x / S::CLUSTER;
@@ -92,8 +92,8 @@ __device__ inline void matmul_math(const HopperWork &w, const MatmulSchedule &sc
     if (out.storer) bulk_wait();
 }
 template <typename S>
-__device__ inline void matmul_block(const CUtensorMap *a_map, const CUtensorMap *b_map, const CUtensorMap *out_map,
-                                    const CUtensorMap *aux_map, const HopperWork &w) {
+__device__ void matmul_block(const CUtensorMap *a_map, const CUtensorMap *b_map, const CUtensorMap *out_map,
+                             const CUtensorMap *aux_map, const HopperWork &w) {
     __shared__ alignas(8) unsigned long long barriers[S::BARRIERS];
     __shared__ float scratch[2][S::SCRATCH_WORDS];
     extern __shared__ int4 matmul_shared[];

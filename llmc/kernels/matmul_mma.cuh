@@ -21,8 +21,7 @@
 #define WGMMA_D256 "{" WGMMA_NINETY WGMMA_TEN(9) WGMMA_TEN(10) WGMMA_TEN(11) "%120,%121,%122,%123,%124,%125,%126,%127}"
 
 // The same of e4m3: k is 32, and both operands are K-major.
-template <int N>
-__device__ inline void wgmma_e4m3(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add) {
+template <int N> __device__ void wgmma_e4m3(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add) {
     static_assert(N == 128 || N == 256, "write the asm for this width");
     if constexpr (N == 128)
         asm volatile(
@@ -41,7 +40,7 @@ __device__ inline void wgmma_e4m3(float (&d)[N / 2], unsigned long long a, unsig
 }
 // tile.cuh's wgmma, both operands in shared memory, of 128, 192 or 256 columns.
 template <int N, int MN_A, int MN_B>
-__device__ inline void wgmma_wide(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add) {
+__device__ void wgmma_wide(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add) {
     static_assert(N <= 128 || N == 192 || N == 256, "write the asm for this width");
     if constexpr (N <= 128)
         wgmma<N, MN_A, MN_B>(d, a, b, add);
@@ -126,8 +125,8 @@ struct HopperTile {
 // ---- the thread that fetches
 
 template <typename S>
-__device__ inline void mma_fetch(const CUtensorMap *a_map, const CUtensorMap *b_map, const MatmulSchedule &schedule,
-                                 int N, int K, unsigned tiles, unsigned full, unsigned empty) {
+__device__ void mma_fetch(const CUtensorMap *a_map, const CUtensorMap *b_map, const MatmulSchedule &schedule, int N,
+                          int K, unsigned tiles, unsigned full, unsigned empty) {
     const int rank = blockIdx.x % S::CLUSTER, clusters = gridDim.x / S::CLUSTER;
     RingPlace<S::STAGES> ring;
     tensor_map_prefetch(a_map);

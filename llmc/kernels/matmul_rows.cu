@@ -108,8 +108,8 @@ __device__ inline float4 cluster_load(unsigned from) {
 // ---- the warps that fetch
 
 template <typename T>
-__device__ inline void rows_fetch_weight(const CUtensorMap *map, const RowsWork &w, RowsShare share, int tile,
-                                         unsigned to, unsigned full, unsigned empty) {
+__device__ void rows_fetch_weight(const CUtensorMap *map, const RowsWork &w, RowsShare share, int tile, unsigned to,
+                                  unsigned full, unsigned empty) {
     RingPlace<T::W_STAGES> ring;
     tensor_map_prefetch(map);
     // SwiGLU: 64 rows of gate, then the same of up
@@ -124,8 +124,8 @@ __device__ inline void rows_fetch_weight(const CUtensorMap *map, const RowsWork 
     }
 }
 template <typename T>
-__device__ inline void rows_fetch_a(const CUtensorMap *map, const RowsWork &w, RowsShare share, unsigned to,
-                                    unsigned full, unsigned empty) {
+__device__ void rows_fetch_a(const CUtensorMap *map, const RowsWork &w, RowsShare share, unsigned to, unsigned full,
+                             unsigned empty) {
     RingPlace<T::A_STAGES> ring;
     tensor_map_prefetch(map);
     kernels_before_wait();
@@ -308,7 +308,7 @@ __device__ inline void rows_sum(float (&x)[4], const RowsWork &w, unsigned sums,
         if (w.bias) x[k] = __fadd_rn(x[k], (float)w.bias[n + k]);
     }
 }
-template <typename T> __device__ inline void rows_finish(const RowsWork &w, unsigned sums, int tile, int part) {
+template <typename T> __device__ void rows_finish(const RowsWork &w, unsigned sums, int tile, int part) {
     const int columns = w.gated ? 64 : ROWS_TILE, width = w.gated ? w.N / 2 : w.N;
     const int each = (w.rows + w.splits - 1) / w.splits, first = part * each, end = min(first + each, w.rows);
     for (int i = first * columns / 4 + (int)threadIdx.x; i < end * columns / 4; i += ROWS_MATH) {
@@ -329,7 +329,7 @@ template <typename T> __device__ inline void rows_finish(const RowsWork &w, unsi
 }
 
 template <typename T>
-__device__ inline void rows_block(const CUtensorMap *a_map, const CUtensorMap *w_map, const RowsWork &w) {
+__device__ void rows_block(const CUtensorMap *a_map, const CUtensorMap *w_map, const RowsWork &w) {
     __shared__ alignas(8) unsigned long long barriers[2 * (T::W_STAGES + T::A_STAGES)];
     extern __shared__ int4 rows_shared[];
     const unsigned base = shared_address_once(rows_shared),
@@ -395,10 +395,10 @@ static int rows_gated(const RowsProduct *p) { return p->activates && mlp_is_gate
 static int rows_bits(const RowsProduct *p) { return p->w.format == WEIGHTS_FP32 ? 16 : quant_bits(p->w.format); }
 // Of a row of codes: as they lie on the device (kernels/lora.cuh).
 static int rows_bytes(const RowsProduct *p) { return (int)round_up(quant_row_bytes(p->w.format, p->K), 16); }
-static int rows_tiles(const RowsProduct *p) { return (int)ceil_div((size_t)p->N, ROWS_TILE); }
+static int rows_tiles(const RowsProduct *p) { return (int)ceil_div(p->N, ROWS_TILE); }
 // So many that each SM has a block, and each block some stages.
 static int rows_splits(const RowsProduct *p) {
-    const int stages = (int)ceil_div((size_t)p->K * (size_t)rows_bits(p), 1024);
+    const int stages = (int)ceil_div((size_t)p->K * rows_bits(p), 1024);
     int splits = 1;
     while (splits < ROWS_SPLITS && 2 * splits * rows_tiles(p) <= device_attribute(cudaDevAttrMultiProcessorCount) &&
            stages >= 8 * splits)
@@ -428,8 +428,8 @@ template <typename T> static void rows_launch(const RowsProduct *p, cudaStream_t
     const CUtensorMap a = tensor_map<bf16>(p->a, 1, p->rows, 1, p->K);
     const CUtensorMap weight = T::Weights::BITS == 16 ? tensor_map<bf16>(p->w.weight, 1, p->N, 1, p->K)
                                                       : tensor_map<uint8_t>(p->w.weight, 1, p->N, 1, rows_bytes(p));
-    launch_early(matmul_rows_kernel<T>, dim3((unsigned)(rows_tiles(p) * splits)), T::THREADS, T::BYTES, splits, stream,
-                 a, weight, w);
+    launch_early(matmul_rows_kernel<T>, dim3(rows_tiles(p) * splits), T::THREADS, T::BYTES, splits, stream, a, weight,
+                 w);
 }
 template <typename W> static void rows_launch_width(const RowsProduct *p, cudaStream_t stream) {
     if (p->rows <= 64)
@@ -448,7 +448,7 @@ int matmul_rows_fits(const RowsProduct *p) {
     return matmul_rows_here() && p->K % 8 == 0 && p->N % 4 == 0 && (!rows_gated(p) || p->N % 128 == 0);
 }
 void matmul_rows(const RowsProduct *p, cudaStream_t stream) {
-    assert(p->rows >= 1 && p->rows <= MATMUL_ROWS && matmul_rows_fits(p) && !p->out != !p->logits);
+    assert(p->rows >= 1 && p->rows <= DECODE_ROWS && matmul_rows_fits(p) && !p->out != !p->logits);
     switch (p->w.format) {
     case WEIGHTS_FP32: rows_launch_width<RowsBf16>(p, stream); break;
     case WEIGHTS_INT8: rows_launch_width<RowsInt8>(p, stream); break;

@@ -67,8 +67,8 @@ struct MatmulSchedule {
 inline int matmul_group_rows = 2048;  // dev/cuda/matmul.cu times others
 static MatmulSchedule matmul_schedule(int M, int N, int tile_rows, int tile_columns, int batch = 1, int symmetric = 0) {
     const size_t rows = (size_t)tile_rows;
-    MatmulSchedule s = {(int)ceil_div((size_t)M, rows), (int)ceil_div((size_t)N, (size_t)tile_columns),
-                        (int)ceil_div((size_t)matmul_group_rows, rows), batch};
+    MatmulSchedule s = {(int)ceil_div(M, rows), (int)ceil_div(N, tile_columns), (int)ceil_div(matmul_group_rows, rows),
+                        batch};
     s.rows = tile_rows;
     s.columns = symmetric ? tile_columns : 0;
     for (int c = 0; c < s.column_tiles; c++) s.each += s.row_tiles - s.first_row(c);

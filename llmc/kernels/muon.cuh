@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(MUON_THREADS)
 }
 static void muon_copy(MuonCopy kind, floatX *directions, floatX *x, const MuonPlace *places, int num_places, int rows,
                       int cols, cudaStream_t stream) {
-    const dim3 grid(MUON_BLOCKS, (unsigned)num_places);
+    const dim3 grid(MUON_BLOCKS, num_places);
     const auto kernel = kind == MUON_TAKE     ? muon_copy_kernel<MUON_TAKE>
                         : kind == MUON_RETURN ? muon_copy_kernel<MUON_RETURN>
                                               : muon_copy_kernel<MUON_CLEAR>;
@@ -130,9 +130,9 @@ __global__ void __launch_bounds__(MUON_THREADS)
 }
 // partials (n, MUON_SLICES)
 static void muon_normalise(floatX *x, float *partials, int n, size_t size, float safety, cudaStream_t stream) {
-    muon_squares_kernel<<<dim3(MUON_SLICES, (unsigned)n), MUON_THREADS, 0, stream>>>(partials, x, size);
+    muon_squares_kernel<<<dim3(MUON_SLICES, n), MUON_THREADS, 0, stream>>>(partials, x, size);
     launchCheck();
-    muon_divide_kernel<<<dim3(MUON_BLOCKS, (unsigned)n), MUON_THREADS, 0, stream>>>(x, partials, size, safety);
+    muon_divide_kernel<<<dim3(MUON_BLOCKS, n), MUON_THREADS, 0, stream>>>(x, partials, size, safety);
     launchCheck();
     timing_lap("Muon", 0, 3.0 * n * (double)size * sizeof(floatX), stream);
 }
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(MUON_THREADS)
     }
 }
 static void muon_polynomial(floatX *p, const floatX *gram, int n, int side, MuonPolynomial q, cudaStream_t stream) {
-    muon_polynomial_kernel<<<dim3(MUON_BLOCKS, (unsigned)n), MUON_THREADS, 0, stream>>>(p, gram, side, q);
+    muon_polynomial_kernel<<<dim3(MUON_BLOCKS, n), MUON_THREADS, 0, stream>>>(p, gram, side, q);
     launchCheck();
     timing_lap("Muon", 0, 3.0 * n * (double)side * side * sizeof(floatX), stream);
 }

@@ -8,7 +8,7 @@ enum { NORM_FORWARD_WARPS = 8 };  // of a forward block whose warps hold a row e
 
 // The threads of one row are a warp (ROW_THREADS = WARP) or a block of at most ROW_THREADS; each holds VECS vectors,
 // strided so that neighbours read neighbouring 16 bytes.
-template <int ROW_THREADS> __device__ inline float norm_row_sum(float x, float *shared) {
+template <int ROW_THREADS> __device__ float norm_row_sum(float x, float *shared) {
     if constexpr (ROW_THREADS == WARP)
         return warp_reduce<Sum>(x);
     else
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(ROW_THREADS == WARP ? NORM_FORWARD_WARPS * WAR
 
 // x becomes the totals over the threads of a row. `shared` has a place for each value and warp. Two calls in a row need
 // two of these: a slow warp may still read the first.
-template <int ROW_THREADS, int K> __device__ inline void norm_row_totals(float (&x)[K], float (*shared)[WARP]) {
+template <int ROW_THREADS, int K> __device__ void norm_row_totals(float (&x)[K], float (*shared)[WARP]) {
     constexpr int share = WARP / K;  // lanes of a value
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     float total = warp_totals<K>(x);

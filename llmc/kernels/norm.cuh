@@ -45,10 +45,10 @@ enum { NORM_MAX_SMS = 192 };  // scratch of the backward pass is sized for this 
 static int norm_backward_blocks(int C) {
     const int vecs = C / VecX::size;
     if (vecs <= 4 * WARP || vecs > 256) return 1;
-    return (int)round_up((size_t)vecs, WARP) <= 512 / 3 ? 3 : 2;
+    return (int)round_up(vecs, WARP) <= 512 / 3 ? 3 : 2;
 }
 static size_t norm_backward_scratch_bytes(int C) {
-    return (size_t)NORM_MAX_SMS * norm_backward_blocks(C) * 3 * (size_t)C * sizeof(float);
+    return (size_t)NORM_MAX_SMS * norm_backward_blocks(C) * 3 * C * sizeof(float);
 }
 
 #endif

@@ -121,16 +121,15 @@ __device__ inline float head_sum(float x, int lanes) {
 }
 
 // All threads of a warp must call it.
-template <int N>
-__device__ inline float head_rstd(HeadPart<N> &x, const QkNorm &norm, const QkRows &r, int head, int lanes) {
+template <int N> __device__ float head_rstd(HeadPart<N> &x, const QkNorm &norm, const QkRows &r, int head, int lanes) {
     float squares = 0;
     x.each(x, [&](float a, float) { squares += a * a; });
     return rsqrtf(head_sum(squares, lanes) / r.HD + norm.eps) * (head < r.NH ? norm.scale : 1);
 }
 // What forward makes of q and k. at: the row of the table of angles.
 template <int N>
-__device__ inline void head_normalise(HeadPart<N> &x, const HeadThread<N> &t, const QkNorm &norm, const QkRows &r,
-                                      int head, int at, float rstd) {
+__device__ void head_normalise(HeadPart<N> &x, const HeadThread<N> &t, const QkNorm &norm, const QkRows &r, int head,
+                               int at, float rstd) {
     x.each(t.gains(norm, r, head), [&](float &a, float gain) { a *= rstd * gain; });
     x.rotate(t.angles(r, at), 1);
 }
@@ -186,8 +185,8 @@ template <int N> struct HeadGradient {
 };
 // The sums of a block's threads in their order: partial (blocks, 2, HD).
 template <int N>
-__device__ inline void store_gain_sums(float *partial, const HeadThread<N> &t, const HeadPart<N> &of_q,
-                                       const HeadPart<N> &of_k) {
+__device__ void store_gain_sums(float *partial, const HeadThread<N> &t, const HeadPart<N> &of_q,
+                                const HeadPart<N> &of_k) {
     extern __shared__ int4 qk_norm_shared[];  // (at_once, 2, HD) floats
     const int HD = 2 * t.half;
     float *const sums = (float *)qk_norm_shared, *mine = sums + t.slot * 2 * HD + t.first;
@@ -318,7 +317,7 @@ __global__ void __launch_bounds__(QK_NORM_THREADS)
 #include "bias.cuh"
 
 // gains: how many there are
-static size_t qk_norm_scratch_bytes(int gains) { return (size_t)QK_NORM_BLOCKS * (size_t)gains * sizeof(float); }
+static size_t qk_norm_scratch_bytes(int gains) { return (size_t)QK_NORM_BLOCKS * gains * sizeof(float); }
 // launch(N, lanes): a thread's elements of either half, as a type, and the threads of a head.
 template <typename Launch>
 static void qk_norm_launch(const QkRows *r, const void *a, const void *b, const floatX *gains, Launch launch) {
@@ -341,7 +340,7 @@ static void qk_norm_forward(const QkNorm *norm, const QkRows *r, floatX *out, co
         const size_t sums = 2 * QK_NORM_WARPS * sizeof(float);
         if (norm->whole)
             qk_norm_whole_forward_kernel<vector>
-                <<<(unsigned)r->rows, QK_NORM_THREADS, sums, stream>>>(out, qkv, *norm, *r, lanes);
+                <<<r->rows, QK_NORM_THREADS, sums, stream>>>(out, qkv, *norm, *r, lanes);
         else
             launch_early(qk_norm_forward_kernel<vector>, blocks, QK_NORM_THREADS, 0, 1, stream, out, qkv, *norm, *r,
                          lanes);
@@ -357,17 +356,15 @@ static void qk_norm_backward(const QkNorm *norm, const QkRows *r, floatX *dqkv, 
     float *partial = norm->dgains ? (float *)scratch : NULL;
     require(!norm->whole || gains <= 12000, "%d columns of q and k are normalised together\nuse at most 12,000", gains);
     qk_norm_launch(r, dqkv, qkv, norm->gains, [&](auto vector, int lanes) {
-        const size_t each = (size_t)gains * sizeof(float), sums = (size_t)(QK_NORM_THREADS / lanes) * each;
+        const size_t each = gains * sizeof(float), sums = (size_t)(QK_NORM_THREADS / lanes) * each;
         if (norm->whole)
             qk_norm_whole_backward_kernel<vector>
-                <<<(unsigned)blocks, QK_NORM_THREADS, 2 * QK_NORM_WARPS * sizeof(float) + each, stream>>>(dqkv, partial,
-                                                                                                          qkv, *norm,
-                                                                                                          *r, lanes,
-                                                                                                          blocks);
+                <<<blocks, QK_NORM_THREADS, 2 * QK_NORM_WARPS * sizeof(float) + each, stream>>>(dqkv, partial, qkv,
+                                                                                                *norm, *r, lanes,
+                                                                                                blocks);
         else
             qk_norm_backward_kernel<vector>
-                <<<(unsigned)blocks, QK_NORM_THREADS, partial ? sums : 0, stream>>>(dqkv, partial, qkv, *norm, *r,
-                                                                                    lanes, blocks);
+                <<<blocks, QK_NORM_THREADS, partial ? sums : 0, stream>>>(dqkv, partial, qkv, *norm, *r, lanes, blocks);
     });
     if (partial) bias_finish(norm->dgains, partial, blocks, gains, accumulate, stream);
     timing_lap("QK-norm backward", 0, 3.0 * r->rows * (r->NH + r->NKV) * r->HD * sizeof(floatX), stream);

@@ -75,7 +75,7 @@ typedef struct {
     bool inside;
     size_t place;
 } QuantisePlace;
-template <int LANES> __device__ inline QuantisePlace quantise_place(int rows, int columns) {
+template <int LANES> __device__ QuantisePlace quantise_place(int rows, int columns) {
     constexpr int WARPS_ALONG = QUANTISE_TILE / (LANES * VecB::size);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int column = blockIdx.y * QUANTISE_TILE + (warp % WARPS_ALONG * LANES + lane % LANES) * VecB::size,
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(QUANTISE_THREADS, 4)
     VecB v[ROWS];
     #pragma unroll
     for (int i = 0; i < ROWS; i++) v[i] = at.inside ? vec_load_streaming(x + at.place + (size_t)i * columns) : VecB();
-    const float scale = fp8_scale(FP8_E4M3, *absmax);
+    const float scale = fp8_scale(*absmax);
     if (count) {
         unsigned flushed = 0;
         #pragma unroll
@@ -141,7 +141,7 @@ static __global__ void __launch_bounds__(QUANTISE_PART_THREADS)
                          const float *__restrict__ absmax, Fp8Count *count) {
     constexpr int UNROLL = QUANTISE_PART_UNROLL;
     const size_t stride = (size_t)gridDim.x * QUANTISE_PART_THREADS;
-    const float scale = fp8_scale(FP8_E4M3, *absmax);
+    const float scale = fp8_scale(*absmax);
     unsigned flushed = 0;
     for (size_t i = (size_t)blockIdx.x * QUANTISE_PART_THREADS + threadIdx.x; i < vecs; i += UNROLL * stride) {
         VecB v[UNROLL];
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(QUANTISE_ROW_WARPS *WARP)
     }
     #pragma unroll
     for (int i = 0; i < VECS; i++) absmax_take(most, v[i]);
-    const float of_row = warp_reduce<MaxBits>(absmax_of_thread<bf16>(most)), scale = fp8_scale(FP8_E4M3, of_row);
+    const float of_row = warp_reduce<MaxBits>(absmax_of_thread<bf16>(most)), scale = fp8_scale(of_row);
     if (row < rows && lane == 0) row_absmax[row] = of_row;
     #pragma unroll
     for (int i = 0; i < VECS; i++) {
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(QUANTISE_ROW_THREADS, VECS == 4 ? 3 : 2)
     }
     #pragma unroll
     for (int i = 0; i < VECS; i++) absmax_take(most, v[i]);
-    const float of_row = absmax_of_block<bf16>(absmax, most, shared), scale = fp8_scale(FP8_E4M3, of_row);
+    const float of_row = absmax_of_block<bf16>(absmax, most, shared), scale = fp8_scale(of_row);
     if (threadIdx.x == 0) row_absmax[blockIdx.x] = of_row;
     unsigned flushed = 0;
     #pragma unroll

@@ -56,12 +56,11 @@ static void rope_launch(floatX *qkv, const float *cos_sin, int B, int T, int NH,
             "rotary embedding needs a head dimension that is a multiple of 8, not %d\nchange heads=", HD);
     require(((uintptr_t)qkv | (uintptr_t)cos_sin) % 16 == 0,
             "rope's buffers do not begin on 16 bytes\nallocate them with memory_request");
-    require((size_t)B * (size_t)T < (1u << 31),
-            "%d x %d tokens are too many for one launch\nuse a smaller --batch-size", B, T);
+    require((size_t)B * T < (1u << 31), "%d x %d tokens are too many for one launch\nuse a smaller --batch-size", B, T);
     const int at_once = ROPE_THREADS / lanes, passes = (heads + at_once - 1) / at_once;
-    const dim3 threads((unsigned)lanes, (unsigned)((heads + passes - 1) / passes));  // every pass as full as the others
+    const dim3 threads(lanes, (heads + passes - 1) / passes);  // every pass as full as the others
     const auto kernel = whole ? rope_kernel<VecX::size> : rope_kernel<4>;
-    kernel<<<(unsigned)(B * T), threads, 0, stream>>>(qkv, cos_sin, T, heads, HD, (NH + 2 * NKV) * HD, sign);
+    kernel<<<B * T, threads, 0, stream>>>(qkv, cos_sin, T, heads, HD, (NH + 2 * NKV) * HD, sign);
     launchCheck();
     timing_lap(sign > 0 ? "rope" : "rope backward", 0, 2.0 * B * T * heads * HD * sizeof(floatX), stream);
 }

@@ -13,7 +13,7 @@ typedef struct {
 // A warp has a token, of which a lane has every 32nd expert. p (E) is the warp's, in shared memory. K: 32 at most; of
 // equally probable ones the first is taken, and NaN, without its sign, is above all. keep(e, probability) of each.
 template <typename Keep>
-__device__ inline RouteChoice route_row(float *p, const floatX *logits, int E, int K, int renormalise, Keep keep) {
+__device__ RouteChoice route_row(float *p, const floatX *logits, int E, int K, int renormalise, Keep keep) {
     const int lane = threadIdx.x % WARP;
     float highest = -INFINITY, sum = 0;
     for (int e = lane; e < E; e += WARP) {

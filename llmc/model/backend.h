@@ -2,8 +2,8 @@
 // the tests use nothing else of a model: what struct Model is, its backend alone knows.
 //
 // All ranks of the mesh call these in the same order, with the same arguments but for the tokens, which are the same in
-// a tensor-parallel group. The gradients of a unit are summed over the data-parallel ranks as soon as the last
-// micro-step's backward has them. Each stage of ZeRO keeps less on a rank:
+// a tensor-parallel group. The gradients of a unit are summed over the data-parallel ranks when the last micro-step's
+// backward has them, or has those of all units. Each stage of ZeRO keeps less on a rank:
 //   0   all of everything
 //   1   of m, v and masters, data-parallel rank k has those of param_shard(unit, k), which it updates; then the weights
 //       are gathered
@@ -35,9 +35,9 @@ typedef struct {
 ModelFacts facts_of(const Model *m);
 
 // Buffers in the layout of the parameters. A new one that is forgotten does not compile (optimiser_states; memory and
-// copies in buffers.cuh; names in hf_weights.h), or stops at a switch over Slot. These two say nothing: slot_holds,
-// which lets it have all elements, and the updates (adamw.cuh with its chunks, queue_adamw, the CPU's), which name
-// their states.
+// copies in buffers.cuh; names in hf_weights.h), or stops at a switch over Slot. These say nothing: slot_holds,
+// slot_span and slot_before, which let it have all elements; the CPU's model_slot_is_bf16; and the updates (adamw.cuh
+// with its chunks, queue_adamw, queue_muon, the CPU's), which name their states.
 typedef enum {
     SLOT_WEIGHT,  // the weights of forward, in the build's dtype
     SLOT_GRAD,
@@ -113,6 +113,16 @@ static Lora lora_of(const Config *c, const Options *o) {
     Lora l = {(int)o->lora, 0, (float)(o->lora_alpha < 0 ? 2.0 * o->lora : o->lora_alpha), 0, 0};
     if (l.rank) l.targets = lora_targets(c, o->lora_targets, "--lora-targets");
     return l;
+}
+// Of a rank of a tensor-parallel group: see ModelFacts. frozen: empty before.
+static void open_tables(const Config *c, const Options *o, const Lora *l, const Comm *tp, ParamTable *table,
+                        ParamTable *frozen) {
+    *table = params_of_rank(c, tp->world, tp->rank);
+    if (l->rank) {
+        *frozen = *table;
+        *table = lora_table(c, l, tp->world, tp->rank);
+    }
+    params_set_optimiser(table, o);
 }
 static int weights_are_quantised(const Options *o) { return strcmp(o->weights, "native") != 0; }
 static int writes_text(const Options *o) { return o->generate || *o->calls || (o->sample_every && !o->evaluate); }
@@ -234,9 +244,8 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
 // sequence. A row is one token of a slot that the model runs on. A row's bits depend on the earlier tokens of its slot
 // and on how many rows a step may have, not on other rows of the step nor on their number.
 enum {
-    DECODE_ROWS = 256,  // of a step, at most
-    DECODE_STEPS = 2,   // that are queued, at most
-    DECODE_DRAWN = -1   // as a token: the one that its slot's latest row drew
+    DECODE_STEPS = 2,  // that are queued, at most
+    DECODE_DRAWN = -1  // as a token: the one that its slot's latest row drew
 };
 typedef struct {
     int slot, token;
@@ -276,7 +285,7 @@ static int cache_pages(const Comm *tp, int asked, int slots, int room, size_t fi
 // (route_balance_cpu), of this rank. micro_steps: of all ranks.
 static void load_report(const Mesh *mesh, const Config *c, double micro_steps, const float *load, double balance,
                         StepResult *r) {
-    const size_t all = (size_t)c->num_layers * (size_t)c->num_experts;
+    const size_t all = (size_t)c->num_layers * c->num_experts;
     const double blocks = micro_steps * c->num_layers;
     const double balances = c->num_experts ? comm_sum(&mesh->dp, balance) : 0;
     double rows = 0, least = INFINITY, most = 0;
@@ -306,8 +315,8 @@ static float comm_max(const Comm *c, float *values, int count) {
 }
 // What rank 0 drew becomes that of its group; together: of all groups (computes_together).
 static void share_drawn(const Mesh *mesh, int together, Drawn *drawn, int count) {
-    comm_broadcast(&mesh->tp, drawn, (size_t)count * sizeof *drawn, 0);
-    if (together) comm_broadcast(&mesh->dp, drawn, (size_t)count * sizeof *drawn, 0);
+    comm_broadcast(&mesh->tp, drawn, count * sizeof *drawn);
+    if (together) comm_broadcast(&mesh->dp, drawn, count * sizeof *drawn);
 }
 
 #endif

@@ -47,8 +47,8 @@
 typedef struct {
     floatX *h1, *h2;        // (rows,C) the norms' outputs; rows: of the stream that are on this rank
     floatX *x_mid, *x_out;  // (rows,C) the stream behind attention, behind the MLP
-    floatX *qkv;            // (N,(NH+2NKV)HD) the product
-    floatX *q_k_v;          // the same, normalised and rotated; without QK-norm it is qkv
+    floatX *qkv_product;    // (N,(NH+2NKV)HD)
+    floatX *q_k_v;          // what attention reads: with QK-norm normalised and rotated, else the product itself
     floatX *y;              // (N,NH HD)
     floatX *f;              // (N,F) slopes of the activation, or what it reads (keeps_input); if gated (N,2F)
     floatX *a;              // (N,F)
@@ -151,8 +151,8 @@ static Fp8Operands fp8_operands(const Plan *p, Buffers *b) {
     // in elements; the head's are of some rows; experts' are not transposed
     const size_t N = p->fp8_blocks ? p->N : 0, part = p->fp8_head ? (size_t)p->head_rows : 0;
     const size_t M = c->num_experts ? 0 : N, R = N ? plan_mlp_rows(p) : 0, F = (size_t)c->ffn_dim;
-    const size_t in[] = {N * C, N * (size_t)(c->num_heads * c->head_dim), M * F, part * C};
-    const size_t out[] = {N * (size_t)qkv_width(c), N * C, M * (size_t)fc_width(c)};
+    const size_t in[] = {N * C, N * (c->num_heads * c->head_dim), M * F, part * C};
+    const size_t out[] = {N * qkv_width(c), N * C, M * (size_t)fc_width(c)};
     const size_t inputs = LARGEST(in), gradients = LARGEST(out);
     const size_t rows[] = {inputs, p->trains * gradients, R * C, R * F, p->trains * R * (size_t)fc_width(c)};
     const int each = p->fp8_each_pass, gathers = p->fp8_blocks && p->zero_stage >= 3, shares = !p->fp8_head;
@@ -178,12 +178,12 @@ static Region region_of(const Plan *p) {
     const Config *c = &p->local;
     // GELU's da is df; SwiGLU's is in a product, or has a kernel of its own
     const int fused = p->activation_fused == 2, unfused_gate = activation_inputs(c->mlp) > 1 && !fused;
-    const size_t width = round_up(plan_mlp_rows(p) * (size_t)c->ffn_dim * sizeof(floatX), REGION_ALIGN);
+    const size_t width = round_up(plan_mlp_rows(p) * c->ffn_dim * sizeof(floatX), REGION_ALIGN);
     Region r;
     const int in_place = p->recomputes_activation && (fused || p->config.num_experts);
-    r.da = in_place ? 0 : round_up(plan_mlp_rows(p) * (size_t)fc_width(c) * sizeof(floatX), REGION_ALIGN);
+    r.da = in_place ? 0 : round_up(plan_mlp_rows(p) * fc_width(c) * sizeof(floatX), REGION_ALIGN);
     r.a = r.da + (unfused_gate ? width : 0);
-    r.attention = round_up(p->N * (size_t)qkv_width(c) * sizeof(floatX), REGION_ALIGN);
+    r.attention = round_up(p->N * qkv_width(c) * sizeof(floatX), REGION_ALIGN);
     const AttentionProblem attention = attention_plan(p->B, p->T, c->num_heads, c->num_kv_heads, c->head_dim);
     r.fp8 = round_up(std::max(r.a + (p->recomputes_activation ? width : 0),
                               r.attention + attention_scratch_bytes(&attention)),
@@ -191,7 +191,7 @@ static Region region_of(const Plan *p) {
     r.bytes = r.fp8;
     Buffers none;
     for (const auto &x : fp8_operands(p, &none).of) r.bytes += x.in_region ? round_up(x.bytes, REGION_ALIGN) : 0;
-    r.bytes = std::max(r.bytes, (size_t)p->head_rows * (size_t)c->padded_vocab_size * sizeof(floatX));
+    r.bytes = std::max(r.bytes, (size_t)p->head_rows * c->padded_vocab_size * sizeof(floatX));
     r.muon = muon_room(p, r.bytes);
     r.bytes = std::max(r.bytes, r.muon.bytes);
     return r;
@@ -201,9 +201,8 @@ static Region region_of(const Plan *p) {
 
 // Elements of what norms give that has one place, or one in each block: of h1 and h2 and, with QK-norm, q_k_v.
 static size_t norms_size(const Plan *p, int shared) {
-    const size_t of_qk = plan_normalises_qk(p) ? p->N * (size_t)qkv_width(&p->local) : 0;
-    return (shared == plan_shares_norms(p)) * 2 * p->rows * (size_t)p->local.channels +
-           (shared == p->recomputes_norms) * of_qk;
+    const size_t of_qk = plan_normalises_qk(p) ? p->N * qkv_width(&p->local) : 0;
+    return (shared == plan_shares_norms(p)) * 2 * p->rows * p->local.channels + (shared == p->recomputes_norms) * of_qk;
 }
 // Places for what a block keeps: whole blocks have the one of the block behind them.
 static size_t plan_block_places(const Plan *p) { return (size_t)(p->config.num_layers - p->whole_blocks); }
@@ -213,16 +212,16 @@ static size_t heads_width(const Config *c) { return (size_t)(c->num_heads * c->h
 // Elements that a block keeps, and those in fp8.
 static size_t saved_block_size(const Plan *p) {
     const Config *c = &p->local;
-    size_t size = p->N * (size_t)(qkv_width(c) + c->num_heads * c->head_dim) + plan_mlp_rows(p) * (size_t)fc_width(c);
-    if (!p->recomputes_activation && !p->keeps_fp8_inputs) size += plan_mlp_rows(p) * (size_t)c->ffn_dim;
+    size_t size = p->N * (qkv_width(c) + c->num_heads * c->head_dim) + plan_mlp_rows(p) * fc_width(c);
+    if (!p->recomputes_activation && !p->keeps_fp8_inputs) size += plan_mlp_rows(p) * c->ffn_dim;
     return size + norms_size(p, 0);
 }
 static size_t saved_inputs_size(const Plan *p) {
     const Config *c = &p->local;
-    return p->keeps_fp8_inputs * p->N * (size_t)(2 * c->channels + !p->recomputes_activation * c->ffn_dim);
+    return p->keeps_fp8_inputs * p->N * (2 * c->channels + !p->recomputes_activation * c->ffn_dim);
 }
 // Floats of statistics: lse, and mean and 1/std of two norms.
-static size_t saved_stats_size(const Plan *p) { return p->N * (size_t)p->local.num_heads + 4 * p->rows; }
+static size_t saved_stats_size(const Plan *p) { return p->N * p->local.num_heads + 4 * p->rows; }
 // 4-byte words of a block's routing.
 static size_t saved_routing_size(const Plan *p) {
     const size_t E = (size_t)p->config.num_experts, K = (size_t)p->config.active_experts, R = plan_mlp_rows(p);
@@ -265,7 +264,7 @@ static size_t column_sums_size(const Plan *p) {
     const AttentionProblem attention = attention_plan(p->B, p->T, c->num_heads, c->num_kv_heads, c->head_dim);
     const size_t needs[] = {
         c->linear_bias ? (size_t)matmul_sum_slices((int)p->N) * (size_t)fc_width(c) : 0,
-        c->qkv_bias ? (size_t)attention_column_slices(&attention) * (size_t)qkv_width(c) : 0,
+        c->qkv_bias ? (size_t)attention_column_slices(&attention) * qkv_width(c) : 0,
     };
     return LARGEST(needs);
 }
@@ -330,7 +329,7 @@ static int norm_spans(const Plan *p, Span *out) {
             spans[i].begin = plan_index(p, SLOT_GRAD, u, spans[i].begin);
             assert(spans[i].begin % 8 == 0 && spans[i].count % 8 == 0);
         }
-        if (out) memcpy(out + count, spans, (size_t)n * sizeof(Span));
+        if (out) memcpy(out + count, spans, n * sizeof(Span));
         count += n;
     }
     return count;
@@ -414,7 +413,7 @@ static int muon_chunks(const Plan *p, const MuonTables *t, MuonChunk *out) {
         wave->first_chunk = count;
         for (int u = wave->first; u < wave->first + wave->blocks; u++) {
             const size_t base =
-                ((size_t)(u - wave->first) * (size_t)tp + (size_t)p->mesh->tp.rank) * param_unit(p->table, u).count;
+                ((size_t)(u - wave->first) * tp + (size_t)p->mesh->tp.rank) * param_unit(p->table, u).count;
             const int num = muon_matrices(p->table, tp, u, u, matrices);
             for (const MuonMatrix *m = matrices; m < matrices + num; m++) {
                 const Param *q = &p->table->params[m->param];
@@ -474,8 +473,8 @@ static void request_muon(const Plan *p, Buffers *b, Memory *m) {
     MuonTables t = muon_tables(p, &room);
     b->num_muon_chunks = muon_chunks(p, &t, NULL);
     memory_group(m, "optimiser");
-    memory_request(m, &b->muon_chunks, "Muon's chunk table", (size_t)b->num_muon_chunks);
-    memory_request(m, &b->muon_places, "Muon's parts of matrices", (size_t)t.num_places);
+    memory_request(m, &b->muon_chunks, "Muon's chunk table", b->num_muon_chunks);
+    memory_request(m, &b->muon_places, "Muon's parts of matrices", t.num_places);
     memory_request(m, &b->muon_partials, "Muon's partial norms", (size_t)t.most * MUON_SLICES);
     muon_tables_free(&t);
 }
@@ -499,8 +498,8 @@ static void request_parameters(const Plan *p, Buffers *b, Memory *m) {
                        merged_elements(p));
     if (p->zero_stage >= 3 && !p->fp8_blocks) memory_request(m, &b->block_weights, "weights of two blocks", two_blocks);
     memory_group(m, "optimiser");
-    memory_request(m, &b->chunks, "chunk table", (size_t)b->num_chunks);
-    memory_request(m, &b->shards, "shard table", (size_t)b->num_shards);
+    memory_request(m, &b->chunks, "chunk table", b->num_chunks);
+    memory_request(m, &b->shards, "shard table", b->num_shards);
     if (!p->trains) return;
     memory_group(m, "parameters");
     memory_request(m, &b->grads, p->zero_stage >= 2 ? "gradients, of blocks a share" : "gradients", grads);
@@ -555,16 +554,15 @@ static void request_activations(const Plan *p, Buffers *b, Memory *m) {
     if (inputs) memory_request(m, &b->saved_inputs, "norms, a of kept layers in fp8", kept * inputs);
     if (c->num_experts) memory_request(m, &b->saved_routing, "experts and their rows", kept * saved_routing_size(p));
     if (shared) memory_request(m, &b->shared_norms, inputs ? "what norms give" : "what norms give, recomputed", shared);
-    memory_request(m, &b->saved_stats, "lse, mean, 1/std",
-                   kept * saved_stats_size(p) + apart * p->N * (size_t)c->num_heads);
+    memory_request(m, &b->saved_stats, "lse, mean, 1/std", kept * saved_stats_size(p) + apart * p->N * c->num_heads);
     memory_request(m, &b->h_final, "final norm (B,T,C)", rows * C);
     memory_request(m, &b->mean_final, "final mean (B,T)", rows);
     memory_request(m, &b->rstd_final, "final 1/std (B,T)", rows);
     if (c->position == POSITION_ROPE)
-        memory_request(m, &b->cos_sin, "rope table (T,HD/2,2)", (size_t)p->T * (size_t)c->head_dim);
+        memory_request(m, &b->cos_sin, "rope table (T,HD/2,2)", (size_t)p->T * c->head_dim);
 }
-static size_t load_size(const Config *c) { return (size_t)c->num_layers * (size_t)c->num_experts + 1; }
-static size_t plan_all_heads(const Plan *p) { return (size_t)p->config.num_layers * (size_t)p->local.num_heads; }
+static size_t load_size(const Config *c) { return (size_t)c->num_layers * c->num_experts + 1; }
+static size_t plan_all_heads(const Plan *p) { return (size_t)p->config.num_layers * p->local.num_heads; }
 static void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
     const Region region = region_of(p);
@@ -573,15 +571,15 @@ static void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     memory_group(m, "scratch");
     memory_request(m, &b->region, "logits, or a block's backward", region.bytes);
     memory_alias(m, &b->logits, p->options.head_chunks > 1 ? "logits (B*T/chunks,Vp)" : "logits (B,T,Vp)", &b->region,
-                 (size_t)p->head_rows * (size_t)c->padded_vocab_size);
-    memory_alias(m, &b->dqkv, "dqkv; attention follows", &b->region, p->N * (size_t)qkv_width(c));
-    memory_alias(m, &b->df, df, &b->region, plan_mlp_rows(p) * (size_t)(region.da ? fc_width(c) : c->ffn_dim));
-    memory_request(m, &b->dx, "residual gradient (B,T,C)", p->rows * (size_t)c->channels);
+                 (size_t)p->head_rows * c->padded_vocab_size);
+    memory_alias(m, &b->dqkv, "dqkv; attention follows", &b->region, p->N * qkv_width(c));
+    memory_alias(m, &b->df, df, &b->region, plan_mlp_rows(p) * (region.da ? fc_width(c) : c->ffn_dim));
+    memory_request(m, &b->dx, "residual gradient (B,T,C)", p->rows * c->channels);
     memory_request(m, &b->branch, "branch and its gradient (B,T,C)",
-                   p->N * (size_t)(c->channels > heads ? c->channels : heads));
+                   p->N * (c->channels > heads ? c->channels : heads));
     if (c->num_experts) {
-        memory_request(m, &b->expert_rows, "experts' rows (R,C)", plan_mlp_rows(p) * (size_t)c->channels);
-        memory_request(m, &b->router_logits, "router's logits (B,T,E)", p->N * (size_t)c->num_experts);
+        memory_request(m, &b->expert_rows, "experts' rows (R,C)", plan_mlp_rows(p) * c->channels);
+        memory_request(m, &b->router_logits, "router's logits (B,T,E)", p->N * c->num_experts);
         memory_request(m, &b->dots, "parts of shares' gradients", (size_t)expert_parts(c->ffn_dim) * plan_mlp_rows(p));
         memory_request(m, &b->load, "experts' load (L,E)", load_size(c));
         memory_request_pinned(m, &b->host_load, "experts' load", load_size(c));
@@ -591,7 +589,7 @@ static void request_scratch(const Plan *p, Buffers *b, Memory *m) {
         memory_request(m, &b->largest, "largest logits (L,NH)", plan_all_heads(p));
         memory_request_pinned(m, &b->host_largest, "largest logits", plan_all_heads(p));
     }
-    memory_request(m, &b->stream_sums, "column sums of the residual gradient", (size_t)c->channels);
+    memory_request(m, &b->stream_sums, "column sums of the residual gradient", c->channels);
     if (p->trains) memory_request(m, &b->column_sums, "partial column sums", column_sums_size(p));
     memory_request(m, (char **)&b->reduce, "partial sums, sorting", reduce_bytes(p, b->num_shards));
     memory_request(m, (char **)&b->matmul_workspace, "matmul workspace", MATMUL_WORKSPACE_BYTES);
@@ -643,7 +641,7 @@ static void request_tokens(const Plan *p, Buffers *b, Memory *m) {
     memory_request_pinned(m, &b->host_losses, "losses", p->N);
     if (ranks == 1) return;
     memory_group(m, "tensor parallel");
-    memory_request(m, &b->parts, "classifier's sums (ranks,rows,3)", ranks * (size_t)p->head_rows);
+    memory_request(m, &b->parts, "classifier's sums (ranks,rows,3)", ranks * p->head_rows);
 }
 // Names every buffer; the pointers are filled when memory_allocate is called, so b must not move.
 static void buffers_request(const Plan *p, Buffers *b, Memory *m) {
@@ -665,10 +663,10 @@ static ExpertRows experts_place(const Plan *p, int *next) {
         return at;
     };
     ExpertRows r = {N, E, K, R};
-    r.probs = (float *)take(p->N * (size_t)E);
-    r.shares = (float *)take(p->N * (size_t)K);
-    r.experts = take(p->N * (size_t)K);
-    r.rows = take(p->N * (size_t)K);
+    r.probs = (float *)take(p->N * E);
+    r.shares = (float *)take(p->N * K);
+    r.experts = take(p->N * K);
+    r.rows = take(p->N * K);
     r.groups = take(experts_groups((size_t)R, E));
     return r;
 }
@@ -709,31 +707,31 @@ static void buffers_place(const Plan *p, Buffers *b) {
             if (p->keeps_attention) {
                 a->x_mid = values(x, rows * C);
                 a->y = values(next, N * heads_width(c));
-                a->lse = values(stats, N * (size_t)c->num_heads);
+                a->lse = values(stats, N * c->num_heads);
             }
             a->x_out = l >= 2 && inputs_leave(p) ? b->blocks[l - 2].x_out : values(x, rows * C);
             continue;
         }
         a->x_mid = values(x, rows * C);
         a->x_out = values(x, rows * C);
-        a->qkv = values(next, N * (size_t)qkv_width(c));
+        a->qkv_product = values(next, N * qkv_width(c));
         a->y = values(next, N * heads_width(c));
-        a->f = values(next, plan_mlp_rows(p) * (size_t)fc_width(c));
+        a->f = values(next, plan_mlp_rows(p) * fc_width(c));
         a->a = p->recomputes_activation ? (floatX *)(b->region + region.a)
                : p->keeps_fp8_inputs    ? b->df  // not read when that is written
-                                        : values(next, plan_mlp_rows(p) * (size_t)c->ffn_dim);
+                                        : values(next, plan_mlp_rows(p) * c->ffn_dim);
         if (c->num_experts) a->experts = experts_place(p, b->saved_routing + kept++ * saved_routing_size(p));
         floatX *shared = b->shared_norms;
         floatX *&norms = plan_shares_norms(p) ? shared : next, *&of_qk = p->recomputes_norms ? shared : next;
         a->h1 = values(norms, rows * C);
         a->h2 = values(norms, rows * C);
-        a->q_k_v = plan_normalises_qk(p) ? values(of_qk, N * (size_t)qkv_width(c)) : a->qkv;
+        a->q_k_v = plan_normalises_qk(p) ? values(of_qk, N * qkv_width(c)) : a->qkv_product;
         if (p->keeps_fp8_inputs) {
             a->h1_transposed = values(inputs, N * C);
             a->h2_transposed = values(inputs, N * C);
-            if (!p->recomputes_activation) a->a_transposed = values(inputs, N * (size_t)c->ffn_dim);
+            if (!p->recomputes_activation) a->a_transposed = values(inputs, N * c->ffn_dim);
         }
-        a->lse = values(stats, N * (size_t)c->num_heads);
+        a->lse = values(stats, N * c->num_heads);
         a->mean1 = values(stats, rows);
         a->rstd1 = values(stats, rows);
         a->mean2 = values(stats, rows);
@@ -747,7 +745,7 @@ static void upload(void *to, const void *from, size_t bytes, cudaStream_t stream
     cudaCheck(cudaStreamSynchronize(stream));
 }
 static void upload_rope_table(const Config *c, float *to, int T, cudaStream_t stream) {
-    const size_t count = (size_t)T * (size_t)c->head_dim;
+    const size_t count = (size_t)T * c->head_dim;
     float *cos_sin = new_array(float, count);
     rope_table(c, T, cos_sin);
     upload(to, cos_sin, count * sizeof(float), stream);
@@ -759,8 +757,8 @@ static void upload_muon(const Plan *p, Buffers *b, cudaStream_t stream) {
     MuonChunk *chunks = new_array(MuonChunk, b->num_muon_chunks);
     b->muon = muon_tables(p, &room);
     muon_chunks(p, &b->muon, chunks);
-    upload(b->muon_chunks, chunks, (size_t)b->num_muon_chunks * sizeof(MuonChunk), stream);
-    upload(b->muon_places, b->muon.places, (size_t)b->muon.num_places * sizeof(MuonPlace), stream);
+    upload(b->muon_chunks, chunks, b->num_muon_chunks * sizeof(MuonChunk), stream);
+    upload(b->muon_places, b->muon.places, b->muon.num_places * sizeof(MuonPlace), stream);
     free(chunks);
 }
 // The tables that kernels read.
@@ -770,8 +768,8 @@ static void buffers_upload_tables(const Plan *p, Buffers *b, cudaStream_t stream
     b->piece_chunks = new_zeros(int, b->num_pieces);
     adam_chunks(p, chunks, b->piece_chunks);
     norm_spans(p, shards);
-    upload(b->chunks, chunks, (size_t)b->num_chunks * sizeof(AdamChunk), stream);
-    upload(b->shards, shards, (size_t)b->num_shards * sizeof(Span), stream);
+    upload(b->chunks, chunks, b->num_chunks * sizeof(AdamChunk), stream);
+    upload(b->shards, shards, b->num_shards * sizeof(Span), stream);
     free(chunks);
     free(shards);
     upload_muon(p, b, stream);

@@ -27,7 +27,7 @@ struct DecodeLines {
     // Of every rank: [even or odd][rank][row][C / 2], then for logits [rank][row][head_columns / 2].
     char *lines[P2P_RANKS];
 
-    static __host__ __device__ size_t of_a_rank(int columns) { return (size_t)DECODE_MOST_ROWS * columns / 2; }
+    static __host__ __device__ size_t of_a_rank(int columns) { return (size_t)DECODE_FEW_ROWS * columns / 2; }
     // Of the exchanges of a step: of the embedding (m = -1), of proj and fcproj of each layer, of logits.
     static __device__ int number(int m) { return (m + 2) / 2; }
     __device__ bool several() const { return view.world > 1; }

@@ -4,12 +4,13 @@
 //                  sums and logits by peer-to-peer lines (model/decode_lines.cuh).
 //   more           the training forward on the rows of many sequences (train_gpt2.cu): its products are those of
 //                  kernels/matmul_rows.cuh, its attention that of kernels/attention_decode.cuh. Rows are filled up to
-//                  64, 128 or 256. With --tp ranks exchange rows as in training.
+//                  64, 128 or 256. With --tp every rank has all rows, and sums of parts are exchanged.
 // A mixture of experts has the second one for all numbers of rows, filled up to a power of two, and
 // kernels/decode_experts.cuh for its experts; up to 8 rows also for most of what a block does.
 // The second one also serves where the first does not: ranks that do not reach each other's memory, --zero-stage 3,
 // products in fp8, sizes that the kernel does not have. All ranks have the same logits and draw the same.
-// The three are a CUDA graph for each number of rows.
+// A step is a CUDA graph for each number of rows, but for those with a piece of a prompt, with products of training, or
+// with many rows on several ranks.
 //
 // What a row draws goes to the host, into pinned memory, and to the device's own table of slots. A queued step reads
 // its token there (DECODE_DRAWN).
@@ -60,8 +61,8 @@ typedef struct { size_t keys, scales; } CacheBytes;
 // Bytes of the keys, which are those of the values, and of the scales of both.
 static CacheBytes decoder_cache(const Plan *p, const KvCache *k) {
     const Config *c = &p->local;
-    const size_t heads = (size_t)c->num_kv_heads * (size_t)c->head_dim,
-                 size = (size_t)c->num_layers * (size_t)k->pages * (size_t)KV_PAGE * heads;
+    const size_t heads = (size_t)c->num_kv_heads * c->head_dim,
+                 size = (size_t)c->num_layers * k->pages * KV_PAGE * heads;
     const int fp8 = cache_is_fp8(&p->options);
     return {round_up(fp8 ? size : size * sizeof(floatX), 512), fp8 ? size / (size_t)c->head_dim : 0};
 }
@@ -94,7 +95,7 @@ static void decoder_clear(Decoder *d, const Plan *p, cudaStream_t stream) {
     const int count = k->slots * k->each;
     int *own = new_array(int, count);  // each slot has pages of its own
     for (int i = 0; i < count; i++) own[i] = i < k->pages ? i : 0;
-    upload(k->of_slot, own, (size_t)count * sizeof *own, stream);
+    upload(k->of_slot, own, count * sizeof *own, stream);
     free(own);
 }
 static void decoder_request(const Plan *p, const Buffers *b, Decoder *d) {
@@ -110,25 +111,25 @@ static void decoder_request(const Plan *p, const Buffers *b, Decoder *d) {
         if (decoder_merges(p, d)) memory_request(m, &d->merged, "blocks' matrices, merged", decoder_merged(p));
     }
     if (cache.scales) memory_request(m, &k->scales, "their scales (L,pages,NKV,128,2)", cache.scales);
-    memory_request(m, &k->of_slot, "pages of slots", (size_t)(k->slots * k->each));
+    memory_request(m, &k->of_slot, "pages of slots", k->slots * k->each);
     memory_request(m, &k->qkv, "a prompt's q, k, v", rows * (size_t)qkv_width(c));
     memory_request(m, &k->y, "a prompt's attention", rows * (size_t)(c->num_heads * c->head_dim));
     memory_request(m, &k->lse, "a prompt's lse", rows * (size_t)c->num_heads);
     if (c->position == POSITION_ROPE)
-        memory_request(m, &k->cos_sin, "rope table (room,HD/2,2)", (size_t)k->room * (size_t)c->head_dim);
-    memory_request(m, &d->logits, "logits (rows,Vp)", (size_t)d->most * (size_t)d->width);
-    memory_request(m, &d->drawn, "what was drawn", (size_t)k->slots);
+        memory_request(m, &k->cos_sin, "rope table (room,HD/2,2)", (size_t)k->room * c->head_dim);
+    memory_request(m, &d->logits, "logits (rows,Vp)", (size_t)d->most * d->width);
+    memory_request(m, &d->drawn, "what was drawn", k->slots);
     memory_request(m, &d->told, "rows of a step", 1);
     memory_request(m, &d->draw_scratch, "draws", draw_scratch_bytes(d->most, d->known));
     memory_request_pinned(m, &d->host_told, "rows of two steps", DECODE_STEPS);
-    memory_request_pinned(m, &d->host_drawn, "what they drew", (size_t)(DECODE_STEPS * DECODE_ROWS));
+    memory_request_pinned(m, &d->host_drawn, "what they drew", DECODE_STEPS * DECODE_ROWS);
     if (!d->has_kernel) {
-        if (plan_is_split(p)) memory_request(m, &d->gathered, "logits by rank", (size_t)d->most * (size_t)d->width);
+        if (plan_is_split(p)) memory_request(m, &d->gathered, "logits by rank", (size_t)d->most * d->width);
         memory_request(m, &k->parts, "spans of attention", attention_decode_parts(d->most, c->num_heads, c->head_dim));
         memory_request(m, &k->arrived, "their counters", attention_decode_counters(d->most, c->num_kv_heads));
         return;
     }
-    memory_request(m, &d->matrices, "table of matrices", (size_t)quantised_count(p));
+    memory_request(m, &d->matrices, "table of matrices", quantised_count(p));
     memory_request(m, &d->workspace, "rows inside a step", decode_workspace(&d->kernel, NULL));
     const int ranks = p->mesh->tp.world;
     if (ranks > 1) p2p_request(&d->p2p, m, ranks, 0, decode_lines_bytes(&d->kernel, ranks), "exchanges of a step");
@@ -170,7 +171,7 @@ static void decoder_set_matrices(const Plan *p, const Buffers *b, Decoder *d, cu
     const int count = quantised_count(p);
     DecodeMatrix *table = new_zeros(DecodeMatrix, count);
     decoder_table(p, b, d, table);
-    if (d->has_kernel) upload(d->matrices, table, (size_t)count * sizeof *table, stream);
+    if (d->has_kernel) upload(d->matrices, table, count * sizeof *table, stream);
     for (int i = 0; i < count && d->kept; i++)
         if (is_of_experts(p, i) ? plan_has_experts_kernel(p) : d->has_rows || (d->cache.few && i + 1 < count))
             d->kept[i] = {is_merged(p, i) ? WEIGHTS_FP32 : p->weights, table[i].weights, table[i].scales};
@@ -196,7 +197,7 @@ static int decoder_filled(const Plan *p, const Decoder *d, int rows, int part_ro
     int filled = p->config.num_experts ? 1 : 64;
     while (filled < rows) filled *= 2;
     if (d->has_kernel) return rows;
-    if (!d->has_rows && !d->cache.few) return (int)round_up((size_t)rows, (size_t)part_rows);
+    if (!d->has_rows && !d->cache.few) return (int)round_up(rows, part_rows);
     return std::min(filled, (int)p->rows);
 }
 // Pages that memory has beside all else that is requested. Some is left for what the driver and cuBLAS take, and a
@@ -235,7 +236,7 @@ static void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int reache
     kernel->slots = slots;
     kernel->room = room;
     d->rows = rows;
-    d->has_kernel = rows <= DECODE_MOST_ROWS && plan_has_decode_kernel(p) && (!plan_is_split(p) || reaches);
+    d->has_kernel = rows <= DECODE_FEW_ROWS && plan_has_decode_kernel(p) && (!plan_is_split(p) || reaches);
     d->has_rows = !d->has_kernel && plan_has_rows_kernel(p);
     k->few = rows <= DECODE_FEW_ROWS && plan_has_few_kernels(p);
     d->kept = d->has_rows || plan_has_experts_kernel(p) ? new_zeros(RowsWeight, quantised_count(p)) : NULL;
@@ -329,7 +330,7 @@ static void decoder_run(Decoder *d, int step, int rows, float softcap, int graph
     const auto work = [&] {
         decoder_queue(d, step, rows, stream, [&] {
             model();
-            softcap_logits(d->logits, softcap, (size_t)rows * (size_t)d->width, stream);
+            softcap_logits(d->logits, softcap, (size_t)rows * d->width, stream);
         });
     };
     if (graphs)

@@ -41,7 +41,7 @@ typedef struct {
 static void experts_product(const Pass *p, const Experts *x, const Linear *l, MatmulForm form, floatX *to,
                             const floatX *a, MatmulEpilogue epilogue = EPILOGUE_PLAIN, const floatX *in = NULL) {
     const int activates = epilogue >= EPILOGUE_ACTIVATION, forward = form == MATMUL_FORWARD, R = x->rows.R;
-    const MatmulDtype dtype = in ? l->weight_dtype : l->dtype;
+    const MatmulDtype dtype = in ? l->dweight_dtype : l->dtype;
     const MatmulProblem q = {form, R, l->in, l->out, epilogue, activates ? l->mlp : NO_ACTIVATION, dtype, 0, x->rows.E};
     MatmulOperands o = {to, a, in};
     // no count, as behind the last expert's rows anything is
@@ -106,7 +106,7 @@ static FewProduct experts_router(const Pass *p, const Experts *x) {
 static void experts_few(const Pass *p, const Experts *x, const floatX *h) {
     ExpertsProduct fc = experts_step_fc(p, x, h), fcproj = experts_step_fcproj(p, x);
     const QuantMatrix kept = {fcproj.format, p->C, x->fcproj.in, NULL, NULL};
-    const size_t row = kept.format == WEIGHTS_FP32 ? (size_t)x->fcproj.in * sizeof(floatX) : quantised_row_bytes(&kept);
+    const size_t row = kept.format == WEIGHTS_FP32 ? x->fcproj.in * sizeof(floatX) : quantised_row_bytes(&kept);
     fc.logits = x->logits;
     fc.renormalise = x->renormalise;
     fc.shares = fcproj.shares = x->rows.shares;

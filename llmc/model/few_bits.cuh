@@ -160,7 +160,7 @@ static size_t merged_matrices(const Plan *p) {
 // Elements of the buffer for matrices that are widened or merged: those of a block, and the head.
 static size_t merged_elements(const Plan *p) {
     const size_t block = p->weights == WEIGHTS_FP32 ? merged_matrices(p) : block_matrices(p),
-                 head = (size_t)p->head.out * (size_t)p->head.in;
+                 head = (size_t)p->head.out * p->head.in;
     // The head is widened for all but steps that read it as it is.
     const int has_kernel = plan_has_decode_kernel(p) && plan_has_rows_kernel(p) && !plan_is_split(p);
     const int has_head = p->weights != WEIGHTS_FP32 && (!p->options.generate || !has_kernel);

@@ -32,19 +32,20 @@ static int run_fits(const Plan *p, const Options *o, int B, MemoryBytes room) {
 // ---- what a run chooses by itself: --recompute, of whole blocks and of others, --offload, and of how many blocks fp8
 // copies are kept, all of which changes no digit
 
+// Of --offload: without masters, and with them.
+static const char *const offload_lists[][2] = {{"", ""},
+                                               {"activations", "activations"},
+                                               {"states", "states,master"},
+                                               {"states,activations", "states,master,activations"}};
 enum { FIT_WAYS = 64, FIT_NONE = INT_MAX };
 // Way `i` of saving memory, with so many blocks made again, whole or but for attention (0: those asked for). Returns
 // whether the run can, without changing what was asked for.
 static int fit_way(const Plan *p, const Options *asked, int i, int blocks, Options *o) {
-    static const char *const lists[][2] = {{"", ""},
-                                           {"activations", "activations"},
-                                           {"states", "states,master"},
-                                           {"states,activations", "states,master,activations"}};
     const int recompute = i % 4, list = i / 4 % 4, each_pass = i / 16 % 2, keeps_attention = i / 32;
     *o = *asked;
     o->recompute = recompute;
     if (blocks) o->recompute_blocks = blocks;
-    if (list) o->offload = lists[list][p->has_master && !plan_needs_fp32(p)];
+    if (list) o->offload = offload_lists[list][p->has_master && !plan_needs_fp32(p)];
     if (each_pass) o->fp8_copies = 0;
     if (keeps_attention) o->recompute_attention = 0;
     if (keeps_attention && (asked->recompute_attention >= 0 || !blocks)) return 0;
@@ -119,14 +120,11 @@ static Options fit_options(const Plan *p, const Options *asked, MemoryBytes room
 
 // ---- what a run is told
 
-// Activations, states, both: what the host has room for, unless a list was given.
-static void offload_if_host_has_room(const Plan *p, Options *o, int which, int B, MemoryBytes room) {
-    static const char *const lists[][2] = {{"activations", "activations"},
-                                           {"states", "states,master"},
-                                           {"states,activations", "states,master,activations"}};
+// One of these lists, if the host has room for it and none was given.
+static void offload_if_host_has_room(const Plan *p, Options *o, int list, int B, MemoryBytes room) {
     Options other = *o;
-    other.offload = lists[which][p->has_master && !plan_needs_fp32(p)];
-    const int can = p->trains && !(which && p->table->muon);
+    other.offload = offload_lists[list][p->has_master && !plan_needs_fp32(p)];
+    const int can = p->trains && !(list >= 2 && p->table->muon);
     if (can && !*p->options.offload && run_bytes(p, &other, B).host <= room.host) *o = other;
 }
 // Adds options that save memory, one after the other until batch B fits: the cheap ones first, last what changes the
@@ -140,7 +138,7 @@ static int options_that_fit(const Plan *p, Options *o, MemoryBytes room, int B) 
         if (i == 3 && o->head_chunks <= 1) o->head_chunks = 8;
         if (i == 6 && p->fp8_blocks && zero_stage_of(o, &p->mesh->dp) < 3) o->fp8_copies = 0;
         if (i == 7) o->recompute = 3;
-        if (i >= 8 && i < 11) offload_if_host_has_room(p, o, i - 8, B, room);
+        if (i >= 8 && i < 11) offload_if_host_has_room(p, o, i - 7, B, room);
         const int offloaded = offloads(o);
         if (i == 11 && p->trains && !(offloaded & OFFLOAD_STATES)) o->state_dtype = "bf16";
         if (i == 12 && p->sums_in_fp32) o->grad_dtype = "bf16";

@@ -16,10 +16,17 @@
 //   gradient of the output             that of the tensor (tensor_gradient), quantised once for both products that read
 //                                      it; else a scale for each row
 //   operands of the weight's gradient  that of the tensor
-// Who and when: linear_rows quantises an input in front of its product, and raises its tensor's absmax, which
-// linear_keep_input, or else linear_product_weight, takes to quantise it again; clear_absmax (train_gpt2.cu) zeroes
-// them before each forward. The absmax of weights is taken in the first forward after an update. An absmax is all that
-// is kept: fp8_scale makes the same scale of it for who quantises and for the product.
+// An absmax is all that is kept: fp8_scale makes the same scale of it for who quantises and for the product.
+//
+//   absmax of      zeroed by                     raised by                         read by
+//   input          clear_absmax, before          linear_rows, as it quantises      linear_store_fp8_input, or else
+//                  forward (train_gpt2.cu)       rows for the product              linear_product_weight: transposed
+//   output's       clear_absmax                  who makes it: the norm behind     linear_gradient: for both products
+//   gradient                                     it, attention, the activation's
+//                                                epilogue (end of block_get), or
+//                                                absmax_tensor
+//   weight         linear_quantise, in the first forward after an update           both products that read it
+//
 // The head's gradients stay in floatX: those of its output are too far apart for e4m3 (doc/fp8.md). Experts of a
 // layer share one scale: e4m3 keeps its three bits of mantissa down to 2^-14 of the largest. Gradients of their weights
 // stay in floatX.
@@ -56,8 +63,8 @@ typedef struct {
     MatmulEpilogue gradient;        // the same in the product that gives the gradient of an activation's output
     MlpKind mlp;                    // the activation of its output or its input
     MatmulDtype dtype;              // of the product of its output
-    MatmulDtype input_dtype;        // of the product of its input's gradient
-    MatmulDtype weight_dtype;       // of the product of its weight's gradient
+    MatmulDtype dinput_dtype;       // of the product of its input's gradient
+    MatmulDtype dweight_dtype;      // of the product of its weight's gradient
     int tensor_gradient;            // fp8: the output's gradient comes with its absmax, and has one scale
     int keeps_input;                // for backward: what the activation read; else its slopes
     int heads, kv_heads, head_dim;  // LINEAR_ROPE, LINEAR_QK_NORM
@@ -101,7 +108,7 @@ static void linear_quantise(const Pass *p, const Linear *l) {
     const int rows = l->out * (l->experts ? l->experts : 1);
     if (p->quantises_weights) {
         cudaCheck(cudaMemsetAsync(l->weight_absmax, 0, sizeof(float), p->stream));
-        absmax_tensor(l->weight_absmax, w, (size_t)rows * (size_t)l->in, p->stream);
+        absmax_tensor(l->weight_absmax, w, (size_t)rows * l->in, p->stream);
     }
     quantise(l->weight_fp8, l->weight_fp8_transposed, w, rows, l->in, l->weight_absmax, p->fp8.weights, p->stream);
 }
@@ -115,7 +122,7 @@ static Rows linear_rows(const Pass *p, MatmulDtype dtype, const floatX *x, int r
     return {p->fp8.rows, p->fp8.row_absmax};
 }
 // What the product of the weight's gradient reads of the input: after forward's, which finds the absmax of all rows.
-static void linear_keep_input(const Pass *p, const Linear *l, const floatX *in) {
+static void linear_store_fp8_input(const Pass *p, const Linear *l, const floatX *in) {
     if (!l->in_transposed) return;
     quantise(NULL, l->in_transposed, (const bf16 *)in, p->N, l->in, l->in_absmax, NULL, p->stream);
 }
@@ -128,7 +135,7 @@ static void linear_operand(MatmulOperands *o, Rows rows) {
 // The gradient of the output, as operand a. Returns OutputGradient.fp8_transposed.
 static const uint8_t *linear_gradient(const Pass *p, const Linear *l, MatmulOperands *o, const floatX *dout, int rows) {
     if (!l->tensor_gradient) {
-        linear_operand(o, linear_rows(p, l->input_dtype, dout, rows, l->out, l->dout_absmax, p->fp8.gradients));
+        linear_operand(o, linear_rows(p, l->dinput_dtype, dout, rows, l->out, l->dout_absmax, p->fp8.gradients));
         return NULL;
     }
     assert(rows == p->N);  // what is transposed is whole
@@ -168,7 +175,7 @@ static void linear_product_of(const Pass *p, const Linear *l, floatX *out, Rows 
     const int activates = l->epilogue >= EPILOGUE_ACTIVATION;
     const MatmulProblem q = {MATMUL_FORWARD, count, l->in, l->out, l->epilogue, activates ? l->mlp : NO_ACTIVATION,
                              l->dtype};
-    const size_t at = (size_t)first * (size_t)l->out;
+    const size_t at = (size_t)first * l->out;
     floatX *to = l->aux ? l->aux : out;
     if (l->kept.weight) {
         linear_step_product(p, l, out, (const floatX *)in.x, count);
@@ -209,13 +216,13 @@ static void linear_output(const Pass *p, const Linear *l, floatX *out) {
 // LINEAR_COLUMNS: out (N,out) from this rank's rows of the input. With an activation: out is the activation, and aux
 // what backward needs of it.
 static void linear_forward(const Pass *p, const Linear *l, floatX *out, const floatX *in) {
-    const int reads_absmax = p->shards > 1 && l->weight_dtype == MATMUL_E4M3;  // backward, of all rows
+    const int reads_absmax = p->shards > 1 && l->dweight_dtype == MATMUL_E4M3;  // backward, of all rows
     const Rows mine = linear_rows(p, l->dtype, in, p->rows, l->in, l->in_absmax, p->fp8.inputs);
     const Rows all = rows_gather_under(p, l->forward, mine, reads_absmax, [&](Rows rows, int first, int count) {
         linear_product_of(p, l, out, rows, first, count);
     });
-    if (reads_absmax) absmax_tensor(l->in_absmax, all.absmax, (size_t)p->N, p->stream);
-    linear_keep_input(p, l, in);
+    if (reads_absmax) absmax_tensor(l->in_absmax, all.absmax, p->N, p->stream);
+    linear_store_fp8_input(p, l, in);
     if (l->epilogue == EPILOGUE_PLAIN && !(l->kept.weight && linear_step(l, in, p->N).activates))
         linear_output(p, l, out);
 }
@@ -224,7 +231,7 @@ static const floatX *linear_project(const Pass *p, const Linear *l, const floatX
     rows_scatter_under(p, l->forward, [&](int first, int count) {
         linear_product(p, l, p->branch, in + (size_t)first * l->in, first, count);
     });
-    linear_keep_input(p, l, in);
+    linear_store_fp8_input(p, l, in);
     return rows_scatter_end(p, l->forward, l->bias);
 }
 
@@ -233,12 +240,12 @@ static const floatX *linear_project(const Pass *p, const Linear *l, const floatX
 // Returns OutputGradient.fp8_transposed.
 static const uint8_t *linear_product_backward(const Pass *p, const Linear *l, floatX *din, const floatX *dout,
                                               int count) {
-    const MatmulProblem q = {MATMUL_BACKWARD_INPUT, count,         l->in,         l->out,
-                             EPILOGUE_PLAIN,        NO_ACTIVATION, l->input_dtype};
+    const MatmulProblem q = {MATMUL_BACKWARD_INPUT, count,         l->in,          l->out,
+                             EPILOGUE_PLAIN,        NO_ACTIVATION, l->dinput_dtype};
     MatmulOperands x = {};
     x.out = din;
     const uint8_t *transposed = linear_gradient(p, l, &x, dout, count);
-    linear_weight(l, l->input_dtype, &x, l->weight_fp8_transposed);
+    linear_weight(l, l->dinput_dtype, &x, l->weight_fp8_transposed);
     matmul(p->matmul, &q, &x, p->stream);
     return transposed;
 }
@@ -248,7 +255,7 @@ static void linear_backward_output(const Pass *p, const Linear *l, floatX *dout)
     if (l->output != LINEAR_QK_NORM) return;
     const QkRows rows = linear_heads(p, l);
     qk_norm_backward(&l->qk_norm, &rows, dout, l->aux, p->accumulate, p->scratch, p->stream);
-    if (l->tensor_gradient) absmax_tensor(l->dout_absmax, dout, (size_t)p->N * (size_t)l->out, p->stream);
+    if (l->tensor_gradient) absmax_tensor(l->dout_absmax, dout, (size_t)p->N * l->out, p->stream);
 }
 // LINEAR_COLUMNS: the gradient of its input in p->branch, from dout (N,out); of several ranks a part of a sum.
 // linear_input_gradient must follow.
@@ -284,12 +291,12 @@ static OutputGradient linear_backward_activation(const Pass *p, const Linear *l,
     }
     const uint8_t *transposed = NULL;
     const auto product = [&](Rows d, int first, int count) {
-        const MatmulProblem q = {MATMUL_BACKWARD_INPUT, count, l->in, l->out, l->gradient, l->mlp, l->input_dtype};
+        const MatmulProblem q = {MATMUL_BACKWARD_INPUT, count, l->in, l->out, l->gradient, l->mlp, l->dinput_dtype};
         MatmulOperands x = {};
         // a part would overwrite the column sums of the part before (links_open_overlap: never_d_fcproj)
         assert(!g->sums.slices || count == p->N);
         transposed = linear_gradient(p, l, &x, (const floatX *)d.x, count);
-        linear_weight(l, l->input_dtype, &x, l->weight_fp8_transposed);
+        linear_weight(l, l->dinput_dtype, &x, l->weight_fp8_transposed);
         x.out = l->gradient == EPILOGUE_GRADIENT ? g->out + first * width : g->activated + first * F;
         x.aux = g->slopes + first * width;
         x.absmax = g->absmax;
@@ -308,14 +315,14 @@ static void linear_fetch_input(const Pass *p, const Linear *l, const floatX *in)
 static void linear_product_weight(const Pass *p, const Linear *l, OutputGradient dout, const floatX *in, int count,
                                   int accumulate) {
     if (!l->dweight) return;
-    const MatmulProblem q = {MATMUL_BACKWARD_WEIGHT, count,         l->in,          l->out,
-                             EPILOGUE_PLAIN,         NO_ACTIVATION, l->weight_dtype};
+    const MatmulProblem q = {MATMUL_BACKWARD_WEIGHT, count,         l->in,           l->out,
+                             EPILOGUE_PLAIN,         NO_ACTIVATION, l->dweight_dtype};
     MatmulOperands x = {};
     x.out = l->dweight;
     x.a = dout.rows;
     x.b = in;
     x.accumulate = accumulate;
-    if (l->weight_dtype == MATMUL_E4M3) {
+    if (l->dweight_dtype == MATMUL_E4M3) {
         const Fp8Scratch *s = &p->fp8;
         if (!dout.fp8_transposed)
             quantise(NULL, s->dout_transposed, (const bf16 *)dout.rows, count, l->out, l->dout_absmax, NULL, p->stream);
@@ -338,9 +345,9 @@ static void adapters_gradient(const Pass *p, const LayerAdapters *x, int in, int
                               const floatX *dout, const floatX *inp) {
     const int columns = lora_columns(x), layers = lora_layers(x);
     if (!columns) return;
-    const size_t of_a = (size_t)columns * (size_t)in * (size_t)layers, packed = lora_packed(in, out, columns, layers);
+    const size_t of_a = (size_t)columns * in * layers, packed = lora_packed(in, out, columns, layers);
     floatX *a = (floatX *)p->scratch, *b = a + of_a, *da = a + packed, *db = da + of_a, *down = da + packed,
-           *up = down + (size_t)N * (size_t)columns;
+           *up = down + (size_t)N * columns;
     const auto product = [&](MatmulForm form, int of_in, int of_out, floatX *to, const floatX *left,
                              const floatX *right) {
         MatmulProblem q = {form, N, of_in, of_out};

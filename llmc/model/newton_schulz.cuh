@@ -13,14 +13,14 @@
 // Of a batch: x, the next x, and two small squares.
 static size_t muon_batch_bytes(int rows, int cols, int count) {
     const size_t small = (size_t)(rows < cols ? rows : cols);
-    return (size_t)count * 2 * ((size_t)rows * (size_t)cols + small * small) * sizeof(floatX);
+    return (size_t)count * 2 * ((size_t)rows * cols + small * small) * sizeof(floatX);
 }
 // x (count,rows,cols), at the beginning of scratch (muon_batch_bytes), with singular values set to about 1. partials
 // (count, MUON_SLICES). Returns where the result is.
 static floatX *newton_schulz(Matmul *mm, const Muon *muon, floatX *scratch, float *partials, int count, int rows,
                              int cols, cudaStream_t stream) {
     const int tall = rows > cols, small = tall ? cols : rows;
-    const size_t size = (size_t)rows * (size_t)cols, square = (size_t)small * (size_t)small, n = (size_t)count;
+    const size_t size = (size_t)rows * cols, square = (size_t)small * small, n = (size_t)count;
     floatX *x = scratch, *next = x + n * size, *gram = next + n * size, *p = gram + n * square;
     auto multiply = [&](MatmulForm form, floatX *out, const floatX *a, const floatX *b, int M, int in, int out_size) {
         const MatmulEpilogue epilogue = a == b ? EPILOGUE_SYMMETRIC : EPILOGUE_PLAIN;

@@ -64,6 +64,6 @@ typedef struct {
 
 static int pass_is_split(const Pass *p) { return p->exchange->ranks > 1; }
 // Elements of the residual stream that are here.
-static size_t pass_piece(const Pass *p) { return (size_t)p->rows * (size_t)p->C; }
+static size_t pass_piece(const Pass *p) { return (size_t)p->rows * p->C; }
 
 #endif

@@ -1,5 +1,5 @@
 // Everything that a run never changes, decided once from the model, the options, the ranks and the GPU: plan_make. It
-// is printed at the start and logged. What computes reads the plan and asks no option again.
+// is printed at the start and logged. What computes reads the plan; of the options it takes values alone, as the seed.
 #ifndef LLMC_PLAN_CUH
 #define LLMC_PLAN_CUH
 
@@ -71,6 +71,11 @@ static int plan_is_split(const Plan *p) { return p->mesh->tp.world > 1; }
 // Then attention reads other rows than the product gave, and its backward neither rotates back nor takes absmax or
 // column sums: the norm's gradient comes between.
 static int plan_normalises_qk(const Plan *p) { return p->qkv.output == LINEAR_QK_NORM; }
+// Whether the epilogue that makes the gradient of the MLP's activation, df, also sums its columns, for fc's bias.
+static int plan_sums_df(const Plan *p) {
+    const int is_fused = p->fcproj.gradient != EPILOGUE_PLAIN && activation_inputs(p->local.mlp) == 1;
+    return is_fused && p->config.linear_bias && !p->lora.rank;
+}
 
 // Where the activation is part of a product. Our kernel has the bits of a product with the activation apart and is
 // faster (dev/cuda/matmul.cu).
@@ -127,9 +132,9 @@ static void plan_layers(Plan *p) {
     if (p->activation_fused == 2)
         p->fcproj.gradient = p->recomputes_activation ? EPILOGUE_GRADIENT_FROM_INPUT : EPILOGUE_GRADIENT;
     for (Linear *l : {&p->qkv, &p->proj, &p->fc, &p->fcproj}) {
-        l->dtype = l->input_dtype = p->fp8_blocks ? MATMUL_E4M3 : MATMUL_FLOATX;
-        l->weight_dtype = p->fp8_weight_gradients && !l->experts ? MATMUL_E4M3 : MATMUL_FLOATX;
-        l->tensor_gradient = l->weight_dtype == MATMUL_E4M3 && !plan_is_split(p);
+        l->dtype = l->dinput_dtype = p->fp8_blocks ? MATMUL_E4M3 : MATMUL_FLOATX;
+        l->dweight_dtype = p->fp8_weight_gradients && !l->experts ? MATMUL_E4M3 : MATMUL_FLOATX;
+        l->tensor_gradient = l->dweight_dtype == MATMUL_E4M3 && !plan_is_split(p);
     }
     p->head.in = C;
     p->head.out = c->padded_vocab_size;
@@ -202,7 +207,7 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     p.local = tp_config(c, &mesh->tp);
     p.B = (int)o->batch_size;
     p.T = (int)o->seq_len;
-    p.N = (size_t)p.B * (size_t)p.T;
+    p.N = (size_t)p.B * p.T;
     p.rows = p.N / (size_t)ranks;
     p.trains = !forward_only(o);
     p.ranged = o->documents > 0 || o->window > 0;
@@ -286,8 +291,8 @@ static void plan_print(const Plan *p, FILE *f) {
     }
     fprintf(f, "\nplan      ");
     print_recomputed((int)p->options.recompute, p->whole_blocks, p->keeps_attention, p->config.num_layers, f);
-    fprintf(f, " | head in %zu part%s | %s %s%s, gradients %s%s, m and v %s", ceil_div(p->N, (size_t)p->head_rows),
-            ceil_div(p->N, (size_t)p->head_rows) == 1 ? "" : "s", p->lora.rank ? "adapters" : "weights", FLOATX_NAME,
+    fprintf(f, " | head in %zu part%s | %s %s%s, gradients %s%s, m and v %s", ceil_div(p->N, p->head_rows),
+            ceil_div(p->N, p->head_rows) == 1 ? "" : "s", p->lora.rank ? "adapters" : "weights", FLOATX_NAME,
             p->has_master ? " and fp32" : "", FLOATX_NAME, p->sums_in_fp32 ? ", added up in fp32" : "",
             p->bf16_states ? "bf16" : "fp32");
     for (int stage = 1; stage <= p->zero_stage; stage++) fprintf(f, "%s", shares[stage]);

@@ -7,9 +7,10 @@
 // In fp8 the rows that a product reads are quantised before they are gathered: each has a scale of its own, so they are
 // those that would be quantised after it, and half of the bytes travel.
 //
-// Under products (--debug tp-overlap) the product itself is cut by rows. It begins with the rows that are here, and
-// goes on with those of other ranks as they arrive (rows_gather_under); or it begins with the rows that others wait
-// for, which leave while the next are computed (rows_scatter_under). The bits are those of one product.
+// Under products (while training, but with --debug tp-overlap=0) the product itself is cut by rows. It begins with the
+// rows that are here, and goes on with those of other ranks as they arrive (rows_gather_under); or it begins with the
+// rows that others wait for, which leave while the next are computed (rows_scatter_under). The bits are those of one
+// product.
 #ifndef LLMC_ROWS_CUH
 #define LLMC_ROWS_CUH
 
@@ -18,9 +19,9 @@
 static int rows_overlap(const Pass *p, OverlapKind kind) { return p->shards > 1 && p->exchange->overlap.on[kind]; }
 
 static size_t rows_bytes(const Pass *p, Rows r, int count) {
-    return (size_t)count * (size_t)p->C * (r.absmax ? 1 : sizeof(floatX));
+    return (size_t)count * p->C * (r.absmax ? 1 : sizeof(floatX));
 }
-static size_t rows_absmax_bytes(Rows r, int count) { return r.absmax ? (size_t)count * sizeof(float) : 0; }
+static size_t rows_absmax_bytes(Rows r, int count) { return r.absmax ? count * sizeof(float) : 0; }
 static Rows rows_from(const Pass *p, Rows r, int first) {
     return {(const char *)r.x + rows_bytes(p, r, first), r.absmax ? r.absmax + first : NULL};
 }

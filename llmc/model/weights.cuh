@@ -60,8 +60,8 @@ static LayerAdapters layer_adapters(const Plan *p, const Unit *u, Role weight, i
         const Param *rows = &p->base->params[pairs[i].weight];
         const int row = (int)((rows->offset - param_at(p->base, u->number, weight)) / (size_t)in);
         l.of[i] = {u->adapters + a, u->adapters + b, u->adapter_grads + a, u->adapter_grads + b, row, rows->rows};
-        l.next_a += (size_t)l.rank * (size_t)in;
-        l.next_b += (size_t)l.rank * (size_t)rows->rows;
+        l.next_a += (size_t)l.rank * in;
+        l.next_b += (size_t)l.rank * rows->rows;
     }
     return l;
 }

@@ -11,14 +11,14 @@
 //
 // Who waits for whom:
 //   g(u)                  for the release of u (compute_done); all for that of unit 0 where they go at once
-//   norm, decision        for the last g (comm_done). Loss and norm of all ranks: on compute itself (links_sum)
+//   norm, decision        for the last g (comm_done). Loss and norm of all ranks: on compute itself (links_sum), or on
+//                         comm where ranks do not reach each other's memory
 //   w(u)                  for AdamW (compute_done)
 //   the first get of u    for w(u) alone (gathered[u])
 //   the host              for the copy of tokens before the last one; and once a step for the decision (decided), while
 //                         the device goes on
 //
-// ZeRO 0 differs in one thing: every rank holds all states, gathers the reduced gradients instead, and updates
-// everything.
+// ZeRO 0: every rank holds all states, gathers the reduced gradients instead of the weights, and updates everything.
 //
 // ZeRO 2: gradients of blocks are made in two buffers, those of block u in number u % 2. Each micro-step's are reduced
 // and added to this rank's shard; then the buffer is free. ZeRO 3: in the same way weights of blocks are gathered into
@@ -316,8 +316,8 @@ static void zero_measure(Zero *z) {
                                       mine.count * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
     }
     nccl_bundle_begin(&z->nccl, "largest weights, norms, biases", matrices * sizeof(float) + size);
-    nccl_max(&z->nccl, NULL, z->b.absmax, matrices);
-    nccl_max(&z->nccl, NULL, (float *)z->b.vectors, size / sizeof(float));
+    nccl_max(&z->nccl, z->b.absmax, matrices);
+    nccl_max(&z->nccl, (float *)z->b.vectors, size / sizeof(float));
     nccl_bundle_end(&z->nccl);
 }
 static void zero_gather_fp8(Zero *z, int unit, Fp8Count *count) {

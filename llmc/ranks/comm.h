@@ -94,14 +94,14 @@ static int mpi_split(int color, int rank) {
 static void mpi_close(void) { mpiCheck(MPI_Finalize()); }
 static void mpi_abort(void) { MPI_Abort(MPI_COMM_WORLD, EXIT_FAILURE); }
 static void mpi_barrier(int group) { mpiCheck(MPI_Barrier(comm_groups[group])); }
-static void mpi_broadcast(int group, void *data, size_t bytes, int root) {
-    mpiCheck(MPI_Bcast(data, bytes, MPI_BYTE, root, comm_groups[group]));
+static void mpi_broadcast(int group, void *data, size_t bytes) {
+    mpiCheck(MPI_Bcast(data, bytes, MPI_BYTE, 0, comm_groups[group]));
 }
 // For a wait that may be long: MPI's own wait would keep a core busy.
-static void mpi_broadcast_idle(int group, void *data, size_t bytes, int root) {
+static void mpi_broadcast_idle(int group, void *data, size_t bytes) {
     MPI_Request request;
     int done;
-    mpiCheck(MPI_Ibcast(data, bytes, MPI_BYTE, root, comm_groups[group], &request));
+    mpiCheck(MPI_Ibcast(data, bytes, MPI_BYTE, 0, comm_groups[group], &request));
     for (;;) {
         mpiCheck(MPI_Test(&request, &done, MPI_STATUS_IGNORE));
         if (done) return;
@@ -121,8 +121,8 @@ static void mpi_exchange(const Comm *c, int to, const void *send, int from, void
 #define mpi_abort() ((void)0)
 #define mpi_split(color, rank) 0
 #define mpi_barrier(group) ((void)0)
-#define mpi_broadcast(group, data, bytes, root) ((void)(data), (void)(root))
-#define mpi_broadcast_idle(group, data, bytes, root) ((void)(data), (void)(root))
+#define mpi_broadcast(group, data, bytes) ((void)(data))
+#define mpi_broadcast_idle(group, data, bytes) ((void)(data))
 #define mpi_exchange(c, to, send, from, receive, bytes) ((void)(to), (void)(send), memset((receive), 0, (bytes)))
 #endif
 
@@ -167,7 +167,7 @@ static void *comm_share(const Comm *c, size_t bytes) {
                 "cannot make shared memory: %s\ncheck the memory limits of the job", strerror(errno));
         snprintf(shared.path, sizeof shared.path, "/proc/%d/fd/%d", getpid(), own);
     }
-    if (c->local_world > 1) mpi_broadcast(1, &shared, sizeof shared, 0);
+    if (c->local_world > 1) mpi_broadcast(1, &shared, sizeof shared);
     // In another container this path may name something else.
     int known =
         readlink(shared.path, found, sizeof found - 1) > 0 && strncmp(found, shared.target, strlen(shared.target)) == 0;
@@ -201,18 +201,19 @@ static void comm_barrier(const Comm *c) {
     mpi_barrier(c->group);
     watchdog_op_done(op);
 }
-static void comm_broadcast(const Comm *c, void *data, size_t bytes, int root) {
+// What rank 0 has becomes that of all.
+static void comm_broadcast(const Comm *c, void *data, size_t bytes) {
     if (c->world == 1) return;
     uint64_t op = watchdog_op_begin("broadcast", bytes, WATCHDOG_HOST);
     for (size_t at = 0; at < bytes; at += COMM_MESSAGE)
-        mpi_broadcast(c->group, (char *)data + at, comm_part(bytes, at, COMM_MESSAGE), root);
+        mpi_broadcast(c->group, (char *)data + at, comm_part(bytes, at, COMM_MESSAGE));
     watchdog_op_done(op);
 }
 // A few bytes, for which the other ranks may wait long: they sleep between two looks.
-static void comm_broadcast_idle(const Comm *c, void *data, size_t bytes, int root) {
+static void comm_broadcast_idle(const Comm *c, void *data, size_t bytes) {
     if (c->world == 1) return;
     uint64_t op = watchdog_op_begin("broadcast", bytes, WATCHDOG_HOST);
-    mpi_broadcast_idle(c->group, data, bytes, root);
+    mpi_broadcast_idle(c->group, data, bytes);
     watchdog_op_done(op);
 }
 // Each rank exchanges with every other, with another one in each round. To rank r it sends what lies at send + r *

@@ -48,10 +48,10 @@ static uint64_t hash_of_files(const DataFile *files, int count) {
 }
 static void handshake_compare_files(const Comm *c, HandshakeRecord *mine, const DataFile *files, int count) {
     int first = count, i = 0;  // first: rank 0's count
-    comm_broadcast(c, &first, sizeof first, 0);
+    comm_broadcast(c, &first, sizeof first);
     uint64_t *hashes = new_array(uint64_t, first);
     for (int k = 0; k < first && c->rank == 0; k++) hashes[k] = hash_of_files(files + k, 1);
-    comm_broadcast(c, hashes, first * sizeof *hashes, 0);
+    comm_broadcast(c, hashes, first * sizeof *hashes);
     while (i < count && i < first && hash_of_files(files + i, 1) == hashes[i]) i++;
     if (count != first)
         snprintf(mine->other_file, sizeof mine->other_file, "its %d data files are not the %d", count, first);

@@ -65,7 +65,7 @@ static void tp_require_one_host(const Mesh *m) {
     if (tp->world == 1) return;
     HostName host;  // of the group's first rank
     memcpy(host, tp->host, sizeof host);
-    comm_broadcast(tp, host, sizeof host, 0);
+    comm_broadcast(tp, host, sizeof host);
     int differ = comm_or(&m->job, strcmp(host, tp->host) != 0);
     comm_require(&m->job, !differ,
                  "a group of --tp %d ranks lies on several hosts\nuse a --tp that divides the number of ranks on each "

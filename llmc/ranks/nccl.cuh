@@ -95,7 +95,7 @@ inline void nccl_bundle_end(Nccl *n) {
     n->bundle = 0;
 }
 template <typename T>
-inline void nccl_run(const Nccl *n, NcclKind kind, const char *name, T *to, const T *from, size_t count) {
+void nccl_run(const Nccl *n, NcclKind kind, const char *name, T *to, const T *from, size_t count) {
     size_t bytes = n->world * count * sizeof(T);
     int is_short = nccl_is_short(n, bytes);
     if (n->world == 1 || !count) return;
@@ -109,25 +109,24 @@ inline void nccl_run(const Nccl *n, NcclKind kind, const char *name, T *to, cons
     if (!n->bundle) lane_end(n->lane, number, n->stream);
 }
 // data (world * count): piece `rank` becomes the sum over ranks, in place; the other pieces are left undefined.
-template <typename T> inline void nccl_reduce_scatter(const Nccl *n, const char *name, T *data, size_t count) {
+template <typename T> void nccl_reduce_scatter(const Nccl *n, const char *name, T *data, size_t count) {
     nccl_run(n, NCCL_REDUCE_SCATTER, name, data + n->rank * count, (const T *)data, count);
 }
 // to (world, count): every rank's `mine` (count), which may be its place in `to`
-template <typename T> inline void nccl_all_gather(const Nccl *n, const char *name, T *to, const T *mine, size_t count) {
+template <typename T> void nccl_all_gather(const Nccl *n, const char *name, T *to, const T *mine, size_t count) {
     nccl_run(n, NCCL_ALL_GATHER, name, to, mine, count);
 }
 // data (world * count): piece k becomes rank k's, in place.
-template <typename T> inline void nccl_all_gather(const Nccl *n, const char *name, T *data, size_t count) {
+template <typename T> void nccl_all_gather(const Nccl *n, const char *name, T *data, size_t count) {
     nccl_all_gather(n, name, data, data + n->rank * count, count);
 }
 // data (count): the bits of each element become the largest over ranks, as numbers without a sign. The largest of
 // floats that are not negative, NaN above all; what one rank has where the others have zeros.
-inline void nccl_max(const Nccl *n, const char *name, float *data, size_t count) {
-    nccl_run(n, NCCL_MAX, name, data, (const float *)data, count);
+inline void nccl_max(const Nccl *n, float *data, size_t count) {
+    nccl_run(n, NCCL_MAX, NULL, data, (const float *)data, count);
 }
 // slots, parts (world, count): slot r becomes rank r's part of this rank's piece, for all ranks but this one.
-template <typename T>
-inline void nccl_exchange(const Nccl *n, const char *name, T *slots, const T *parts, size_t count) {
+template <typename T> void nccl_exchange(const Nccl *n, const char *name, T *slots, const T *parts, size_t count) {
     nccl_run(n, NCCL_EXCHANGE, name, slots, parts, count);
 }
 

@@ -37,7 +37,7 @@ inline NcclHandle nccl_connect(const Comm *comm, int max_ctas) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.maxCTAs = max_ctas;
     if (comm->rank == 0) ncclCheck(ncclGetUniqueId(&id));
-    comm_broadcast(comm, &id, sizeof id, 0);
+    comm_broadcast(comm, &id, sizeof id);
     ncclCheck(ncclCommInitRankConfig(&handle, comm->world, id, comm->rank, &config));
     return handle;
 }

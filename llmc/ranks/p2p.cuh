@@ -40,7 +40,7 @@ template <typename T> struct P2pPiece {
 };
 // Elements are moved in packs of 16 bytes (int4) or 8 (uint2), in one access where the address allows it. Pack i; zeros
 // behind the end.
-template <typename Pack, typename T> __device__ inline Pack p2p_read(const P2pPiece<T> &piece, unsigned i) {
+template <typename Pack, typename T> __device__ Pack p2p_read(const P2pPiece<T> &piece, unsigned i) {
     constexpr unsigned size = sizeof(Pack) / sizeof(T);
     if ((uintptr_t)piece.p % sizeof(Pack) == 0 && (i + 1) * size <= piece.count)
         return *(const Pack *)(piece.p + i * size);
@@ -49,8 +49,7 @@ template <typename Pack, typename T> __device__ inline Pack p2p_read(const P2pPi
     for (unsigned k = 0; k < size; k++) x[k] = i * size + k < piece.count ? piece.p[i * size + k] : (T)0.0f;
     return *(const Pack *)x;
 }
-template <typename Pack, typename T>
-__device__ inline void p2p_write(const P2pPiece<T> &piece, unsigned i, const Pack &pack) {
+template <typename Pack, typename T> __device__ void p2p_write(const P2pPiece<T> &piece, unsigned i, const Pack &pack) {
     constexpr unsigned size = sizeof(Pack) / sizeof(T);
     if ((uintptr_t)piece.p % sizeof(Pack) == 0 && (i + 1) * size <= piece.count) {
         *(Pack *)(piece.p + i * size) = pack;
@@ -62,7 +61,7 @@ __device__ inline void p2p_write(const P2pPiece<T> &piece, unsigned i, const Pac
 }
 // The sum over ranks in their order. x: the packs of all ranks but this one; own: this rank's.
 template <typename T, typename Pack>
-__device__ inline Pack p2p_sum(const P2pView &v, const Pack (&x)[P2P_RANKS], const Pack &own) {
+__device__ Pack p2p_sum(const P2pView &v, const Pack (&x)[P2P_RANKS], const Pack &own) {
     constexpr int size = sizeof(Pack) / sizeof(T);
     float sum[size];
     #pragma unroll
@@ -174,7 +173,7 @@ inline size_t p2p_limit(const P2p *p, P2pKind kind) {
 //   all-reduce       (count)           becomes the sum over ranks
 //   reduce-scatter   (world, count)    piece `rank` becomes the sum of that piece over ranks; the others stay
 //   all-gather       (world, count)    piece k becomes rank k's. from (count): this rank's piece; NULL: it is in data
-template <typename T> inline void p2p_run(const P2p *p, P2pKind kind, T *data, size_t count, const T *from = NULL) {
+template <typename T> void p2p_run(const P2p *p, P2pKind kind, T *data, size_t count, const T *from = NULL) {
     void (*const kernels[])(const P2pView, T *, const T *, unsigned) = {p2p_lines_kernel<T>,
                                                                         p2p_kernel<T, P2P_REDUCE_SCATTER>,
                                                                         p2p_kernel<T, P2P_ALL_GATHER>};

@@ -202,7 +202,7 @@ static __device__ __noinline__ void p2p_stop(const P2pView &v, const P2pCall &ca
 // Waits until missing() is 0. missing() looks once and returns a bit for each peer that has not come yet. The watchdog
 // calls p2p_hook twice a second. While it does not, this process is suspended, and the peers may be suspended too: so a
 // wait is given up only if p2p_hook was called as often as budget_ns should see.
-template <typename Missing> __device__ inline void p2p_wait(const P2pView &v, const P2pCall &call, Missing missing) {
+template <typename Missing> __device__ void p2p_wait(const P2pView &v, const P2pCall &call, Missing missing) {
     uint64_t begin = 0;
     uint32_t beats = 0;
     const volatile uint32_t *beat = &v.record->beats;

@@ -114,21 +114,21 @@ static int calls_next(Calls *c) {
             look[0] = n;
             look[1] = now_seconds() - begin > 1e-3 * SOON;
         }
-        (idle ? comm_broadcast_idle : comm_broadcast)(job, look, sizeof look, 0);
+        (idle ? comm_broadcast_idle : comm_broadcast)(job, look, sizeof look);
         n = look[0];
         idle = look[1];
     } while (n == 0);
     if (n < 0) return 0;
     if (job->rank == 0) calls_parse(c, message);
-    comm_broadcast(job, &c->call, offsetof(Call, text), 0);
-    comm_broadcast(job, &n, sizeof n, 0);
-    comm_broadcast(job, c->call.text, n < CALL_TEXT ? n : CALL_TEXT, 0);
+    comm_broadcast(job, &c->call, offsetof(Call, text));
+    comm_broadcast(job, &n, sizeof n);
+    comm_broadcast(job, c->call.text, n < CALL_TEXT ? n : CALL_TEXT);
     return 1;
 }
 // Bytes of the memory from `at` on, on all ranks.
 static void calls_take(const Calls *c, void *to, size_t at, size_t bytes) {
     if (c->t->comm.rank == 0) memcpy(to, c->memory + at, bytes);
-    comm_broadcast(&c->t->comm, to, bytes, 0);
+    comm_broadcast(&c->t->comm, to, bytes);
 }
 static void calls_give(const Calls *c, size_t at, const void *from, size_t bytes) {
     if (c->t->comm.rank == 0) memcpy(c->memory + at, from, bytes);
@@ -229,32 +229,23 @@ static void call_train(Calls *c) {
 // step learning-rate beta1 beta2 eps decay clip loss|FIELDS: NaN: as the options say. loss: of backward, to show.
 static void call_step(Calls *c) {
     Trainer *t = c->t;
-    const Options *o = &t->o;
     const double *x = c->call.x;
-    const double given[] = {base_lr(o), o->beta1, o->beta2, o->adam_eps, base_decay(o), o->grad_clip};
-    double use[6];
-    for (int i = 0; i < 6; i++) use[i] = isnan(x[i]) ? given[i] : x[i];
+    double use[UPDATE_NUMBERS];
+    update_numbers(&t->o, base_lr(&t->o), use);
+    for (int i = 0; i < UPDATE_NUMBERS; i++)
+        if (!isnan(x[i])) use[i] = x[i];
     if (c->kind == STEP_EMPTY) return calls_refuse(c, "step has no gradients\ncall train or backward before");
     if (!c->is_complete)
         return calls_refuse(c,
                             "the step has %d of %d micro-steps, and the mean is over all\ncall train again, or start "
                             "with --total-batch %lld",
                             c->micro, t->num_micro, (long long)calls_all(c) * c->micro);
-    for (int i = 0; i < 6; i++)
+    for (int i = 0; i < UPDATE_NUMBERS; i++)
         if (!(use[i] >= 0 && use[i] < (i == 1 || i == 2 ? 1 : 1e30)))
             return calls_refuse(c, "the step has the number %g for its %s\ngive one that an optimiser can use", use[i],
                                 ((const char *[]){"learning rate", "beta1", "beta2", "epsilon", "weight decay",
                                                   "gradient clip"})[i]);
-    UpdateParams p;
-    p.lr = (float)use[0];
-    p.beta1 = (float)use[1];
-    p.beta2 = (float)use[2];
-    p.eps = (float)use[3];
-    p.weight_decay = (float)use[4];
-    p.clip = use[5];
-    p.most_loss = window_limit(&t->state.loss, o->skip_loss_z);
-    p.most_norm = window_limit(&t->state.norm, o->skip_norm_z);
-    p.step = (int)(t->state.step + 1 - t->state.optimizer_begin);
+    const UpdateParams p = update_params(t, use);
     watchdog_step(t->state.step + 1);
     StepReport r = update(t, &p, use[0], (int64_t)calls_all(c) * c->micro);
     if (c->kind == STEP_OF_WEIGHTS) {
@@ -427,7 +418,7 @@ static void call_load(Calls *c) {
     char why[WHY_BYTES];
     const int whole = c->call.x[0] != 0;
     int good = t->comm.rank > 0 || (whole ? checkpoint_is_whole(folder, -1, why) : is_directory(folder));
-    comm_broadcast(&t->comm, &good, sizeof good, 0);
+    comm_broadcast(&t->comm, &good, sizeof good);
     if (!good) return calls_refuse(c, "'%s' is no %s\nname the folder of one", folder, whole ? "checkpoint" : "model");
     checkpoint_require_intact(&t->comm, folder, whole ? 3 : 2);
     if (whole) {
@@ -510,7 +501,7 @@ static void call_decode(Calls *c) {
         good &= ids[i] >= 0 && ids[i] < c->t->config.vocab_size;
         if (ids[i] < c->t->tokenizer.vocab_size) ids[known++] = ids[i];
     }
-    char *text = good ? tokenizer_text(&c->t->tokenizer, ids, known, 0) : NULL;
+    char *text = good ? tokenizer_text(&c->t->tokenizer, ids, known) : NULL;
     const size_t length = text ? strlen(text) : 0;
     if (!good)
         calls_refuse(c, "a token id is not in the vocabulary\nuse ids of this model's tokenizer");

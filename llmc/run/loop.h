@@ -35,20 +35,6 @@ static double learning_rate(const Trainer *t, double peak) {
     return learning_rate_at(o->schedule, peak, o->warmup, o->final_lr_fraction, o->decay_fraction, t->steps,
                             t->state.step);
 }
-static UpdateParams update_params(const Trainer *t) {
-    const Options *o = &t->o;
-    UpdateParams p;
-    p.lr = learning_rate(t, base_lr(o));
-    p.beta1 = o->beta1;
-    p.beta2 = o->beta2;
-    p.eps = o->adam_eps;
-    p.weight_decay = base_decay(o);
-    p.clip = o->grad_clip;
-    p.most_loss = window_limit(&t->state.loss, o->skip_loss_z);
-    p.most_norm = window_limit(&t->state.norm, o->skip_norm_z);
-    p.step = t->state.step + 1 - t->state.optimizer_begin;
-    return p;
-}
 
 // Why steps that are not finite end the run; NULL: training goes on.
 static const char *reason_to_end(const Trainer *t) {
@@ -104,7 +90,9 @@ static int train_step(Trainer *t, double *clock) {
         console_overwrite("");
         return stopped;
     }
-    const UpdateParams p = update_params(t);
+    double use[UPDATE_NUMBERS];
+    update_numbers(o, learning_rate(t, base_lr(o)), use);
+    const UpdateParams p = update_params(t, use);
     StepReport r = update(t, &p, learning_rate(t, o->learning_rate), o->total_batch);
     if (reason_to_end(t)) end_diverged(t, reason_to_end(t));
     t->state.step++;

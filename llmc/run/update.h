@@ -26,6 +26,26 @@ static double window_limit(const StateWindow *w, double z) {
     return z > 0 && m.deviation > 0 ? m.mean + z * m.deviation : INFINITY;
 }
 
+// What an update has of learning rate, beta1, beta2, epsilon, weight decay and the gradient's clip; and those that the
+// options say, for a learning rate.
+enum { UPDATE_NUMBERS = 6 };
+static void update_numbers(const Options *o, double lr, double x[UPDATE_NUMBERS]) {
+    const double given[] = {lr, o->beta1, o->beta2, o->adam_eps, base_decay(o), o->grad_clip};
+    memcpy(x, given, sizeof given);
+}
+static UpdateParams update_params(const Trainer *t, const double x[UPDATE_NUMBERS]) {
+    const UpdateParams p = {(float)x[0],
+                            (float)x[1],
+                            (float)x[2],
+                            (float)x[3],
+                            (float)x[4],
+                            x[5],
+                            window_limit(&t->state.loss, t->o.skip_loss_z),
+                            window_limit(&t->state.norm, t->o.skip_norm_z),
+                            (int)(t->state.step + 1 - t->state.optimizer_begin)};
+    return p;
+}
+
 // Judges the run by the loss and the norm of a step.
 static void judge_step(Trainer *t, const StepResult *r) {
     char why[100] = "";

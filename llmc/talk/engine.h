@@ -90,6 +90,9 @@ typedef struct {
     int64_t put_back;            // times that a sequence had to wait for pages
 } Engine;
 
+// Sequences that have a slot, in the order in which they came.
+#define EACH_RUNNING(s, e) for (Sequence *s = (e)->first; s != (e)->waits; s = s->next)
+
 static void engine_add(Engine *e, Sequence *s) {
     assert(s->count > 0 && s->count < s->most);
     s->prompt = s->count;
@@ -208,7 +211,7 @@ static int engine_begin(Engine *e, Sequence *s, int spare) {
 // Sequences join that find a slot, and pages beside one for each that runs, which may need it soon.
 static void engine_join(Engine *e) {
     int slot = 0, run = 0;
-    for (const Sequence *s = e->first; s != e->waits; s = s->next) run++;
+    EACH_RUNNING(s, e) run++;
     for (Sequence *s; (s = e->waits); e->waits = s->next, run++) {
         while (slot < e->slots && e->used[slot]) slot++;
         if (slot == e->slots) return;
@@ -259,7 +262,7 @@ static int engine_can_share_soon(const Engine *e, const Sequence *s) {
     if (s->prompted || engine_prompt_tokens(s) < tokens) return 0;
     for (const Sequence *at = e->first; at != s; at = at->next)
         if (!at->prompted && engine_prompt_tokens(at) >= tokens && model_length(e->m, at->slot) < tokens &&
-            !memcmp(at->tokens, s->tokens, (size_t)tokens * sizeof *s->tokens))
+            !memcmp(at->tokens, s->tokens, tokens * sizeof *s->tokens))
             return 1;
     return 0;
 }
@@ -278,8 +281,8 @@ static int engine_find_again(Engine *e, Sequence *s) {
 static void engine_prompt(Engine *e) {
     int run = 0;
     if (e->prompt_rows) return;  // they ride in steps
-    for (const Sequence *s = e->first; s != e->waits; s = s->next) run |= engine_prompt_left(e, s) <= 0;
-    for (Sequence *s = e->first; s != e->waits; s = s->next) {
+    EACH_RUNNING(s, e) run |= engine_prompt_left(e, s) <= 0;
+    EACH_RUNNING(s, e) {
         if (engine_prompt_left(e, s) <= 0) continue;
         engine_find_again(e, s);
         const int left = engine_prompt_left(e, s), piece = e->pieces && run && left > PROMPT_PIECE;
@@ -327,12 +330,12 @@ static int engine_proposals(Engine *e, Sequence *s) {
 // The draft draws token after token. First it runs on the tokens that it has not had: the last one, or, if all its
 // proposals were accepted, the last two.
 static void engine_propose(Engine *e) {
-    for (Sequence *s = e->first; s != e->waits; s = s->next) s->proposed = engine_proposals(e, s);
+    EACH_RUNNING(s, e) s->proposed = engine_proposals(e, s);
     for (int k = 0; k < e->drafted; k++) {
         DecodeRow rows[DECODE_ROWS];
         Drawn drawn[DECODE_ROWS];
         int *to[DECODE_ROWS], n = 0;
-        for (Sequence *s = e->first; s != e->waits; s = s->next) {
+        EACH_RUNNING(s, e) {
             if (k >= s->proposed) continue;
             for (int at = s->begin + model_length(e->draft, s->slot); at < s->count + k; at++) {
                 rows[n] = engine_row(s, s->tokens[at]);
@@ -390,9 +393,9 @@ static void engine_queue_piece(Engine *e, DecodeRow *rows, int *n) {
 static void engine_queue(Engine *e) {
     DecodeRow rows[DECODE_ROWS];
     int n = 0, spare = e->rows;
-    for (const Sequence *s = e->first; s != e->waits; s = s->next) spare -= 1 + s->proposed;
+    EACH_RUNNING(s, e) spare -= 1 + s->proposed;
     if (e->prompt_rows && engine_long_prompt(e)) spare /= 2;  // short prompts leave it some
-    for (Sequence *s = e->first; s != e->waits; s = s->next) {
+    EACH_RUNNING(s, e) {
         if (s->count + s->ahead >= s->most || engine_prompt_left(e, s) > 0) continue;
         if (model_length(e->m, s->slot) == e->window) {  // it first has to know its last token
             if (!s->ahead && !engine_roll(e, s)) break;

@@ -36,9 +36,6 @@ static int generation_slots(const Options *o) {
     const int fit = generation_most_rows(o) / generation_rows_each(o), most = fit ? fit : 1;
     return o->serve ? (int)o->serve : o->samples < most ? (int)o->samples : most;
 }
-// Beyond so many rows a GPU has other kernels, whose time hardly depends on the rows. Fewer are for what a text's
-// tokens are made again with (engine_recompute), too.
-enum { FEW_ROWS = 8 };
 // Prompts of up to so many tokens are rows: longer ones take less time as prompts.
 static int generation_prompt_rows(const Options *o) {
     #ifdef __CUDACC__
@@ -46,13 +43,14 @@ static int generation_prompt_rows(const Options *o) {
     #else
     enum { CHOSEN = 0 };
     #endif
-    const int few = generation_slots(o) * generation_rows_each(o) <= FEW_ROWS;
+    const int few = generation_slots(o) * generation_rows_each(o) <= DECODE_FEW_ROWS;
     return !o->serve ? 0 : o->prompt_rows >= 0 ? (int)o->prompt_rows : few ? 0 : CHOSEN;
 }
+// Few ones are for what a text's tokens are made again with (engine_recompute), too.
 static int generation_rows(const Options *o) {
     const int rows = generation_slots(o) * generation_rows_each(o), most = generation_most_rows(o);
     if (generation_prompt_rows(o)) return most;
-    return rows > FEW_ROWS ? rows : most < FEW_ROWS ? most : FEW_ROWS;
+    return rows > DECODE_FEW_ROWS ? rows : most < DECODE_FEW_ROWS ? most : DECODE_FEW_ROWS;
 }
 static Draw generation_draw(const Options *o, uint64_t part) {
     const Draw d = {
@@ -61,7 +59,7 @@ static Draw generation_draw(const Options *o, uint64_t part) {
 }
 // The text of a sequence from one of its tokens on, where `said` begins. free() it.
 static char *generation_text(const Generation *g, const Sequence *s, int from, int escape) {
-    char *raw = tokenizer_text(g->engine.tokenizer, s->tokens + from, s->count - from, 0);
+    char *raw = tokenizer_text(g->engine.tokenizer, s->tokens + from, s->count - from);
     if (s->search.found) raw[s->search.said] = 0;
     char *text = text_of_bytes((unsigned char *)raw, strlen(raw), escape);
     free(raw);
@@ -72,7 +70,7 @@ static int generation_hear(void *generation, Sequence *s, const Drawn *drawn, Se
     if (g->clock == 0) g->clock = now_seconds();
     g->made += drawn != NULL;
     g->not_finite |= end == SEQUENCE_NOT_FINITE;
-    char *piece = tokenizer_stream(g->engine.tokenizer, &s->tail, drawn ? drawn->token : -1, 0);
+    char *piece = tokenizer_stream(g->engine.tokenizer, &s->tail, drawn ? drawn->token : -1);
     char *text = stop_search(g->engine.ends, &s->search, piece, !drawn);
     char *shown = text_of_bytes((unsigned char *)text, g->streams ? strlen(text) : 0, 1);
     fputs(shown, stdout);

@@ -83,7 +83,7 @@ static void serve_bytes(const Server *s, int token) {
 static void serve_top(Server *s, const Drawn *drawn, int count) {
     fputs(",\"top\":[", s->out);
     for (int i = 0; i < count && drawn->top_token[i] >= 0; i++) {
-        char *text = tokenizer_text(s->engine.tokenizer, &drawn->top_token[i], 1, 0);
+        char *text = tokenizer_text(s->engine.tokenizer, &drawn->top_token[i], 1);
         fprintf(s->out, "%s[%d,", i ? "," : "", drawn->top_token[i]);
         json_write_string(s->out, text);
         fputc(',', s->out);
@@ -97,7 +97,7 @@ static void serve_top(Server *s, const Drawn *drawn, int count) {
 }
 static void serve_tell(Server *s, const Request *r, Sequence *q, const Drawn *drawn, SequenceEnd end) {
     static const char *const reasons[] = {"", "stop", "length", "cancelled"};
-    char *text = tokenizer_stream(s->engine.tokenizer, &q->tail, drawn ? drawn->token : -1, 0);
+    char *text = tokenizer_stream(s->engine.tokenizer, &q->tail, drawn ? drawn->token : -1);
     FILE *f = serve_event(s, drawn ? "token" : "end", r->id);
     json_write_fields(f, "index %d text %s", (int)(q - r->sequences), text);
     free(text);
@@ -299,8 +299,8 @@ static int serve_read(Server *s, int wait_ms) {
         count = (int)read(STDIN_FILENO, to, SERVE_LINE - s->length);
         if (count == 0) count = -1;
     }
-    (wait_ms ? comm_broadcast_idle : comm_broadcast)(tp, &count, sizeof count, 0);
-    if (count > 0) comm_broadcast(tp, to, count, 0);
+    (wait_ms ? comm_broadcast_idle : comm_broadcast)(tp, &count, sizeof count);
+    if (count > 0) comm_broadcast(tp, to, count);
     return count;
 }
 // Handles the lines that are complete.
