@@ -760,7 +760,9 @@ static void queue_largest(Model *m) {
     if (!m->b.largest) return;
     if (z->nccl.world > 1) {
         zero_comm_follows(z);
-        nccl_max(&z->nccl, "largest logits", m->b.largest, count);
+        nccl_bundle_begin(&z->nccl, "largest logits", count * sizeof(float));
+        nccl_max(&z->nccl, m->b.largest, count);
+        nccl_bundle_end(&z->nccl);
         zero_compute_follows(z);
     }
     cudaCheck(cudaMemcpyAsync(m->b.host_largest, m->b.largest, count * sizeof(float), cudaMemcpyDeviceToHost,
