@@ -560,18 +560,14 @@ def test_bf16_states_on_any_number_of_ranks(train, tmp_path):
     """The random bits belong to the element and the step, so gradients that differ in their last bits tip few
     roundings.
 
-    A tipped one is a step of bf16, though: three times the bound of fp32 (measured 2.0e-5), still far below what fp32
-    states differ."""
+    A tipped one is a step of bf16, though, but what follows is far less than fp32 states change."""
     for run, ranks in (("one", 0), ("three", 3)):
         succeeds(train(ranks, run, "--state-dtype", "bf16", "-n", "12"))
     succeeds(train(0, "fp32", "-n", "12"))
     one, three, fp32 = (curve(tmp_path / name) for name in ("one", "three", "fp32"))
-    print(
-        f"3 ranks: largest relative difference from one rank {same_curve(three, one, 3 * BOUND):.1e}, of fp32 "
-        f"states {same_curve(fp32, one, 1):.1e}"
-    )
-    with pytest.raises(AssertionError):
-        same_curve(fp32, one, 3 * BOUND)
+    between, of_states = same_curve(three, one), same_curve(fp32, one, 1)
+    print(f"3 ranks: largest relative difference from one rank {between:.1e}, of fp32 states {of_states:.1e}")
+    assert 4 * between < of_states  # measured: a sixth, with gcc 14 a seventh
     a, b, other = (
         np.frombuffer(checkpoint(tmp_path / name, 12)[1]["optimizer.safetensors"], np.uint8)
         for name in ("one", "three", "fp32")
