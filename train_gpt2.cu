@@ -13,9 +13,9 @@
 // added yet.
 //
 // The first micro-step of a step overwrites gradients, the others add; or, with sums in fp32, each overwrites them and
-// grad_sum adds them up. The head runs in --head-chunks parts, forward
-// and backward of each before the next: losses and the gradient of h are those of one part, bit for bit. Where many
-// targets of a micro-step are not learned, as in conversations, it runs on the rows of the others alone.
+// grad_sum adds them up. The head runs in --head-chunks parts, forward and backward of each before the next: losses and
+// the gradient of h are those of one part, bit for bit. Where many targets of a micro-step are not learned, as in
+// conversations, it runs on the rows of the others alone.
 #include "llmc/data/documents.h"
 #include "llmc/kernels/average.cuh"
 #include "llmc/run/mfu.h"

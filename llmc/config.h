@@ -61,8 +61,8 @@ typedef struct {
 
 // Keys and values of generated texts lie in pages of so many tokens: 128 keys of a head are a chunk of attention.
 enum { KV_PAGE = 128 };
-// Rows of a step of generation, at most; and those of an instruction of tensor cores: a GPU has kernels of their own
-// for steps of so few.
+// A step of generation has at most DECODE_ROWS rows. Steps of up to DECODE_FEW_ROWS, which one instruction of tensor
+// cores takes, have kernels of their own on GPUs.
 enum { DECODE_ROWS = 256, DECODE_FEW_ROWS = 8 };
 static int kv_pages(int tokens) { return (tokens + KV_PAGE - 1) / KV_PAGE; }
 

@@ -114,7 +114,8 @@ static Lora lora_of(const Config *c, const Options *o) {
     if (l.rank) l.targets = lora_targets(c, o->lora_targets, "--lora-targets");
     return l;
 }
-// Of a rank of a tensor-parallel group: see ModelFacts. frozen: empty before.
+// The two tables of ModelFacts, of this rank of a tensor-parallel group. *frozen must be empty; without --lora it stays
+// so.
 static void open_tables(const Config *c, const Options *o, const Lora *l, const Comm *tp, ParamTable *table,
                         ParamTable *frozen) {
     *table = params_of_rank(c, tp->world, tp->rank);

@@ -32,7 +32,7 @@ static int run_fits(const Plan *p, const Options *o, int B, MemoryBytes room) {
 // ---- what a run chooses by itself: --recompute, of whole blocks and of others, --offload, and of how many blocks fp8
 // copies are kept, all of which changes no digit
 
-// Of --offload: without masters, and with them.
+// What --offload can be told: of a run without masters, and of one with them.
 static const char *const offload_lists[][2] = {{"", ""},
                                                {"activations", "activations"},
                                                {"states", "states,master"},

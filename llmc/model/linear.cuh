@@ -23,7 +23,7 @@
 //                  forward (train_gpt2.cu)       rows for the product              linear_product_weight: transposed
 //   output's       clear_absmax                  who makes it: the norm behind     linear_gradient: for both products
 //   gradient                                     it, attention, the activation's
-//                                                epilogue (end of block_get), or
+//                                                epilogue (block_fp8); or
 //                                                absmax_tensor
 //   weight         linear_quantise, in the first forward after an update           both products that read it
 //

@@ -7,10 +7,10 @@
 // In fp8 the rows that a product reads are quantised before they are gathered: each has a scale of its own, so they are
 // those that would be quantised after it, and half of the bytes travel.
 //
-// Under products (while training, but with --debug tp-overlap=0) the product itself is cut by rows. It begins with the
-// rows that are here, and goes on with those of other ranks as they arrive (rows_gather_under); or it begins with the
-// rows that others wait for, which leave while the next are computed (rows_scatter_under). The bits are those of one
-// product.
+// While training they may travel under products (--debug tp-overlap=0: they do not). The product is then cut by rows.
+// It begins with the rows that are here, and goes on with those of other ranks as they arrive (rows_gather_under). Or
+// it begins with the rows that others wait for, which leave while the next are computed (rows_scatter_under). The bits
+// are those of one product.
 #ifndef LLMC_ROWS_CUH
 #define LLMC_ROWS_CUH
 

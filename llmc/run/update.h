@@ -26,8 +26,8 @@ static double window_limit(const StateWindow *w, double z) {
     return z > 0 && m.deviation > 0 ? m.mean + z * m.deviation : INFINITY;
 }
 
-// What an update has of learning rate, beta1, beta2, epsilon, weight decay and the gradient's clip; and those that the
-// options say, for a learning rate.
+// The numbers of an update that a caller may choose: learning rate, beta1, beta2, epsilon, weight decay, the largest
+// norm of the gradient. update_numbers: those of the options.
 enum { UPDATE_NUMBERS = 6 };
 static void update_numbers(const Options *o, double lr, double x[UPDATE_NUMBERS]) {
     const double given[] = {lr, o->beta1, o->beta2, o->adam_eps, base_decay(o), o->grad_clip};

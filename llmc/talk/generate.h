@@ -46,7 +46,7 @@ static int generation_prompt_rows(const Options *o) {
     const int few = generation_slots(o) * generation_rows_each(o) <= DECODE_FEW_ROWS;
     return !o->serve ? 0 : o->prompt_rows >= 0 ? (int)o->prompt_rows : few ? 0 : CHOSEN;
 }
-// Few ones are for what a text's tokens are made again with (engine_recompute), too.
+// Rows of a step. There are at least DECODE_FEW_ROWS, in which engine_recompute makes a text's tokens again.
 static int generation_rows(const Options *o) {
     const int rows = generation_slots(o) * generation_rows_each(o), most = generation_most_rows(o);
     if (generation_prompt_rows(o)) return most;
