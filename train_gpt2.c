@@ -214,7 +214,8 @@ typedef struct {
 } KeysValues;
 
 // T queries in each of B sequences. The i-th is the token at + i of its sequence: it sees the keys up to its own.
-static void attend(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, const float *qkv, KeysValues kv,
+// largest (NH): raised to each head's largest score; NULL: not wanted.
+static void attend(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, float *largest, const float *qkv, KeysValues kv,
                    const int *first, int at, int B, int T, int NH, int NKV, int HD) {
     size_t row = area(NH + 2 * NKV, HD), out_row = area(NH, HD);
     float scale = 1.0f / sqrtf(HD);
@@ -223,7 +224,7 @@ static void attend(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, const fl
         int b = task / NH, h = task % NH;
         size_t head = b * kv.sequence + h / (NH / NKV) * kv.head;
         const int *sees_from = first ? first + area(b, T) : NULL;
-        float *p = new_array(float, area(min_int(T, QUERIES), at + T));  // (rows, keys)
+        float *p = new_array(float, area(min_int(T, QUERIES), at + T)), most = 0;  // p (rows, keys)
         for (int t0 = 0; t0 < T; t0 += QUERIES) {
             int rows = min_int(T - t0, QUERIES), begin = first ? sees_from[t0] : 0, keys = at + t0 + rows - begin;
             Matrix q = matrix(qkv + (area(b, T) + t0) * row + area(h, HD), row);
@@ -235,19 +236,22 @@ static void attend(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, const fl
                 float *x = p + area(i, keys);
                 int unseen = first ? sees_from[t0 + i] - begin : 0, end = at + t0 + i + 1 - begin;
                 for (int s = 0; s < unseen; s++) x[s] = 0;
+                for (int s = unseen; s < end && largest; s++) most = x[s] > most ? x[s] : most;
                 lse[area(task, T) + t0 + i] = softmax(x + unseen, end - unseen, scale);
                 for (int s = end; s < keys; s++) x[s] = 0;
             }
             multiply((Product){o, NULL, NULL, out_row, matrix(p, keys), v, rows, HD, keys});
         }
+        #pragma omp critical
+        if (largest && most * scale > largest[h]) largest[h] = most * scale;
         free(p);
     }
 }
 void attention_forward_cpu(float *out, float *lse, const float *qkv, const int *first, int B, int T, int NH, int NKV,
-                           int HD) {
+                           int HD, float *largest) {
     size_t row = area(NH + 2 * NKV, HD);
     KeysValues kv = {qkv + area(NH, HD), qkv + area(NH + NKV, HD), T * row, (size_t)HD, row};
-    attend(out, lse, qkv, kv, first, 0, B, T, NH, NKV, HD);
+    attend(out, lse, largest, qkv, kv, first, 0, B, T, NH, NKV, HD);
 }
 // ---- backward of attention
 //   p = exp(scale q k^T - lse)     ds = p (dp - rowsum(dout * out)), dp = dout v^T
@@ -585,8 +589,10 @@ struct Model {
     int B, T, recompute, whole_blocks;
     float *weights, *grads;  // units in the order of the table, of each what slot_keeps says
     float *frozen_weights;
-    QuantMatrix *quantised;  // --weights: the matrices that are not among these (few_bits.h)
-    void *m, *v;             // the same, fp32 or bf16 (uint16_t); of Muon's matrices m alone
+    QuantMatrix *quantised;   // --weights: the matrices that are not among these (few_bits.h)
+    void *m, *v;              // the same, fp32 or bf16 (uint16_t); of Muon's matrices m alone
+    float *average;           // --ema
+    float *largest, qk_clip;  // (L,NH) of the step's logits of attention; --qk-clip
     Muon muon;
     ParamTable *group;            // Muon: the tables of the tensor-parallel ranks
     float *directions, *scratch;  // of a block of each of them (tp,block); of one matrix
@@ -627,7 +633,7 @@ typedef struct {
     int rows;                // of the stream that this rank has: N / tp, while generating N
     int accumulate, reduce;  // add to the gradients; sum them over ranks as soon as they are complete
     float balance;           // of the loss of a block's experts (Config.balance)
-    int counts;              // they are counted in m->load
+    int counts;              // of training: m->load counts them, m->largest takes logits
     const KvCache *cache;    // generating: B = 1, the keys and values of the tokens before; NULL: training
     const KvPlace *places;   // of the N rows in the cache
     int prompt;              // they are consecutive tokens of one slot, which are not drawn from
@@ -659,6 +665,8 @@ static const float *of_positions(const Pass *p, const float *table, int width);
 static void classifier_of_ranks(Model *m, const int *targets, float *losses, float dloss, const float *factors,
                                 int rows, int backward);
 static void update_bf16(const Model *m, const Param *t, Span s, AdamW a, float *u /*NULL: none*/);
+static float share_largest(Model *m);  // --qk-clip: m->largest, of all ranks' batches; the largest of all
+static void qk_clip(Model *m);
 
 // Of N rows of the residual stream a rank has p->rows (llmc/cpu/ranks.h).
 static const float *all_rows(const Model *m, const Pass *p, const float *mine) {
@@ -755,7 +763,8 @@ static void block_inside(Model *m, const Pass *p, const Block *b, int l) {
     if (p->cache)
         attend_cached(p, b, l);
     else
-        attention_forward_cpu(a->y, a->lse, a->attended, p->ranges.first, p->B, p->T, p->NH, p->NKV, p->HD);
+        attention_forward_cpu(a->y, a->lse, a->attended, p->ranges.first, p->B, p->T, p->NH, p->NKV, p->HD,
+                              p->counts && m->largest ? m->largest + l * p->NH : NULL);
     lap("attention", 2.0 * p->N * p->T * p->NH * p->HD);
     linear_project(m, p, &b->proj, a->x_mid, b->norm1.x, a->y);
     norm_rows(m, p, &b->norm2, a->h2);
@@ -774,7 +783,7 @@ static void block_forward(Model *m, const Pass *p, int l) {
         experts_project(m, p, &b, b.a.x_out, b.a.x_mid);
     else
         linear_project(m, p, &b.fcproj, b.a.x_out, b.a.x_mid, b.a.a);
-    if (p->counts) count_load(m, p, b.a.routing, l);
+    if (p->counts && m->load) count_load(m, p, b.a.routing, l);
 }
 
 // tokens (B,T) -> the stream, m->x_embedding (rows,C)
@@ -970,11 +979,12 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     inputs = read_marks(m, &p, inputs);
     p.accumulate = micro > 0;
     p.reduce = micro == num_micro - 1 && m->mesh->job.world > 1;
-    p.counts = m->config.num_experts > 0;
+    p.counts = 1;
     int learned = 0;
     for (int n = 0; n < p.N; n++) learned += targets[n] >= 0;
     p.balance = m->config.balance / m->config.num_layers * (float)(learned / m->tokens);  // step_share
     if (micro == 0) clear_load(m);
+    if (micro == 0 && m->largest) memset(m->largest, 0, area(m->config.num_layers, p.NH) * sizeof(float));
     model_forward(m, &p, inputs);
     head(m, &p, targets, 1 / m->tokens, NULL, 1);
     model_backward(m, &p, inputs);
@@ -1065,6 +1075,7 @@ StepResult model_update(Model *m, const UpdateParams *p) {
     r.norm = share * sqrt(comm_sum(&m->mesh->job, squares_of_gradient(m)));
     r.verdict = step_verdict(r.loss, r.norm, p->most_loss, p->most_norm);
     load_report(m->mesh, &m->config, m->tokens / (m->B * m->T), m->load, m->balance, &r);
+    if (m->largest) r.logit = share_largest(m);
     if (r.verdict != STEP_APPLIED) return r;
     watchdog_beat(PHASE_UPDATE, -1);
     float grad_scale = share * step_grad_scale(r.norm, p->clip);
@@ -1076,6 +1087,7 @@ StepResult model_update(Model *m, const UpdateParams *p) {
         watchdog_beat(PHASE_UPDATE, u - 1);
         muon_update_block(m, u, p, grad_scale);
     }
+    if (m->largest) qk_clip(m);
     m->block_here = 0;
     ranks_gather_weights(&m->ranks, &m->table, m->weights);
     return r;
@@ -1094,7 +1106,7 @@ void attention_prompt_cpu(float *out /*(T,NH*HD)*/, float *lse /*(NH,T)*/, const
     const KeysValues kv = {rows, rows + all, 0, head, (size_t)c->HD};
     kv_load_slot(rows, c, &c->keys, first.slot, seen);
     kv_load_slot(rows + all, c, &c->values, first.slot, seen);
-    attend(out, lse, qkv, kv, NULL, first.at, 1, T, c->NH, c->NKV, c->HD);
+    attend(out, lse, NULL, qkv, kv, NULL, first.at, 1, T, c->NH, c->NKV, c->HD);
     free(rows);
 }
 // N rows of any slots: each sees the keys of its slot up to its own.
@@ -1435,6 +1447,7 @@ static void *slot_pointer(const Model *m, Slot s) {
     case SLOT_M: return m->m;
     case SLOT_V: return m->v;
     case SLOT_MASTER: return NULL;
+    case SLOT_AVERAGE: return m->average;
     case SLOT_FROZEN: return m->frozen_weights;
     default: unhandled(s);
     }
@@ -1496,6 +1509,40 @@ void model_write(Model *m, Slot s, size_t offset, size_t count, const float *val
         copy_floats(place, values, count);
     else
         for (size_t i = 0; i < count; i++) narrow[i] = bf16_nearest(values[i]);
+}
+static float share_largest(Model *m) {
+    float most = comm_max(&m->mesh->dp, m->largest, m->config.num_layers * m->local.num_heads);
+    return comm_max(&m->mesh->tp, &most, 1);
+}
+// Of what this rank owns of the weights and biases of q, k and v.
+static void qk_clip(Model *m) {
+    const Config *c = &m->local;
+    const int shared = m->config.num_kv_heads < m->config.num_heads;  // here may be one of each
+    for (const Param *t = m->table.params; t < m->table.params + m->table.count; t++) {
+        const Span s = span_overlap(model_owned(m, SLOT_M, t->unit), t->offset, t->size);
+        if ((t->role != ROLE_QKVW && t->role != ROLE_QKVB) || s.count == 0) continue;
+        const size_t first = s.begin - param_at(&m->table, t->unit, t->role), width = t->is_vector ? 1 : c->channels;
+        float *w = owned(m, SLOT_WEIGHT, s);
+        for (size_t i = 0; i < s.count; i++)
+            w[i] *= qk_clip_factor(m->largest + area(t->unit - 1, c->num_heads), m->qk_clip, (first + i) / width,
+                                   c->head_dim, c->num_heads, shared);
+    }
+}
+void model_average(Model *m, float share) {
+    for (int u = 0; u < m->table.num_units; u++) {
+        const Span s = model_owned(m, SLOT_AVERAGE, u);
+        if (s.count == 0) continue;
+        float *average = owned(m, SLOT_AVERAGE, s), *w = owned(m, SLOT_WEIGHT, s);
+        #pragma omp parallel for simd schedule(static)
+        for (size_t i = 0; i < s.count; i++) {
+            const float a = average[i];
+            average[i] = share < 0 ? w[i] : a + share * (w[i] - a);
+            w[i] = share < 0 ? a : w[i];
+        }
+    }
+    if (share >= 0) return;
+    m->block_here = 0;
+    ranks_gather_weights(&m->ranks, &m->table, m->weights);
 }
 void model_snapshot(Model *m, Slot s) {
     for (int u = 0; u < m->table.num_units; u++) {
@@ -1925,6 +1972,9 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     m->m = room(m, kept_of(m, SLOT_M, units) * slot_bytes(m, SLOT_M));
     m->v = room(m, kept_of(m, SLOT_V, units) * slot_bytes(m, SLOT_V));
     if (m->table.muon) open_muon(m);
+    if (o->ema > 0) m->average = floats(m, kept_of(m, SLOT_AVERAGE, units));
+    m->qk_clip = o->qk_clip;
+    if (o->qk_clip > 0) m->largest = floats(m, area(c->num_layers, m->local.num_heads));
     if (!saves_beside_training(o)) return;
     for (Slot s = 0; s < NUM_SLOTS; s++)
         if (model_has_slot(m, s) && s != SLOT_GRAD && s != SLOT_FROZEN)

@@ -17,6 +17,7 @@
 // the gradient of h are those of one part, bit for bit. Where many targets of a micro-step are not learned, as in
 // conversations, it runs on the rows of the others alone.
 #include "llmc/data/documents.h"
+#include "llmc/kernels/average.cuh"
 #include "llmc/run/mfu.h"
 #include "llmc/model/decoder.cuh"
 #include "llmc/model/hints.cuh"
@@ -208,7 +209,9 @@ static void attend(const Model *m, const Pass *p, const Block *b, int l) {
     const Config *c = &m->plan.local;
     const int NH = c->num_heads, NKV = c->num_kv_heads, HD = c->head_dim;
     if (!p->cache) {
-        attention_forward(&p->attention, b->y, b->lse, b->q_k_v, p->stream);
+        AttentionProblem a = p->attention;
+        if (a.largest) a.largest += l * NH;
+        attention_forward(&a, b->y, b->lse, b->q_k_v, p->stream);
         return;
     }
     const KvCache *k = p->cache;
@@ -582,6 +585,9 @@ static void micro_step(Model *m, int micro, int num_micro, int reduce, int logit
     p.balance = m->config.balance / (float)m->config.num_layers * (float)learned * share;  // step_share
     if (micro == 0) cudaCheck(cudaMemsetAsync(m->b.step, 0, sizeof *m->b.step, p.stream));
     if (micro == 0 && p.counts) clear_load(m);
+    p.attention.largest = m->b.largest;
+    if (micro == 0 && m->b.largest)
+        cudaCheck(cudaMemsetAsync(m->b.largest, 0, plan_all_heads(&m->plan) * sizeof(float), p.stream));
     p.quantises_weights = m->plan.fp8 && micro == 0;  // not by weights_changed: a graph repeats what it saw
     model_forward(m, &p);
     head(m, &p, share, NULL, 1);
@@ -747,6 +753,57 @@ static void queue_muon(Model *m, const UpdateParams *p) {
         muon_update(b->weights, b->master, directions, chunks, w->chunks, p, b->step, seed, s);
     }
 }
+// The step's largest logits, of all data-parallel ranks, here and on their way to the host.
+static void queue_largest(Model *m) {
+    Zero *z = &m->links.zero;
+    const size_t count = plan_all_heads(&m->plan);
+    if (!m->b.largest) return;
+    if (z->nccl.world > 1) {
+        zero_comm_follows(z);
+        nccl_bundle_begin(&z->nccl, "largest logits", count * sizeof(float));
+        nccl_max(&z->nccl, m->b.largest, count);
+        nccl_bundle_end(&z->nccl);
+        zero_compute_follows(z);
+    }
+    cudaCheck(cudaMemcpyAsync(m->b.host_largest, m->b.largest, count * sizeof(float), cudaMemcpyDeviceToHost,
+                              m->gpu.compute));
+}
+// --qk-clip of what this rank owns of the weights and biases of q, k and v.
+static void queue_qk_clip(Model *m) {
+    const Buffers *b = &m->b;
+    const Config *c = &m->plan.local;
+    const int shared = m->config.num_kv_heads < m->config.num_heads;  // here may be one of each
+    for (const Param *t = m->table.params; t < m->table.params + m->table.count && b->largest; t++) {
+        const Span mine = span_overlap(plan_owned(&m->plan, SLOT_M, t->unit), t->offset, t->size);
+        if ((t->role != ROLE_QKVW && t->role != ROLE_QKVB) || mine.count == 0) continue;
+        const QkClip q = {c->num_heads, c->head_dim, shared, t->is_vector ? 1 : c->channels,
+                          (float)m->plan.options.qk_clip};
+        float *master = b->master ? b->master + plan_index(&m->plan, SLOT_MASTER, t->unit, mine.begin) : NULL;
+        qk_clip_kernel<<<blocks_for(mine.count, AVERAGE_THREADS), AVERAGE_THREADS, 0, m->gpu.compute>>>(
+            b->weights + plan_index(&m->plan, SLOT_WEIGHT, t->unit, mine.begin), master,
+            (unsigned)(mine.begin - param_at(&m->table, t->unit, t->role)), mine.count, q,
+            b->largest + (t->unit - 1) * c->num_heads, b->step);
+        launchCheck();
+    }
+    if (b->largest) timing_lap("QK-clip", 0, 0, m->gpu.compute);
+}
+void model_average(Model *m, float share) {
+    const Buffers *b = &m->b;
+    Zero *z = &m->links.zero;
+    if (share < 0 && z->nccl.world > 1) zero_compute_follows(z);  // weights may be on their way to other ranks
+    for (int u = 0; u < m->table.num_units; u++) {
+        const Span mine = plan_owned(&m->plan, SLOT_AVERAGE, u);
+        const size_t at = plan_index(&m->plan, SLOT_AVERAGE, u, mine.begin);  // as in the masters
+        if (mine.count == 0) continue;
+        average_kernel<<<blocks_for(mine.count, AVERAGE_THREADS), AVERAGE_THREADS, 0, m->gpu.compute>>>(
+            b->average + at, b->weights + plan_index(&m->plan, SLOT_WEIGHT, u, mine.begin),
+            b->master ? b->master + at : NULL, mine.count, share);
+        launchCheck();
+    }
+    if (share >= 0) return;
+    m->weights_changed = 1;
+    zero_gather(z);
+}
 // Norm, clipping, the decision and the update are queued; then the host waits until the device has decided. In a step
 // it waits at two other places, seldom long: in upload_tokens for the copy of the micro-step before the last, and with
 // several ranks for the other hosts, after the step and after every eighth micro-step (loop.h: agree).
@@ -760,14 +817,17 @@ StepResult model_update(Model *m, const UpdateParams *p) {
     cudaCheck(cudaMemcpyAsync(m->b.host_step, m->b.step, sizeof *m->b.step, cudaMemcpyDeviceToHost, s));
     const size_t load = m->b.load ? load_size(&m->config) : 0;
     if (load) cudaCheck(cudaMemcpyAsync(m->b.host_load, m->b.load, load * sizeof(float), cudaMemcpyDeviceToHost, s));
+    queue_largest(m);
     cudaCheck(cudaEventRecord(m->decided, s));
     queue_adamw(m, p);
     queue_muon(m, p);
+    queue_qk_clip(m);
     zero_gather(&m->links.zero);
     m->weights_changed = 1;
     cudaCheck(cudaEventSynchronize(m->decided));  // the device goes on with the update
     m->met = m->links.rows.met;
     StepResult r = {m->b.host_step->loss, m->b.host_step->norm, (StepVerdict)m->b.host_step->verdict};
+    if (m->b.largest) r.logit = comm_max(&m->mesh->tp, m->b.host_largest, (int)plan_all_heads(&m->plan));
     if (load)
         load_report(m->mesh, &m->config, m->step_tokens / (double)m->plan.N, m->b.host_load, m->b.host_load[load - 1],
                     &r);

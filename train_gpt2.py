@@ -21,6 +21,7 @@ import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import dev.missing_package  # noqa: F401, before numpy
@@ -142,6 +143,7 @@ class Model(nn.Module):
         for p in self.table:
             self.units[p.unit].setdefault(p.role, []).append(self.add_parameter(p, device))
         self.rope = ()  # cos, sin of the longest T so far
+        self.largest = None  # (L,NH) --qk-clip: of the step's logits of attention
 
     def add_parameter(self, p, device):
         parameter = nn.Parameter(torch.empty(p.shape, dtype=torch.float32, device=device))
@@ -193,6 +195,8 @@ class Model(nn.Module):
             q, k = rotate(q, *rope), rotate(k, *rope)
         scale = c.softmax_scale or None
         grouped = c.num_kv_heads != c.num_heads
+        if self.largest is not None and torch.is_grad_enabled():
+            self.take_largest(q.detach(), k.detach(), unit, mask)
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
         )
@@ -202,6 +206,30 @@ class Model(nn.Module):
             return x + self.mlp(h, unit), 0.0
         y, unevenness = self.mixture(h.flatten(0, 1), unit)
         return x + y.view_as(x), unevenness
+
+    @torch.no_grad()
+    def take_largest(self, q, k, unit, mask):
+        """Raises a block's row of `largest`: q (B,NH,T,HD), k (B,NKV,T,HD) as attention reads them."""
+        T, k = q.shape[2], k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        seen = torch.ones(T, T, dtype=torch.bool, device=q.device).tril() if mask is None else mask
+        scores = (q.float() @ k.float().mT / math.sqrt(q.shape[-1])).masked_fill(~seen, 0)
+        mine = self.largest[[u is unit for u in self.units].index(True) - 1]
+        mine.copy_(torch.maximum(mine, scores.amax((0, 2, 3))))
+
+    @torch.no_grad()
+    def qk_clip(self, most):
+        """llmc/step.h: rows of q and k of heads with logits above `most`."""
+        c = self.config
+        for unit, largest in zip(self.units[1:-1], self.largest):
+            factors = (most / largest).clamp(max=1.0)
+            factors = [factors] if c.num_kv_heads < c.num_heads else [factors.sqrt()] * 2
+            factors = torch.cat(factors).repeat_interleave(c.head_dim)
+            for tensors in (unit["qkvw"], unit.get("qkvb", [])):
+                at = 0
+                for w in tensors:  # one, or those of q, k and v
+                    part = factors[at : at + len(w)]
+                    w[: len(part)].mul_(part.view(-1, *[1] * (w.dim() - 1)))
+                    at += len(w)
 
     def mlp(self, x, unit, expert=0):
         n = 2 if self.config.mlp == "swiglu" else 1
@@ -539,6 +567,9 @@ def window_of(config, o):
     return config.window if o.window < 0 and 0 < config.window < o.seq_len else o.window
 
 
+AVERAGE_EVERY = 8  # steps, see llmc/step.h
+
+
 class Trainer:
     """Model, optimiser and precision: what a step needs besides data."""
 
@@ -557,6 +588,11 @@ class Trainer:
         )
         self.trained = [w for w in model.parameters() if w.requires_grad]
         self.optimizers = make_optimizers(model, o, torch.bfloat16 if self.dtype == "bf16" else torch.float32)
+        self.average = [w.detach().clone() for w in self.trained] if o.ema > 0 else []
+        self.steps, c = 0, model.config
+        if o.qk_clip > 0:
+            require(not c.qk_norm, "--qk-clip: this model normalises queries and keys", "leave it out")
+            model.largest, self.net = torch.zeros(c.num_layers, c.num_heads, device=o.device), model
 
     def loss(self, inputs, targets, with_balance=False):
         with self.autocast:
@@ -566,6 +602,8 @@ class Trainer:
         """One optimiser step over a list of micro-batches. lr: of a rate of 1. Returns the learned tokens' mean loss
         and its gradient's norm."""
         total, learned = 0.0, [int((targets >= 0).sum()) for _, targets in batches]
+        if self.o.qk_clip > 0:
+            self.model.largest.zero_()
         for (inputs, targets), count in zip(batches, learned):
             loss, balance = self.loss(inputs, targets, with_balance=True)
             share = count / max(sum(learned), 1)
@@ -581,7 +619,22 @@ class Trainer:
                 group["lr"] = lr * group["rate"]
             optimizer.step()
             optimizer.zero_grad()
+        self.steps += 1
+        if self.o.qk_clip > 0:
+            self.model.qk_clip(self.o.qk_clip)
+        if self.average and self.steps % AVERAGE_EVERY == 0:
+            torch._foreach_lerp_(self.average, [w.detach() for w in self.trained], 1 - self.o.ema**AVERAGE_EVERY)
         return float(total), float(norm)
+
+    @contextmanager
+    def averaged(self):
+        """The average in place of the weights."""
+        weights = [w.data for w in self.trained]
+        for w, average in zip(self.trained, self.average):
+            w.data = average
+        yield
+        for w, data in zip(self.trained, weights):
+            w.data = data
 
     def rows(self, shards, eot, seed=None):
         return rows(shards, self.o.seq_len, seed, self.o.pack, self.o.documents, eot)
@@ -783,6 +836,12 @@ class Run:
         shown = "".join(f" | {x:.4f} bits/byte" for x in bpb.values())
         print(f"eval {step:6} | val loss {loss:.4f}{shown} | {time.perf_counter() - begin:.1f} s", flush=True)
         self.log("eval", step, loss=loss, **bpb, tokens=step * self.total)
+        if not self.trainer.average or self.o.evaluate:
+            return
+        with self.trainer.averaged():
+            loss = self.trainer.evaluate(self.val_shards, self.data_eot)
+        print(f"eval {step:6} | val loss {loss:.4f} of the average", flush=True)
+        self.log("eval_average", step, loss=loss, tokens=step * self.total)
 
     def sample(self, step):
         ids = self.trainer.sample(self.eot, step, self.known)
@@ -791,6 +850,9 @@ class Run:
     def save(self, step):
         folder = os.path.join(self.o.output, f"step_{step:08}")
         self.write_weights(self.model, folder)
+        if self.trainer.average:
+            with self.trainer.averaged():
+                self.write_weights(self.model, os.path.join(folder, "ema"))
         self.log("checkpoint", step, path=folder)
 
     def batches(self):
@@ -823,6 +885,8 @@ class Run:
                 line = ""
             speed = dict(ms=1e3 * seconds, tok_s=total / seconds, mfu=None, tokens=step * total)
             memory = torch.cuda.max_memory_allocated() / 2**30 if o.device == "cuda" else None
+            if o.qk_clip > 0:
+                speed["qk_logit"] = float(self.model.largest.max())
             self.log("step", step, loss=loss, norm=norm, lr=lr, **speed, mem_gib=memory)
             if o.eval_every and (step % o.eval_every == 0 or step == steps):
                 self.evaluate(step)

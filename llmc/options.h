@@ -75,6 +75,10 @@
     FLT(lr_head, "", '*', -1.0, -1, 1e3, "of a head that is not tied to the embedding (-1: --learning-rate)") \
     FLT(decay_matrix, "", '*', -1.0, -1, 1e3, "weight decay of the blocks' matrices (-1: --weight-decay)") \
     FLT(decay_vector, "", '*', 0.0, 0, 1e3, "weight decay of norms and biases") \
+    FLT(ema, "", '=', 0.0, 0, 0.999999999, \
+        "keep an average of the weights, avg = F avg + (1 - F) w in each step: the checkpoint's folder ema (0: none)") \
+    FLT(qk_clip, "", '*', 0.0, 0, 1e30, \
+        "scale down q and k of a head whose largest logit of attention in a step is above this (0: off)") \
     FLT(skip_loss_z, "sl", '*', 0.0, 0, 1e30, \
         "skip an update whose loss is this many standard deviations above the last 128 (0: off)") \
     FLT(skip_norm_z, "sg", '*', 0.0, 0, 1e30, "the same for the gradient norm") \

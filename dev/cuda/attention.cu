@@ -278,7 +278,7 @@ template <typename X> static void check_variants(Shape s, Sight g = whole_rows) 
     float *qkv = host_normal(rows * stride, 1.0f), *dout = host_normal(rows * width, 1.0f),
           *out = host_new<float>(rows * width), *lse = host_new<float>(rows * s.NH),
           *dqkv = host_new<float>(rows * stride);
-    attention_forward_cpu(out, lse, qkv, first, s.B, s.T, s.NH, s.NKV, s.HD);
+    attention_forward_cpu(out, lse, qkv, first, s.B, s.T, s.NH, s.NKV, s.HD, NULL);
     for (size_t i = 0; i < rows * width; i++) out[i] = as_floatX(out[i]);
     attention_backward_cpu(dqkv, dout, qkv, out, lse, first, s.B, s.T, s.NH, s.NKV, s.HD);
     variants(Tensors<X>{a, device_new<X>(rows * width), device_new<X>(rows * stride), upload<X>(qkv, rows * stride),
@@ -348,9 +348,12 @@ static void check_shape(Shape s, float std, Sight g = whole_rows) {
     float *qkv = host_normal(rows * stride, std), *dout = host_normal(rows * width, 1.0f);
     float *out = host_new<float>(rows * width), *lse = host_new<float>(rows_lse * s.T),
           *dqkv = host_new<float>(rows * stride);
-    attention_forward_cpu(out, lse, qkv, first, s.B, s.T, s.NH, s.NKV, s.HD);
+    float *largest = host_new<float>(s.NH);
+    memset(largest, 0, s.NH * sizeof(float));
+    attention_forward_cpu(out, lse, qkv, first, s.B, s.T, s.NH, s.NKV, s.HD, largest);
     floatX *d_qkv = upload<floatX>(qkv, rows * stride), *d_out = device_new<floatX>(rows * width);
     float *d_lse = device_new<float>(rows_lse * s.T + 1) + 1;  // on 4 bytes only, as a layer's may
+    float *d_largest = device_new<float>(s.NH);
     cudaStream_t stream = ladder.gpu.compute;
     std::vector<AttentionProblem> all = paths(s);
     for (AttentionProblem &a : all)
@@ -359,7 +362,10 @@ static void check_shape(Shape s, float std, Sight g = whole_rows) {
         auto forward = [&] { attention_forward(&a, d_out, d_lse, d_qkv, stream); };
         poison(d_out, rows * width);
         poison(d_lse, rows_lse * s.T);
+        cudaCheck(cudaMemset(d_largest, 0, s.NH * sizeof(float)));
+        a.largest = d_largest;
         forward();
+        check(path_name(a, "largest"), d_largest, largest, 1, s.NH, bound(1e-5, 2e-6), 1e-4);
         check(path_name(a, "out"), d_out, out, rows, width, bound(5e-3, 2e-6));
         check(path_name(a, "lse"), d_lse, lse, rows_lse, s.T, bound(1e-5, 2e-6), 1e-4);
         check_same_bits(path_name(a, "forward"),

@@ -73,7 +73,7 @@ double model_memory_gib(const Model *m) {
 }
 int model_has_slot(const Model *m, Slot s) {
     (void)m;
-    return s != SLOT_MASTER;
+    return s != SLOT_MASTER && s != SLOT_AVERAGE;
 }
 int model_slot_is_bf16(const Model *m, Slot s) {
     (void)m;
@@ -91,6 +91,10 @@ void model_write(Model *m, Slot s, size_t offset, size_t count, const float *val
 void model_read(const Model *m, Slot s, size_t offset, size_t count, float *values) {
     (void)s;
     memcpy(values, m->weights + offset, count * sizeof(float));
+}
+void model_average(Model *m, float share) {
+    (void)m;
+    (void)share;
 }
 void model_snapshot(Model *m, Slot s) {
     (void)m;
@@ -114,7 +118,7 @@ void model_scale_adapters(Model *m, float alpha) { assert(!m || alpha < 0); }
 StepResult model_update(Model *m, const UpdateParams *p) {
     assert(p->step > 0);
     const float loss = 2.0f / (float)m->micro_steps, norm = 1;
-    const StepResult result = {loss, norm, step_verdict(loss, norm, p->most_loss, p->most_norm), 0, 0, 0};
+    const StepResult result = {loss, norm, step_verdict(loss, norm, p->most_loss, p->most_norm), 0, 0, 0, 0};
     return result;
 }
 void model_timing_begin(Model *m) { (void)m; }

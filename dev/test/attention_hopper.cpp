@@ -82,10 +82,10 @@ template <int HD, bool RANGED> static void check_heads(Shape s, int document, in
     const int *const first = RANGED ? ranges.first : NULL;
     std::vector<bf16> qkv(N * stride), dout(N * width), out(N * width, NAN), dqkv(N * stride, NAN);
     std::vector<float> x(N * stride), dy(N * width), y(N * width), dx(N * stride), lse(N * s.NH), mine(N * s.NH, NAN),
-        D(N * s.NH, NAN);
+        D(N * s.NH, NAN), largest((size_t)(2 * s.NH));
     for (size_t i = 0; i < x.size(); i++) x[i] = qkv[i] = 1.5f * rand_normal(17, 0, i);
     for (size_t i = 0; i < dy.size(); i++) dy[i] = dout[i] = rand_normal(17, 1, i);
-    attention_forward_cpu(y.data(), lse.data(), x.data(), first, s.B, s.T, s.NH, s.NKV, HD);
+    attention_forward_cpu(y.data(), lse.data(), x.data(), first, s.B, s.T, s.NH, s.NKV, HD, largest.data());
     const CUtensorMap qkv_map = {qkv.data(), s.B, s.T, s.NH + 2 * s.NKV, HD},
                       out_map = {out.data(), s.B, s.T, s.NH, HD}, dout_map = {dout.data(), s.B, s.T, s.NH, HD},
                       dqkv_map = {dqkv.data(), s.B, s.T, qkv_map.heads, HD};
@@ -105,11 +105,16 @@ template <int HD, bool RANGED> static void check_heads(Shape s, int document, in
     h.qkv = qkv.data();
     h.dout = dout.data();
     h.lse = mine.data();
+    h.largest = &largest[(size_t)s.NH];
     bytes_fetched = 0;
     launch<F>(attention_forward_hopper<F, RANGED>, h, true, {qkv_map, out_map, dqkv_map});
     double worst = 0;
     for (size_t i = 0; i < lse.size(); i++)
         worst = fabs((double)lse[i] - mine[i]) <= worst ? worst : fabs((double)lse[i] - mine[i]);
+    for (size_t i = 0; i < (size_t)s.NH; i++)
+        if (!(fabsf(largest[i] - h.largest[i]) <= 1e-5f * largest[i]))
+            check(0, "T %d, heads of %d, documents %d, window %d: head %zu has the largest logit %g, not %g", s.T, HD,
+                  document, window, i, h.largest[i], largest[i]);
     const double error = error_of(out, y, width, 0, width);
     check(error < 5e-3 && worst < 1e-4, "B %d T %d, heads of %d, documents %d, window %d: out %.1e (5e-3), lse %.1e",
           s.B, s.T, HD, document, window, error, worst);

@@ -12,10 +12,12 @@ Span model_owned(const Model *m, Slot s, int unit) {
     (void)s;
     return param_unit(&m->table, unit);
 }
-int model_has_slot(const Model *m, Slot s) { return s != SLOT_MASTER || m->master; }
+int model_has_slot(const Model *m, Slot s) {
+    return s == SLOT_AVERAGE ? m->slots[s] != NULL : s != SLOT_MASTER || m->master;
+}
 const char *model_dtype(const Model *m) { return m->bf16 ? "bf16" : "fp32"; }
 int model_slot_is_bf16(const Model *m, Slot s) {
-    return s == SLOT_M || s == SLOT_V ? m->bf16_states : s != SLOT_MASTER && m->bf16;
+    return s == SLOT_M || s == SLOT_V ? m->bf16_states : s != SLOT_MASTER && s != SLOT_AVERAGE && m->bf16;
 }
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
     assert(model_has_slot(m, s) && offset <= m->table.total && count <= m->table.total - offset);
@@ -35,6 +37,10 @@ void model_snapshot(Model *m, Slot s) {
 }  // test_shards.c saves beside training
 void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) {
     model_read(m, s, offset, count, values);
+}
+void model_average(Model *m, float share) {
+    (void)m;
+    (void)share;
 }
 static Model fake_open(const Config *c, int bf16, int master) {
     Model m;

@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -381,6 +382,13 @@ class Trainer(core.Trainer):
         loss_and_norm = super().step(batches, lr)
         self.model.merge()
         return loss_and_norm
+
+    @contextmanager
+    def averaged(self):
+        with super().averaged():
+            self.model.merge()
+            yield
+        self.model.merge()
 
 
 def find_validation_data(o):

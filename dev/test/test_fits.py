@@ -56,6 +56,14 @@ def test_a_run_takes_what_fits(tmp_path):
 
 
 @on_the_gpu_program
+@pytest.mark.parametrize("option", ["--ema", "--qk-clip"])
+def test_what_needs_fp32_weights_keeps_them_on_the_gpu(tmp_path, option):
+    small = ["-e", "gpt2:124M", "-b", 1, "-t", 1024, "--dry-run", "H100", "--memory", 1.7]
+    assert "--offload states,master:" in said(tmp_path, GPU_PROGRAM, *small)
+    assert re.search("fits .*--offload states:", said(tmp_path, GPU_PROGRAM, *small, option, 0.9))
+
+
+@on_the_gpu_program
 def test_fp8_copies_of_weights(tmp_path):
     """Of all blocks where they fit, 13.0 GiB in two layouts; else of one at a time before more blocks are made
     again."""

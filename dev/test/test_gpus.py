@@ -723,6 +723,95 @@ def test_muon_in_fp32_is_that_of_the_cpu(train, tmp_path, kind, polynomials):
         close(curve(tmp_path / "adamw"), curve(tmp_path / "cpu"), 1e-2)
 
 
+# ---- an average of the weights, QK-clip
+
+BOTH = ["--ema", "0.9", "--qk-clip", "0.2", "-l", "1e-3", "-v", "6", "-m", "4", "-n", "12"]
+HEADS_OF_128 = "llama3.2:1B,layers=2,channels=256,heads=2,kv_heads=2,head_dim=128,ffn=512,vocab=256,seq=64"
+
+
+def largest_logits(folder):
+    return {e["step"]: (e["qk_logit"],) for e in events(folder, "step")}
+
+
+def averages(folder):
+    losses = [e["loss"] for e in events(folder, "eval_average")]
+    return losses, (folder / "step_00000012/ema/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["one micro-step", "llama3.2", "odd sizes", "heads of 128"])
+def test_average_and_qk_clip_in_fp32_are_those_of_the_cpu(train, tmp_path, kind):
+    """And near them in bf16."""
+    more = [*GRAPHS.get(kind, ["-e", HEADS_OF_128]), *BOTH]
+    PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
+    for precision in ("fp32", "cpu", "bf16"):
+        succeeds(train(0, precision, *more, precision=precision), 300)
+    a, b, rounded = (tmp_path / name for name in ("fp32", "cpu", "bf16"))
+    close(curve(a), curve(b), 1e-4)
+    close(largest_logits(a), largest_logits(b), 1e-3)
+    close(largest_logits(rounded), largest_logits(b), 5e-2)
+    for run, bound in ((a, 1e-5), (rounded, 5e-3)):
+        assert averages(run)[0] == pytest.approx(averages(b)[0], rel=bound)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("more", [[], MUON], ids=["adamw", "muon"])
+def test_average_and_qk_clip_resume_bitwise(train, tmp_path, more, precision):
+    """Graphs, recomputing, offloaded states and timing change no bit either."""
+    more = [*more, *BOTH, "-n", "4"]
+    offload = [] if MUON[0] in more else ["--offload", "states"]
+    succeeds(train(0, "straight", *more, precision=precision), 300)
+    for steps, go_on in ((4, 0), (8, 1), (12, 1)):
+        beside = ["--debug", f"save-async={go_on}", *offload[: 2 * (steps == 8 and not STAND_IN)]]
+        succeeds(train(0, "run", *more, *beside, "-x", steps, "-y", go_on, precision=precision), 300)
+    others = ["--recompute", 3, "--debug", "cuda-graphs=0,timing=5"]
+    succeeds(train(0, "others", *more, *others, precision=precision), 300)
+    for run in (tmp_path / "run", tmp_path / "others"):
+        assert curve(run) == curve(tmp_path / "straight") and largest_logits(run) == largest_logits(
+            tmp_path / "straight"
+        )
+        assert averages(run)[1] == averages(tmp_path / "straight")[1]
+        assert checkpoint(run, 12) == checkpoint(tmp_path / "straight", 12)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_an_average_changes_no_bit_of_a_run(train, tmp_path, precision):
+    more = ["-v", "3", "-m", "4", "-n", "12", "-s", "4", "-g", "20"]
+    succeeds(train(0, "plain", *more, precision=precision), 300)
+    succeeds(train(0, "average", *more, "--ema", "0.9", precision=precision), 300)
+    a, b = tmp_path / "average", tmp_path / "plain"
+    for kind, value in (("eval", "loss"), ("sample", "text")):
+        assert [e[value] for e in events(a, kind)] == [e[value] for e in events(b, kind)]
+    assert curve(a) == curve(b) and checkpoint(a, 12)[1] == checkpoint(b, 12)[1]
+
+
+@on_a_gpu
+@pytest.mark.parametrize("more", [["--offload", "master"], ["--master-weights", "0"]], ids=["offload", "no masters"])
+@pytest.mark.parametrize("option", ["--ema", "--qk-clip"])
+def test_average_and_qk_clip_need_fp32_weights(train, option, more):
+    status, text = train(0, "run", option, "0.9", *more).finish(120)
+    assert status != 0 and "--ema and --qk-clip need fp32 weights on the GPU" in text, text
+
+
+@several
+@pytest.mark.parametrize("kind", ["gpt2", "llama3.2"])
+def test_average_and_qk_clip_between_ranks(train, tmp_path, kind):
+    """The same bits with any stage of ZeRO, and near those of one GPU."""
+    more = [*SHARED[kind], *BOTH, "-m", "-1"]
+    for stage in range(4):
+        succeeds(train(WORLD, f"{stage}", *more, *one_micro_step(), "-z", stage), 300)
+    for stage in (1, 2, 3):
+        run = tmp_path / f"{stage}"
+        assert curve(run) == curve(tmp_path / "0") and largest_logits(run) == largest_logits(tmp_path / "0")
+        assert averages(run) == averages(tmp_path / "0")
+    succeeds(train(0, "one", *more, precision="fp32"), 300)
+    for tp in (1, *TENSOR):
+        mesh = ["--tp", tp, "--debug", "reduce-dtype=fp32"]
+        succeeds(train(WORLD, f"tp{tp}", *more, *mesh, precision="fp32"), 300)
+        close(curve(tmp_path / f"tp{tp}"), curve(tmp_path / "one"), 1e-3)
+        close(largest_logits(tmp_path / f"tp{tp}"), largest_logits(tmp_path / "one"), 1e-3)
+        assert averages(tmp_path / f"tp{tp}")[0] == pytest.approx(averages(tmp_path / "one")[0], rel=1e-4)
+
+
 # ---- mixtures of experts
 
 

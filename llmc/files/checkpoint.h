@@ -4,6 +4,7 @@
 //                             adapter_config.json, adapter_model.safetensors     of --lora, as peft opens them
 //                             optimizer.safetensors             m.<name>, v.<name> (F32; BF16 with --state-dtype bf16),
 //                                                               and master.<name> where there are masters (F32)
+//                             ema/                              of --ema: the average, as the first two are (F32)
 //                             train_state.json                  step, tokens, place in the data, windows, options,
 //                                                               sizes and checksums of the other files, those of the
 //                                                               tokenizer, too; its last line is its own checksum
@@ -119,12 +120,23 @@ static const char *checkpoint_file(const char *folder, int i) {
 // or if that has gone of those in the newest checkpoint, so that whoever opens it finds tokenizer and chat template.
 // The last two are what the run teaches: first those beside its data, where dev/data/chat.py writes them, then those of
 // the newest checkpoint.
-static const char *const companion_files[] = {"tokenizer.json",      "tokenizer_config.json",
-                                              "tokenizer.model",     "special_tokens_map.json",
-                                              "added_tokens.json",   "vocab.json",
-                                              "merges.txt",          "tokenizer.bin",
-                                              "chat_template.jinja", "generation_config.json"};
-enum { NUM_COMPANION_FILES = COUNT_OF(companion_files), NUM_TAUGHT_FILES = 2 };
+// The first four are the average's, which the checkpoint has alone: of weights, of adapters.
+#define AVERAGE_FOLDER "%s/ema"
+static const char *const companion_files[] = {"ema/config.json",
+                                              "ema/model.safetensors",
+                                              "ema/adapter_config.json",
+                                              "ema/adapter_model.safetensors",
+                                              "tokenizer.json",
+                                              "tokenizer_config.json",
+                                              "tokenizer.model",
+                                              "special_tokens_map.json",
+                                              "added_tokens.json",
+                                              "vocab.json",
+                                              "merges.txt",
+                                              "tokenizer.bin",
+                                              "chat_template.jinja",
+                                              "generation_config.json"};
+enum { NUM_COMPANION_FILES = COUNT_OF(companion_files), NUM_AVERAGE_FILES = 4, NUM_TAUGHT_FILES = 2 };
 
 // The files whose sizes and checksums train_state.json has: the first NUM_SUMMED_FILES, and the companions that are
 // there. Older checkpoints say nothing of these.
@@ -252,6 +264,7 @@ static void remove_checkpoint(const char *folder) {
     for (int i = 0; i < NUM_COMPANION_FILES; i++) unlink(path_of("%s/%s", folder, companion_files[i]).text);
     for (int i = NUM_CHECKPOINT_FILES - 1; i > 0; i--)
         unlink(path_of("%s/%s", folder, checkpoint_file(folder, i)).text);
+    rmdir(path_of(AVERAGE_FOLDER, folder).text);
     unlink(path_of("%s/%s", folder, checkpoint_file(folder, 0)).text);  // last: it says which files these are
     unlink(path_of("%s/" DIVERGED_MARK, folder).text);
     if (rmdir(folder) != 0) fprintf(stderr, "warning: cannot remove '%s': %s\n", folder, strerror(errno));
@@ -579,19 +592,20 @@ typedef struct {
     const Model *m;  // NULL: nothing is being written
     Path output, folder, writing;
     TrainState state;   // as it was; shares the options, which do not change during a run
-    SlotFile files[2];  // weights, optimiser
+    SlotFile files[3];  // weights, optimiser, average
+    int num_files;
     SlotReader *read;
-    uint64_t sums[NUM_SUMMED_FILES];  // checksums of what this rank wrote
-    int64_t progress;                 // pieces written
-    int threaded, written;            // written: this rank's part is flushed, or has failed
-    int error;                        // errno of what failed first on this rank; OTHER_RANK_FAILED; 0
+    uint64_t sums[1 + 3];   // checksums of what this rank wrote
+    int64_t progress;       // pieces written
+    int threaded, written;  // written: this rank's part is flushed, or has failed
+    int error;              // errno of what failed first on this rank; OTHER_RANK_FAILED; 0
     pthread_t thread;
 } Checkpoint;
 enum { OTHER_RANK_FAILED = -1 };
 
 static void *checkpoint_write(void *checkpoint) {
     Checkpoint *c = (Checkpoint *)checkpoint;
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < c->num_files; i++) {
         SlotFile *f = &c->files[i];
         if (c->error) f->file.error = c->error;
         slots_write(f, c->m, c->read, &c->progress);
@@ -603,9 +617,9 @@ static void *checkpoint_write(void *checkpoint) {
 }
 static int checkpoint_written(const Checkpoint *c) { return __atomic_load_n(&c->written, __ATOMIC_ACQUIRE); }
 
-// Rank 0 creates the two large files, the others open them.
+// Rank 0 creates the large files, the others open them.
 static void checkpoint_open_files(Checkpoint *c, int create) {
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < c->num_files; i++) {
         StWriter *w = &c->files[i].file;
         w->error = c->error;
         st_begin(w, create);
@@ -659,7 +673,11 @@ static void checkpoint_make_folder(Checkpoint *c) {
         c->error = st_failed(c->writing.text);
     else
         c->error = write_config(c->m, c->writing.text, model, &c->sums[0]);
-    for (int i = 0; i < NUM_COMPANION_FILES && !c->error; i++) {
+    const Path average = path_of(AVERAGE_FOLDER, c->writing.text);
+    if (c->num_files > 2 && !c->error)
+        c->error = mkdir(average.text, 0777) && errno != EEXIST ? st_failed(average.text)
+                                                                : write_config(c->m, average.text, model, NULL);
+    for (int i = NUM_AVERAGE_FILES; i < NUM_COMPANION_FILES && !c->error; i++) {
         const char *name = companion_files[i];
         int from = i < NUM_COMPANION_FILES - NUM_TAUGHT_FILES ? 2 : 0;
         while (from < 2 && (!*folders[from] || file_bytes(folders[from], name) < 0)) from++;
@@ -681,10 +699,12 @@ static void checkpoint_begin(Checkpoint *c, Model *m, const char *output, const 
     c->folder = checkpoint_folder(output, s->step, "");
     c->writing = checkpoint_folder(output, s->step, ".tmp");
     int first = facts_of(m).mesh->job.rank == 0;
-    slots_declare(&c->files[0], m, weight_slot, 1, NULL,
-                  path_of(facts_of(m).frozen->count ? "%s/adapter_model.safetensors" : "%s/model.safetensors",
-                          c->writing.text)
-                      .text);
+    const char *const weights = facts_of(m).frozen->count ? "adapter_model.safetensors" : "model.safetensors";
+    c->num_files = model_has_slot(m, SLOT_AVERAGE) ? 3 : 2;
+    slots_declare(&c->files[0], m, weight_slot, 1, NULL, path_of("%s/%s", c->writing.text, weights).text);
+    if (c->num_files > 2)
+        slots_declare(&c->files[2], m, average_slot, 1, NULL,
+                      path_of(AVERAGE_FOLDER "/%s", c->writing.text, weights).text);
     slots_declare(&c->files[1], m, checkpoint_states, num_checkpoint_states(m), NULL,
                   path_of("%s/optimizer.safetensors", c->writing.text).text);
     if (first) {
@@ -693,7 +713,7 @@ static void checkpoint_begin(Checkpoint *c, Model *m, const char *output, const 
     }
     if (comm_or(&facts_of(m).mesh->job, c->error != 0) && !c->error) c->error = OTHER_RANK_FAILED;
     if (!first) checkpoint_open_files(c, 0);
-    for (int i = 0; overlap && !c->error && i < 2; i++)
+    for (int i = 0; overlap && !c->error && i < c->num_files; i++)
         for (int k = 0; k < c->files[i].num_slots; k++) model_snapshot(m, c->files[i].slots[k].slot);
     c->threaded = overlap && !c->error && pthread_create(&c->thread, NULL, checkpoint_write, c) == 0;
     if (!c->threaded) checkpoint_write(c);  // also where no thread can be had: then training waits
@@ -703,6 +723,7 @@ static void checkpoint_begin(Checkpoint *c, Model *m, const char *output, const 
 static int checkpoint_publish(const Checkpoint *c) {
     const char *writing = c->writing.text, *folder = c->folder.text;
     int error = write_train_state(c->m, writing, &c->state, c->sums);
+    if (!error && c->num_files > 2) error = sync_directory(path_of(AVERAGE_FOLDER, writing).text);
     if (!error) error = sync_directory(writing);
     if (error) return error;
     Path replaced = checkpoint_folder(c->output.text, c->state.step, ".old.tmp");
@@ -851,6 +872,12 @@ static void checkpoint_load(Model *m, const char *folder, const TrainState *s) {
         folder, s->precision, precision, folder);
     model_load_weights(m, folder);  // first: this sets the masters too
     load_slots(m, checkpoint_states, num_checkpoint_states(m), path_of("%s/optimizer.safetensors", folder).text, NULL);
+    const Path average = path_of("%s/%s", folder, companion_files[facts_of(m).frozen->count ? 3 : 1]);
+    if (!model_has_slot(m, SLOT_AVERAGE)) return;
+    if (file_exists(average.text))
+        load_slots(m, average_slot, 1, average.text, NULL);
+    else
+        model_average(m, 1);
 }
 
 #endif

@@ -89,7 +89,8 @@ typedef struct {
     Slot slot;
     const char *prefix;
 } SlotName;
-static const SlotName weight_slot[] = {{SLOT_WEIGHT, ""}}, frozen_slot[] = {{SLOT_FROZEN, ""}};
+static const SlotName weight_slot[] = {{SLOT_WEIGHT, ""}}, frozen_slot[] = {{SLOT_FROZEN, ""}},
+                      average_slot[] = {{SLOT_AVERAGE, ""}};
 static const ParamTable *table_of(const Model *m, const SlotName *slots) {
     return slots->slot == SLOT_FROZEN ? facts_of(m).frozen : facts_of(m).table;
 }
@@ -123,7 +124,7 @@ static void slots_declare(SlotFile *f, const Model *m, const SlotName *slots, in
     f->only = only;
     f->num_slots = num_slots;
     st_create(&f->file, path);
-    f->file.base = slots->slot == SLOT_WEIGHT ? facts.lora->base : 0;
+    f->file.base = *slots->prefix ? 0 : facts.lora->base;
     for (int k = 0; k < num_slots; k++)
         for (int i = 0; i < facts.table->count; i++) {
             const Param *p = &facts.table->params[i];

@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(Fp32<W, 1>::THREADS, 2) attention_forward_fp32
     const int block_row = a.template row_of<S::FIXED>(piece.tile),
               row0 = block_row + threadIdx.x / WARP * ROWS_PER_WARP;
     const int lane = threadIdx.x % WARP, end = key_tiles<WARP>(a, block_row, S::FIXED) * WARP;
-    float o[ROWS_PER_WARP][S::DIMS] = {}, row_max[ROWS_PER_WARP], row_sum[ROWS_PER_WARP] = {};
+    float o[ROWS_PER_WARP][S::DIMS] = {}, row_max[ROWS_PER_WARP], row_sum[ROWS_PER_WARP] = {}, most = 0;
     for (int r = 0; r < ROWS_PER_WARP; r++) row_max[r] = LOWEST_SCORE;
     S::template load<S::FIXED>(q_tile, a, a.qkv + a.qkv_head(piece.b, piece.h), a.qkv_row(), block_row);
     for (int key0 = first_key_tile<RANGED, WARP>(a, piece.b, block_row) * WARP; key0 < end; key0 += WARP) {
@@ -103,6 +103,7 @@ __global__ void __launch_bounds__(Fp32<W, 1>::THREADS, 2) attention_forward_fp32
         for (int r = 0; r < ROWS_PER_WARP; r++) {
             p[r] = sees<RANGED>(a, piece.b, row0 + r, key0 + lane) ? p[r] * a.scale : -INFINITY;
             const float before = row_max[r];
+            most = fmaxf(most, p[r]);
             row_max[r] = fmaxf(before, warp_reduce<Max>(p[r]));
             const float fade = expf(before - row_max[r]);
             p[r] = expf(p[r] - row_max[r]);
@@ -119,6 +120,7 @@ __global__ void __launch_bounds__(Fp32<W, 1>::THREADS, 2) attention_forward_fp32
         #pragma unroll
         for (int i = 0; i < S::DIMS; i++) o[r][i] *= inverse;
     }
+    raise_largest(a, piece.h, most);
     S::store(a, a.out + a.out_head(piece.b, piece.h), a.out_row(), row0, o);
 }
 

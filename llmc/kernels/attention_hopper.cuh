@@ -17,7 +17,6 @@
 #ifndef LLMC_ATTENTION_HOPPER_CUH
 #define LLMC_ATTENTION_HOPPER_CUH
 
-#include "absmax.cuh"
 #include "attention_problem.cuh"
 
 // ---- a block: shared memory, barriers, the producer's walk
@@ -247,10 +246,11 @@ __device__ void store_through(const CUtensorMap *map, unsigned tile, int warpgro
 // ---- softmax of a 64 x KEYS tile of scores held by a warpgroup; a lane has two rows, four lanes share a row
 
 // Scores become probabilities relative to the running maximum; fade is what earlier sums must be multiplied by. Returns
-// whether a maximum of the warp has moved. LAZY: with SOFTMAX_SLACK.
+// whether a maximum of the warp has moved. LAZY: with SOFTMAX_SLACK; then `most` is raised to the largest score, which
+// row_max may not be.
 template <int KEYS, bool LAZY>
 __device__ bool softmax_tile(float (&s)[KEYS / 2], float (&row_max)[2], float (&row_sum)[2], float (&fade)[2],
-                             float scale2) {
+                             float &most, float scale2) {
     const float slack = SOFTMAX_SLACK / scale2;
     bool moved = false;
     #pragma unroll
@@ -263,6 +263,7 @@ __device__ bool softmax_tile(float (&s)[KEYS / 2], float (&row_max)[2], float (&
         }
         x = fmaxf(x, y);
         x = quad_max(x);
+        if (LAZY) most = fmaxf(most, x);
         x = LAZY ? (x - slack > row_max[r] ? x : row_max[r]) : fmaxf(x, row_max[r]);
         fade[r] = exp2_approx((row_max[r] - x) * scale2);
         moved |= x != row_max[r];
@@ -297,7 +298,7 @@ __device__ void hopper_forward_rows(const HopperBlock<S> &block, const HopperLau
     const int n = row0 >= 0 ? key_tiles<KEYS>(a, row0, 64) : 0;
     const int begin = first_key_tile<RANGED, KEYS>(a, piece.b, row0);
     const unsigned q_tile = block.own_tile(i) + warpgroup * BOX_BYTES, out_tile = block.second + warpgroup * BOX_BYTES;
-    float s[KEYS / 2], o[HD / 2] = {}, row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {}, fade[2];
+    float s[KEYS / 2], o[HD / 2] = {}, row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {}, fade[2], most = 0;
     unsigned p[KEYS / 16][4];
     auto scores = [&](auto &x) {  // as many keys of the tile as x is wide
         block.a_ring.wait(use);
@@ -319,7 +320,7 @@ __device__ void hopper_forward_rows(const HopperBlock<S> &block, const HopperLau
         block.free_a(use);
         mask_tile<true>(x, row0, (n - 1) * KEYS);
         mask_range(x, range, (n - 1) * KEYS);
-        softmax_tile<WIDTH, LAZY>(x, row_max, row_sum, fade, scale2);
+        softmax_tile<WIDTH, LAZY>(x, row_max, row_sum, fade, most, scale2);
         fragment_round<WIDTH>((unsigned (&)[WIDTH / 16][4]) p, x);
         #pragma unroll
         for (int k = WIDTH / 4; k < KEYS / 4; k++) p[k / 4][k % 4] = 0;
@@ -345,7 +346,7 @@ __device__ void hopper_forward_rows(const HopperBlock<S> &block, const HopperLau
         wgmma_pin(s);
         block.free_a(use);
         mask_range(s, range, (n - 1 - j) * KEYS);
-        const bool moved = softmax_tile<KEYS, LAZY>(s, row_max, row_sum, fade, scale2);
+        const bool moved = softmax_tile<KEYS, LAZY>(s, row_max, row_sum, fade, most, scale2);
         wgmma_hold(row_sum[0] + row_sum[1]);
         wgmma_wait<0>();
         wgmma_pin(o);
@@ -363,6 +364,7 @@ __device__ void hopper_forward_rows(const HopperBlock<S> &block, const HopperLau
     use++;
     if (RANGED) block.pass(use, end);
 
+    raise_largest(a, piece.h, (LAZY ? most : fmaxf(row_max[0], row_max[1])) * scale);
     float inverse[2];
     #pragma unroll
     for (int r = 0; r < 2; r++)

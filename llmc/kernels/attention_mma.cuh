@@ -184,16 +184,17 @@ template <typename S> struct MmaBlock {
 // ---- bf16 forward
 
 // Scores p become weights relative to row_max. Where a score exceeds that by more than SOFTMAX_SLACK it moves, and
-// row_sum and o with it; lanes that share a row (four) meet only then.
+// row_sum and o with it; lanes that share a row (four) meet only then. most: raised to the lane's largest score.
 template <int MT, int NT, int ND>
 __device__ void online_softmax(float (&p)[MT][NT][4], float (&o)[MT][ND][4], float (&row_max)[MT][2],
-                               float (&row_sum)[MT][2], float scale2) {
+                               float (&row_sum)[MT][2], float &most, float scale2) {
     float x[MT][2];
     bool moved = false;
     each_row<MT>([&](int m, int r) {
         x[m][r] = fmaxf(p[m][0][2 * r], p[m][0][2 * r + 1]);
         #pragma unroll
         for (int n = 1; n < NT; n++) x[m][r] = fmaxf(x[m][r], fmaxf(p[m][n][2 * r], p[m][n][2 * r + 1]));
+        most = fmaxf(most, x[m][r]);
         moved |= (x[m][r] - row_max[m][r]) * scale2 > SOFTMAX_SLACK;
     });
     if (__any_sync(0xffffffffu, moved))
@@ -239,7 +240,7 @@ __global__ void __launch_bounds__(MMA_THREADS, 2) attention_forward_bf16(const A
     __syncthreads();
     const OwnRows<S> q = block.own_rows(0);
 
-    float o[MT][W / 8][4] = {}, row_max[MT][2], row_sum[MT][2];
+    float o[MT][W / 8][4] = {}, row_max[MT][2], row_sum[MT][2], most = 0;
     each_row<MT>([&](int m, int r) {
         row_max[m][r] = LOWEST_SCORE;
         row_sum[m][r] = 0;
@@ -256,10 +257,11 @@ __global__ void __launch_bounds__(MMA_THREADS, 2) attention_forward_bf16(const A
         product_abt<S>(p, q, k_tile + block.second, [](int, int, int) { return 0.0f; });
         if (key0 + S::STREAMED - 1 > row0) mask_scores<true>(p, row0, key0);
         range.mask(p, key0, S::STREAMED);
-        online_softmax(p, o, row_max, row_sum, a.scale2);
+        online_softmax(p, o, row_max, row_sum, most, a.scale2);
         product_ab<S>(o, p, k_tile + block.place + S::STREAMED_TILE);
     }
 
+    raise_largest(a, piece.h, most * a.scale);
     each_row<MT>([&](int m, int r) {  // row_sum becomes what the row is multiplied with
         const int row = row0 + m * 16 + r * 8 + block.lane / 4;
         row_sum[m][r] =

@@ -4,6 +4,7 @@
 #define LLMC_ATTENTION_PROBLEM_CUH
 
 #include "../cuda/tile.cuh"
+#include "absmax.cuh"
 
 typedef enum { ATTENTION_FP32, ATTENTION_MMA, ATTENTION_HOPPER } AttentionPath;
 
@@ -26,6 +27,7 @@ typedef struct {
     float *D;                   // scratch of backward, (B,NH,T)
     AttentionTickets *tickets;  // for ATTENTION_HOPPER
     float *dabsmax;             // raised to the absmax of dqkv; NULL: not wanted
+    float *largest;             // (NH) forward raises each to its head's largest scaled score; NULL: not wanted
 } AttentionProblem;
 
 // ---- what a launch hands to its blocks: the problem, its tensors, and pieces of work, which are tiles of rows of a
@@ -160,6 +162,12 @@ constexpr float LOWEST_SCORE = -1e30f;
 // Weights may refer to any number near a row's maximum. The running one, and the sums that refer to it, move only when
 // a score exceeds it by more than this many powers of two (as in FlashAttention-4): seldom, and weights stay below 2^8.
 constexpr float SOFTMAX_SLACK = 8;
+// most: a lane's largest score.
+__device__ inline void raise_largest(const AttentionProblem &a, int h, float most) {
+    if (!a.largest) return;
+    most = warp_reduce<MaxBits>(fmaxf(most, 0));
+    if (threadIdx.x % WARP == 0) absmax_raise(a.largest + h, most);
+}
 // Ends a row that four lanes share: stores its lse, returns what its output is multiplied with.
 __device__ inline float finish_row(float *lse, float row_max, float sum, float scale, bool valid) {
     sum = quad_sum(sum);

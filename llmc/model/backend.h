@@ -41,15 +41,16 @@ ModelFacts facts_of(const Model *m);
 typedef enum {
     SLOT_WEIGHT,  // the weights of forward, in the build's dtype
     SLOT_GRAD,
-    SLOT_M,       // AdamW's first moment, Muon's momentum, fp32 or bf16 (--state-dtype)
-    SLOT_V,       // AdamW's second moment: of Muon's matrices there is none
-    SLOT_MASTER,  // fp32 weights that are updated, if those of forward are bf16
-    SLOT_FROZEN,  // with --lora: the model's weights, in the layout of `frozen`
+    SLOT_M,        // AdamW's first moment, Muon's momentum, fp32 or bf16 (--state-dtype)
+    SLOT_V,        // AdamW's second moment: of Muon's matrices there is none
+    SLOT_MASTER,   // fp32 weights that are updated, if those of forward are bf16
+    SLOT_AVERAGE,  // --ema: of the weights, fp32
+    SLOT_FROZEN,   // with --lora: the model's weights, in the layout of `frozen`
     NUM_SLOTS
 } Slot;
 // What an update keeps beside weights: offloaded, copied and saved alike.
 static const Slot optimiser_states[] = {SLOT_M, SLOT_V, SLOT_MASTER};
-static_assert(COUNT_OF(optimiser_states) == NUM_SLOTS - 3, "all slots but weights, gradients and frozen weights");
+static_assert(COUNT_OF(optimiser_states) == NUM_SLOTS - 4, "all slots but weights, their average and gradients");
 
 // What a rank keeps of a slot in memory. stage: of ZeRO, see zero_stage_of.
 static Keep slot_keeps(int stage, Slot s) {
@@ -59,6 +60,7 @@ static Keep slot_keeps(int stage, Slot s) {
     case SLOT_FROZEN: return KEEP_WHOLE;
     case SLOT_M:
     case SLOT_V:
+    case SLOT_AVERAGE:
     case SLOT_MASTER: return stage >= 1 ? KEEP_SHARDS : KEEP_WHOLE;
     default: unhandled(s);
     }
@@ -214,6 +216,10 @@ void model_gradient(Model *m, const int *inputs, const int *targets, const float
 // where every weight counts once; either may be NaN or Inf. Then updates the weights if the verdict is STEP_APPLIED.
 // Bitwise identical on all ranks. Waits for the GPU once, after everything is queued.
 StepResult model_update(Model *m, const UpdateParams *p);
+// --ema: the average takes `share` of its distance to the weights; 1: a new one, of zeros, becomes them. share < 0:
+// they
+// change places, for an evaluation, until the next such call, which restores all bits.
+void model_average(Model *m, float share);
 // Between these two calls every lap of a step is timed, into timing.h. Losses and weights stay bitwise identical.
 void model_timing_begin(Model *m);
 void model_timing_end(Model *m);
@@ -297,6 +303,16 @@ static void load_report(const Mesh *mesh, const Config *c, double micro_steps, c
     r->balance = (float)(balances / (blocks * c->active_experts));
     r->idlest = (float)(least * (double)all / rows);
     r->busiest = (float)(most * (double)all / rows);
+}
+// Each of values (count), none of which is negative, becomes the largest of all ranks. Returns the largest of all.
+static float comm_max(const Comm *c, float *values, int count) {
+    float *all = (float *)comm_gathered(c, values, count * sizeof *values), most = 0;
+    for (int i = 0; i < c->world * count; i++) {
+        values[i % count] = fmaxf(values[i % count], all[i]);
+        most = fmaxf(most, all[i]);
+    }
+    free(all);
+    return most;
 }
 // What rank 0 drew becomes that of its group; together: of all groups (computes_together).
 static void share_drawn(const Mesh *mesh, int together, Drawn *drawn, int count) {

@@ -61,14 +61,14 @@ typedef struct {
 typedef struct {
     // parameters: units in the order of the table, of each what slot_keeps says
     floatX *weights, *grads;
-    floatX *frozen;         // --lora: the model's weights, in the order of their table
-    Quantised quantised;    // --weights: the matrices, which are then not among the model's weights
-    floatX *merged;         // --weights, --lora: a block's matrices as products read them, or the head (weights.cuh)
-    int merged_block;       // the block that is in `merged`; 0: none
-    float *grad_sums;       // of the micro-steps so far, in fp32; laid out as grads
-    floatX *block_weights;  // ZeRO 3: those of two blocks, gathered
-    floatX *block_grads;    // ZeRO 2, 3: those of two blocks, of one micro-step
-    float *master;
+    floatX *frozen;           // --lora: the model's weights, in the order of their table
+    Quantised quantised;      // --weights: the matrices, which are then not among the model's weights
+    floatX *merged;           // --weights, --lora: a block's matrices as products read them, or the head (weights.cuh)
+    int merged_block;         // the block that is in `merged`; 0: none
+    float *grad_sums;         // of the micro-steps so far, in fp32; laid out as grads
+    floatX *block_weights;    // ZeRO 3: those of two blocks, gathered
+    floatX *block_grads;      // ZeRO 2, 3: those of two blocks, of one micro-step
+    float *master, *average;  // average: --ema
     void *m, *v;
     char *staging[NUM_SLOTS];    // (2, plan_piece) --offload: of a slot that is in host memory
     void *snapshots[NUM_SLOTS];  // --debug save-async: pinned copies of this rank's shards of a slot, unit after unit
@@ -109,7 +109,8 @@ typedef struct {
     int *saved_routing;
     floatX *expert_rows, *router_logits;
     float *dots, *load, *host_load;
-    float *attention;  // its D
+    float *attention;               // its D
+    float *largest, *host_largest;  // --qk-clip: (L,NH) of the step's logits of attention
     AttentionTickets *tickets;
     floatX *dx, *branch;
     float *stream_sums;  // (C) column sums of dx
@@ -297,6 +298,7 @@ static int plan_slot_is_bf16(const Plan *p, Slot s) {
     case SLOT_FROZEN: return sizeof(floatX) == 2;
     case SLOT_M:
     case SLOT_V: return p->bf16_states;
+    case SLOT_AVERAGE:
     case SLOT_MASTER: return 0;
     default: unhandled(s);
     }
@@ -311,6 +313,7 @@ static void *slot_pointer(const Buffers *b, Slot s) {
     case SLOT_M: return b->m;
     case SLOT_V: return b->v;
     case SLOT_MASTER: return b->master;
+    case SLOT_AVERAGE: return b->average;
     case SLOT_FROZEN: return b->frozen;
     default: unhandled(s);
     }
@@ -346,6 +349,7 @@ static int plan_offloads(const Plan *p, Slot s) {
     switch (s) {
     case SLOT_WEIGHT:
     case SLOT_GRAD:
+    case SLOT_AVERAGE:
     case SLOT_FROZEN: return 0;
     case SLOT_M:
     case SLOT_V: return p->offload & OFFLOAD_STATES;
@@ -461,6 +465,7 @@ static void request_states(const Plan *p, Buffers *b, Memory *m) {
         memory_request_pinned(m, (char **)s.where, s.name, bytes);
         memory_request(m, &b->staging[s.slot], s.pieces, 2 * plan_piece(p) * size);
     }
+    if (p->options.ema > 0) memory_request(m, &b->average, "average of weights", plan_kept(p, SLOT_AVERAGE));
 }
 static void request_muon(const Plan *p, Buffers *b, Memory *m) {
     const MuonRoom room = region_of(p).muon;
@@ -513,11 +518,12 @@ static void request_parameters(const Plan *p, Buffers *b, Memory *m) {
         {SLOT_M, "copy of m, to be saved"},
         {SLOT_V, "copy of v, to be saved"},
         {SLOT_MASTER, "copy of masters, to be saved"},
+        {SLOT_AVERAGE, "copy of the average, to be saved"},
     };
-    static_assert(COUNT_OF(copies) == 1 + COUNT_OF(optimiser_states), "a state has no copy");
+    static_assert(COUNT_OF(copies) == 2 + COUNT_OF(optimiser_states), "a state has no copy");
     memory_group(m, "optimiser");
     for (const auto &copy : copies)
-        if (copy.slot != SLOT_MASTER || p->has_master)
+        if (copy.slot == SLOT_MASTER ? p->has_master : copy.slot != SLOT_AVERAGE || p->options.ema > 0)
             memory_request_pinned(m, (char **)&b->snapshots[copy.slot], copy.name,
                                   slot_before(&p->mesh->dp, p->table, KEEP_SHARDS, copy.slot, p->table->num_units) *
                                       plan_slot_bytes(p, copy.slot));
@@ -556,6 +562,7 @@ static void request_activations(const Plan *p, Buffers *b, Memory *m) {
         memory_request(m, &b->cos_sin, "rope table (T,HD/2,2)", (size_t)p->T * c->head_dim);
 }
 static size_t load_size(const Config *c) { return (size_t)c->num_layers * c->num_experts + 1; }
+static size_t plan_all_heads(const Plan *p) { return (size_t)p->config.num_layers * p->local.num_heads; }
 static void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
     const Region region = region_of(p);
@@ -578,6 +585,10 @@ static void request_scratch(const Plan *p, Buffers *b, Memory *m) {
         memory_request_pinned(m, &b->host_load, "experts' load", load_size(c));
     }
     memory_request(m, &b->tickets, "attention's work in turns", 1);
+    if (p->trains && p->options.qk_clip > 0) {
+        memory_request(m, &b->largest, "largest logits (L,NH)", plan_all_heads(p));
+        memory_request_pinned(m, &b->host_largest, "largest logits", plan_all_heads(p));
+    }
     memory_request(m, &b->stream_sums, "column sums of the residual gradient", c->channels);
     if (p->trains) memory_request(m, &b->column_sums, "partial column sums", column_sums_size(p));
     memory_request(m, (char **)&b->reduce, "partial sums, sorting", reduce_bytes(p, b->num_shards));

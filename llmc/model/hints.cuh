@@ -45,7 +45,7 @@ static int fit_way(const Plan *p, const Options *asked, int i, int blocks, Optio
     *o = *asked;
     o->recompute = recompute;
     if (blocks) o->recompute_blocks = blocks;
-    if (list) o->offload = offload_lists[list][p->has_master];
+    if (list) o->offload = offload_lists[list][p->has_master && !plan_needs_fp32(p)];
     if (each_pass) o->fp8_copies = 0;
     if (keeps_attention) o->recompute_attention = 0;
     if (keeps_attention && (asked->recompute_attention >= 0 || !blocks)) return 0;
@@ -123,7 +123,7 @@ static Options fit_options(const Plan *p, const Options *asked, MemoryBytes room
 // One of these lists, if the host has room for it and none was given.
 static void offload_if_host_has_room(const Plan *p, Options *o, int list, int B, MemoryBytes room) {
     Options other = *o;
-    other.offload = offload_lists[list][p->has_master];
+    other.offload = offload_lists[list][p->has_master && !plan_needs_fp32(p)];
     const int can = p->trains && !(list >= 2 && p->table->muon);
     if (can && !*p->options.offload && run_bytes(p, &other, B).host <= room.host) *o = other;
 }
@@ -142,7 +142,7 @@ static int options_that_fit(const Plan *p, Options *o, MemoryBytes room, int B) 
         const int offloaded = offloads(o);
         if (i == 11 && p->trains && !(offloaded & OFFLOAD_STATES)) o->state_dtype = "bf16";
         if (i == 12 && p->sums_in_fp32) o->grad_dtype = "bf16";
-        if (i == 13 && p->has_master && !(offloaded & OFFLOAD_MASTER)) o->master_weights = 0;
+        if (i == 13 && p->has_master && !plan_needs_fp32(p) && !(offloaded & OFFLOAD_MASTER)) o->master_weights = 0;
     }
     return run_fits(p, o, B, room);
 }

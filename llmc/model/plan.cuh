@@ -170,11 +170,16 @@ static WeightFormat plan_weights(const Plan *p) {
     quant_check(f, "columns of the MLP", c->ffn_dim);
     return f == WEIGHTS_BF16 ? WEIGHTS_FP32 : f;
 }
+// What follows an update reads and writes fp32 weights.
+static int plan_needs_fp32(const Plan *p) { return p->options.ema > 0 || p->options.qk_clip > 0; }
 static int plan_offload(const Plan *p) {
     const int asked = p->trains ? offloads(&p->options) : 0;
     require(!p->table->muon || !(asked & (OFFLOAD_STATES | OFFLOAD_MASTER)),
             "--optimizer muon has whole matrices at a time, --offload states and master take them in pieces\n"
             "leave states and master out; --zero-stage 1 shards them over GPUs");
+    const int has_fp32 = !(asked & OFFLOAD_MASTER) && (p->has_master || sizeof(floatX) == sizeof(float));
+    require(!p->trains || !plan_needs_fp32(p) || has_fp32,
+            "--ema and --qk-clip need fp32 weights on the GPU\nleave --offload master and --master-weights 0 out");
     require(p->has_master || !(asked & OFFLOAD_MASTER),
             "--offload master has none: weights are fp32 already, or --master-weights is 0\nleave master out");
     require(p->options.recompute == 3 || !(asked & OFFLOAD_ACTIVATIONS),

@@ -183,14 +183,18 @@ static ValScore validation_score(Evaluation *e, Model *m, const Tokenizer *token
     const ValScore r = {total / tokens, text > 0 ? total / log(2) / text : NAN};
     return r;
 }
-// Of a set, or (name NULL) of all. Bits per byte of text (end-of-text has no bytes) compare models with different
-// tokenizers.
-static void report_val(Logger *logger, const char *name, long long step, long long tokens, ValScore v, double begin) {
-    printf("eval %6lld | %s loss %.4f", step, name ? name : "val", v.loss);
+// Of a set, or (name NULL) of all; average: --ema's. Bits per byte of text (end-of-text has no bytes) compare models
+// with different tokenizers.
+static void report_val(Logger *logger, const char *name, int average, long long step, long long tokens, ValScore v,
+                       double begin) {
+    printf("eval %6lld | %s loss %.4f%s", step, name ? name : "val", v.loss, average ? " of the average" : "");
     if (!isnan(v.bpb)) printf(" | %.4f bits/byte", v.bpb);
     printf(" | %.1f s\n", now_seconds() - begin);
-    logger_event(logger, name ? "eval_set" : "eval", step, "name %s loss %g bpb %f tokens %lld", name, v.loss, v.bpb,
-                 tokens);
+    logger_event(logger,
+                 average ? "eval_average"
+                 : name  ? "eval_set"
+                         : "eval",
+                 step, "name %s loss %g bpb %f tokens %lld", name, v.loss, v.bpb, tokens);
 }
 
 // ---- multiple choice
@@ -275,8 +279,9 @@ static ChoiceScore choice_score(Evaluation *e, const EvalSet *s, Model *m) {
 // ---- everything
 
 // After `step` optimiser steps and `tokens` tokens. tokenizer: of the data, or NULL. Prints nothing that a signal
-// ended. Returns the validation loss, the same on all ranks; NaN: there is none.
-static double evaluate(Evaluation *e, Model *m, const Tokenizer *tokenizer, Logger *log, long long step,
+// ended. Returns the validation loss, the same on all ranks; NaN: there is none. average: --ema's is in the weights'
+// place; of it the validation loss is all.
+static double evaluate(Evaluation *e, Model *m, int average, const Tokenizer *tokenizer, Logger *log, long long step,
                        long long tokens) {
     const Mixture *val = &e->val.mixture;
     double begin = now_seconds();
@@ -287,10 +292,10 @@ static double evaluate(Evaluation *e, Model *m, const Tokenizer *tokenizer, Logg
         if (e->stopped) return NAN;
         mean.loss += share * v.loss;
         mean.bpb += share * v.bpb;
-        if (val->count > 1) report_val(log, val->patterns[i], step, tokens, v, begin);
+        if (val->count > 1 && !average) report_val(log, val->patterns[i], 0, step, tokens, v, begin);
     }
-    if (e->has_val) report_val(log, NULL, step, tokens, mean, begin);
-    for (int i = 0; i < e->num_sets; i++) {
+    if (e->has_val) report_val(log, NULL, average, step, tokens, mean, begin);
+    for (int i = 0; i < e->num_sets && !average; i++) {
         const EvalSet *s = &e->sets[i];
         begin = now_seconds();
         const ChoiceScore c = choice_score(e, s, m);

@@ -10,8 +10,13 @@
 
 static void score(Trainer *t) {
     TrainState *s = &t->state;
-    const double loss =
-        evaluate(&t->eval, t->model, t->has_tokenizer ? &t->tokenizer : NULL, &t->log, s->step, s->tokens);
+    const Tokenizer *tokenizer = t->has_tokenizer ? &t->tokenizer : NULL;
+    const double loss = evaluate(&t->eval, t->model, 0, tokenizer, &t->log, s->step, s->tokens);
+    if (model_has_slot(t->model, SLOT_AVERAGE) && t->eval.has_val && !t->eval.stopped) {
+        model_average(t->model, -1);
+        evaluate(&t->eval, t->model, 1, tokenizer, &t->log, s->step, s->tokens);
+        model_average(t->model, -1);
+    }
     // a resumed run evaluates the same weights again
     if (!t->o.patience || s->step <= s->evaluated_step || isnan(loss)) return;
     s->evaluated_step = s->step;

@@ -170,10 +170,12 @@ static void report_step(Trainer *t, const StepReport *r) {
         tokens * flops_per_token(&t->config, facts_of(t->model).table, facts_of(t->model).frozen, t->o.seq_len);
     double mfu = peak > 0 ? flops / (r->seconds * peak) : NAN;
     t->step_seconds = t->steps_timed++ < 2 ? r->seconds : 0.95 * t->step_seconds + 0.05 * r->seconds;
-    char eta[32], all[32] = "", left[40] = "", z[64] = "", share[32] = "", name[24], more[48] = "", experts[48] = "";
+    char eta[32], all[32] = "", left[40] = "", z[64] = "", share[32] = "", name[24], more[48] = "", experts[48] = "",
+                  qk[24] = "";
     double value;
     const StepResult *x = &r->result;
     if (x->busiest > 0) snprintf(experts, sizeof experts, " | experts %.2f to %.2f", x->idlest, x->busiest);
+    if (t->o.qk_clip) snprintf(qk, sizeof qk, " | qk %.1f", x->logit);
     if (r->more && sscanf(r->more, ",\"%23[^\"]\":%lf", name, &value) == 2)
         snprintf(more, sizeof more, " | %s %.4g", name, value);
     if (!isnan(r->loss_z)) snprintf(z, sizeof z, " (z %+.2f, %+.2f)", r->loss_z, r->norm_z);
@@ -182,8 +184,8 @@ static void report_step(Trainer *t, const StepReport *r) {
     if (t->steps) snprintf(all, sizeof all, "/%lld", t->steps);
     if (t->steps) snprintf(left, sizeof left, " | ETA %s", eta);
     snprintf(t->step_line, sizeof t->step_line,
-             "step %6ld%s | loss %.4f%s | norm %.4f%s%s | lr %.2e | %.1f ms%s | %.0f tok/s%s%s%s", t->state.step, all,
-             loss, more, norm, z, experts, r->lr, 1e3 * r->seconds, share, tokens / t->step_seconds, left,
+             "step %6ld%s | loss %.4f%s | norm %.4f%s%s%s | lr %.2e | %.1f ms%s | %.0f tok/s%s%s%s", t->state.step, all,
+             loss, more, norm, z, experts, qk, r->lr, 1e3 * r->seconds, share, tokens / t->step_seconds, left,
              skipped ? " | update skipped: " : "", skipped ? skipped : "");
     if (skipped || !console_columns() || t->state.step == t->steps) {
         puts(t->step_line);
@@ -195,6 +197,7 @@ static void report_step(Trainer *t, const StepReport *r) {
                       r->lr, 1e3 * r->seconds, tokens / r->seconds, mfu, t->state.tokens, model_memory_gib(t->model),
                       skipped);
     if (x->busiest > 0) json_write_fields(f, "balance %g idlest %g busiest %g", x->balance, x->idlest, x->busiest);
+    if (t->o.qk_clip) json_write_fields(f, "qk_logit %g", x->logit);
     if (r->more) fputs(r->more, f);
     logger_end(&t->log);
 }

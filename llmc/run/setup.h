@@ -192,6 +192,9 @@ static void choose_config(Trainer *t, int argc, char **argv) {
         t->o.seq_len = t->config.max_seq_len;
     if (*t->o.draft) t->draft_config = config_from_json(t->o.draft);
     t->o.window = config_window(&t->config, t->o.window, t->o.seq_len);
+    const int clips = t->o.qk_clip && !forward_only(&t->o);
+    require(!clips || (!t->config.qk_norm && !t->o.lora && !*t->o.calls),
+            "--qk-clip is not for models with QK-norm, --lora and --debug calls\nleave it out");
     require(!t->config.tied || !is_given(t->o.lr_head),
             "--lr-head %g: the head of this model is its embedding\nuse --lr-embedding, or a model with tied=0",
             t->o.lr_head);
@@ -574,6 +577,8 @@ static void load_or_init(Trainer *t) {
             init_weights(t->model, t->o.seed);
         t->state.seed = t->o.seed;
     }
+    if (model_has_slot(t->model, SLOT_AVERAGE) && (!*t->resumed_from.text || t->o.reset_optimizer))
+        model_average(t->model, 1);
     record_options(t);
     if (*t->resumed_from.text && !forward_only(&t->o)) report_changed_options(t);
     if (t->train.num_shards && !t->o.overfit) compare_data(t);

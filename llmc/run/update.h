@@ -69,6 +69,8 @@ static StepReport update(Trainer *t, const UpdateParams *p, double lr, int64_t t
     r.lr = lr;
     r.tokens = tokens;
     r.result = model_update(t->model, p);
+    // also where the update was left out: the average's clock is the step
+    if (t->o.ema > 0 && p->step % AVERAGE_EVERY == 0) model_average(t->model, 1 - pow(t->o.ema, AVERAGE_EVERY));
     console_overwrite("");
     const int finite = r.result.verdict != STEP_NOT_FINITE;
     r.loss_z = finite ? window_zscore(&t->state.loss, r.result.loss) : NAN;
