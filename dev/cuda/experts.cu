@@ -321,8 +321,9 @@ static void bench_mixture(const char *name, Shape s) try {
     ladder_skip(no);
 }
 
-// Few rows an expert: what the order of tiles costs. bytes: of each operand once.
-static void bench_groups(Shape s) try {
+// Few rows an expert: what the order of tiles costs, in groups of so many rows. bytes: of each operand once.
+static void bench_groups(Shape s, int group) try {
+    ladder_case("N=%d, %d of %d experts, C=%d F=%d, tiles in groups of %d rows", s.N, s.K, s.E, s.C, s.F, group);
     const size_t ecf = (size_t)s.E * s.C * s.F;
     Experts x = device_experts(&s);
     Matmul mm = open_matmul();
@@ -334,15 +335,12 @@ static void bench_groups(Shape s) try {
     experts_forward(&p, &x, h);
     const double rows = (double)*download(x.rows.groups + s.E, 1), bytes = sizeof(floatX) * (2.0 * ecf + rows * s.C);
     const int usual = matmul_group_rows;
-    for (int group : {128, 256, 2048}) {
-        ladder_case("N=%d, %d of %d experts, C=%d F=%d, tiles in groups of %d rows", s.N, s.K, s.E, s.C, s.F, group);
-        matmul_group_rows = group;
-        bench("fc", bytes + rows * 2 * s.F * sizeof(floatX), 4.0 * s.N * s.K * s.C * s.F,
-              [&] { experts_product(&p, &x, &x.fc, MATMUL_FORWARD, x.fc.aux, x.wide); });
-        bench("fcproj dX", bytes - ecf * sizeof(floatX) + rows * s.F * sizeof(floatX), 2.0 * s.N * s.K * s.C * s.F,
-              [&] { experts_product(&p, &x, &x.fcproj, MATMUL_BACKWARD_INPUT, x.da, x.wide); });
-        matmul_group_rows = usual;
-    }
+    matmul_group_rows = group;
+    bench("fc", bytes + rows * 2 * s.F * sizeof(floatX), 4.0 * s.N * s.K * s.C * s.F,
+          [&] { experts_product(&p, &x, &x.fc, MATMUL_FORWARD, x.fc.aux, x.wide); });
+    bench("fcproj dX", bytes - ecf * sizeof(floatX) + rows * s.F * sizeof(floatX), 2.0 * s.N * s.K * s.C * s.F,
+          [&] { experts_product(&p, &x, &x.fcproj, MATMUL_BACKWARD_INPUT, x.da, x.wide); });
+    matmul_group_rows = usual;
     matmul_close(&mm);
 } catch (const NoRoom &no) {
     ladder_skip(no);
@@ -361,7 +359,7 @@ int main(int argc, char **argv) {
     }
     if (ladder.bench) {
         measure_limits();
-        bench_groups({4096, 128, 8, 2048, 768, 1, 0});
+        for (int group : {128, 256, 2048}) bench_groups({4096, 128, 8, 2048, 768, 1, 0}, group);
         bench_mixture("Qwen3-30B-A3B", {16384, 128, 8, 2048, 768, 1, 0});
         bench_mixture("Qwen3-30B-A3B", {4096, 128, 8, 2048, 768, 1, 0});
         bench_mixture("Mixtral", {16384, 8, 2, 4096, 14336, 1, 0});

@@ -137,7 +137,7 @@ static void check_product(int B, int T, int NH, int NKV, int C, bool has_gains, 
     const size_t N = (size_t)B * T, width = (size_t)p.plain.out, n = N * width, of_qk = (size_t)(NH + NKV) * 128;
     for (int autotune = 0; autotune < 2; autotune++) {
         Matmul mm;
-        matmul_open(&mm, device_new<char>(MATMUL_WORKSPACE_BYTES), MATMUL_WORKSPACE_BYTES, 0, autotune);
+        matmul_open(&mm, device_new<char>(MATMUL_WORKSPACE_BYTES), 0, autotune);
         p.run_apart(&mm);
         const float *out = download(p.out, n), *raw = download(p.x.aux, n);
         const auto compare = [&](const char *how) {
@@ -168,7 +168,7 @@ static void bench_product(int B, int T, int NH, int NKV, int C, bool has_gains, 
     QkvProduct p(B, T, NH, NKV, C, has_gains, has_bias, pairs, fp8);
     const double flops = matmul_flops(&p.plain);
     Matmul mm;
-    matmul_open(&mm, device_new<char>(MATMUL_WORKSPACE_BYTES), MATMUL_WORKSPACE_BYTES, 0, 1);
+    matmul_open(&mm, device_new<char>(MATMUL_WORKSPACE_BYTES), 0);
     bench("q, k, v product, then forward", 0, flops, [&] { p.run_apart(&mm); });
     bench("q, k, v product, normalised", 0, flops, [&] { p.run_fused(&mm, 0, B * T); });
     if (ladder.verbose) matmul_report(&mm, stdout);

@@ -10,6 +10,8 @@ void matmul_rows(const RowsProduct *p, cudaStream_t) {
     require(0, "a product of %d rows in few bits needs a bf16 build\nask matmul_rows_here first", p->rows);
 }
 #else
+#include <algorithm>
+
 #include "activation_policy.cuh"
 #include "../cuda/tile.cuh"
 
@@ -396,14 +398,11 @@ static int rows_bits(const RowsProduct *p) { return p->w.format == WEIGHTS_FP32 
 // Of a row of codes: as they lie on the device (kernels/lora.cuh).
 static int rows_bytes(const RowsProduct *p) { return (int)round_up(quant_row_bytes(p->w.format, p->K), 16); }
 static int rows_tiles(const RowsProduct *p) { return (int)ceil_div(p->N, ROWS_TILE); }
-// So many that each SM has a block, and each block some stages.
+// So many that half of the SMs have a second block, and each block 512 of k. With more blocks the clusters of a wide tile
+// do not all find room at once; with fewer some SMs have two blocks while others have none. Measured on H100 and H200.
 static int rows_splits(const RowsProduct *p) {
-    const int stages = (int)ceil_div((size_t)p->K * rows_bits(p), 1024);
-    int splits = 1;
-    while (splits < ROWS_SPLITS && 2 * splits * rows_tiles(p) <= device_attribute(cudaDevAttrMultiProcessorCount) &&
-           stages >= 8 * splits)
-        splits *= 2;
-    return splits;
+    const int blocks = device_attribute(cudaDevAttrMultiProcessorCount) * 3 / 2;
+    return std::max(1, std::min<int>({ROWS_SPLITS, p->K / 512, blocks / rows_tiles(p)}));
 }
 template <typename T> static void rows_launch(const RowsProduct *p, cudaStream_t stream) {
     static int prepared;
