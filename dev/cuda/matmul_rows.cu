@@ -108,7 +108,7 @@ int main(int argc, char **argv) {
                 check_product(f, rows, 260, 128, 1, MLP_RELU2, 0);
                 check_product(f, rows, 1152, 896, 0, MLP_GELU, 1);
             }
-            for (int rows : {9, 64, 100, 256}) {  // k in 7 and 3 parts
+            for (int rows : {9, 64, 100, 256}) {  // k in 6 and 3 parts
                 check_product(f, rows, 260, 3584, 0, MLP_GELU, 0);
                 check_product(f, rows, 384, 1536, 1, MLP_SWIGLU, 0);
             }

@@ -20,7 +20,7 @@
 #include "../cuda/common.cuh"
 #include "../quant.h"
 
-enum { ROWS_TILE = 128, ROWS_SPLITS = 8 };
+enum { ROWS_TILE = 128, ROWS_SPLITS = 6 };
 
 // A matrix as it is kept.
 typedef struct RowsWeight {
