@@ -28,6 +28,7 @@ import launcher  # noqa: E402
 from dev.tool_output import outlive_reader  # noqa: E402
 
 EOT, WINDOW = 256, 128
+MOST_ROWS = 256  # of a step: DECODE_ROWS
 PATIENCE = 120  # seconds without an event, after which the ranks count as hanging
 
 
@@ -179,7 +180,8 @@ def main():
         train_model(program, small, 1)
         command = [MPIRUN, "--oversubscribe", "--bind-to", "none", "-np", o.ranks] if o.ranks > 1 else []
         command += [program, "-e", big, "--tp", o.ranks, "--serve", o.slots, *o.options]
-        ranks = Ranks(command + (["--draft", small] if o.draft else []))
+        proposed = min(4, MOST_ROWS // o.slots - 1)
+        ranks = Ranks(command + (["--draft", small, "--debug", f"draft-tokens={proposed}"] if o.draft else []))
         begin = time.monotonic()
         tokens, answers = stress(ranks, o.requests)
         seconds = time.monotonic() - begin
