@@ -133,10 +133,10 @@ $(CU)/%.ptx: %.cu train_gpt2.cu train_gpt2.c $(HEADERS) $(wildcard dev/cuda/*.cu
 # What takes long to compile is an object that trainer, tests and ladders share.
 MATMUL_OBJECTS := $(patsubst %,$(CU)/llmc/kernels/matmul_hopper_%.o,forward backward fp8)
 $(addprefix $(CU)/,train_gpt2cu test_gpt2cu $(addprefix dev/cuda/,experts lora matmul matmul_fp8 muon qk_norm rope tp)): $(MATMUL_OBJECTS)
-$(addprefix $(CU)/,train_gpt2cu test_gpt2cu): $(patsubst %,$(CU)/llmc/%.o,kernels/attention kernels/attention_decode kernels/decode_experts kernels/matmul_rows kernels/norm model/decode)
+$(addprefix $(CU)/,train_gpt2cu test_gpt2cu): $(patsubst %,$(CU)/llmc/%.o,kernels/attention kernels/attention_rows kernels/decode_experts kernels/matmul_rows kernels/norm model/decode)
 $(addprefix $(CU)/dev/cuda/,experts matmul_rows): $(CU)/llmc/kernels/matmul_rows.o
 $(addprefix $(CU)/dev/cuda/,experts decode_experts): $(CU)/llmc/kernels/decode_experts.o
-$(CU)/dev/cuda/attention_decode: $(CU)/llmc/kernels/attention_decode.o
+$(CU)/dev/cuda/attention_rows: $(CU)/llmc/kernels/attention_rows.o
 $(CU)/train_gpt2cu $(CU)/test_gpt2cu: $(CU)/%cu: $(CU)/%.o $(BUILD)/revision.o
 	$(NVCC) $(NVFLAGS) $^ -o $@.$(PARTIAL) $(CUDA_LIBS) $(MPI_LIBS) $(if $(MPI_LIBS),$(NCCL_LIBS)) && mv -f $@.$(PARTIAL) $@
 # All objects at once, under a plain make, too. fp32 has a name of its own, to have both.

@@ -1110,7 +1110,7 @@ void attention_prompt_cpu(float *out /*(T,NH*HD)*/, float *lse /*(NH,T)*/, const
     free(rows);
 }
 // N rows of any slots: each sees the keys of its slot up to its own.
-void attention_decode_cpu(float *out /*(N,NH*HD)*/, const float *qkv, const KvLayer *c, const KvPlace *places, int N) {
+void attention_rows_cpu(float *out /*(N,NH*HD)*/, const float *qkv, const KvLayer *c, const KvPlace *places, int N) {
     const int NH = c->NH, HD = c->HD;
     const size_t row = area(NH + 2 * c->NKV, HD);
     #pragma omp parallel for schedule(dynamic)
@@ -1605,7 +1605,7 @@ static void attend_cached(const Pass *p, const Block *b, int l) {
     if (p->prompt)
         attention_prompt_cpu(b->a.y, b->a.lse, b->a.attended, kv, *p->places, p->N);
     else
-        attention_decode_cpu(b->a.y, b->a.attended, kv, p->places, p->N);
+        attention_rows_cpu(b->a.y, b->a.attended, kv, p->places, p->N);
 }
 
 void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses) {

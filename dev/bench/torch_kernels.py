@@ -109,7 +109,7 @@ def attention_repeated(s, compiled):
     return in_fixed_order(attention(s, compiled, "backward", None, SDPBackend.FLASH_ATTENTION))
 
 
-@peer(r"attention_decode one token")
+@peer(r"attention_rows one token")
 def decode(s, compiled):
     q, k, v = normal(s.S, s.NH, 1, s.HD), normal(s.S, s.NKV, s.T, s.HD), normal(s.S, s.NKV, s.T, s.HD)
     return lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=s.NKV != s.NH)

@@ -137,10 +137,10 @@ def test_table(ladder, tmp_path):
         + timed("attention", "wgmma forward", "GPT-2 124M, B=2 T=64 NH=2 NKV=2 HD=64", 360.5, flops=(572.0, 73.2)),
     )
     ladder(
-        "attention_decode",
-        head("attention_decode")
+        "attention_rows",
+        head("attention_rows")
         + timed(
-            "attention_decode",
+            "attention_rows",
             "one token",
             "S=1 T=10 NH=2 NKV=2 HD=64",
             5.0,
@@ -157,7 +157,7 @@ def test_table(ladder, tmp_path):
         re.M,
     ), done.stdout
     assert re.search(
-        r"^attention_decode one token .* 5\.0 +2001 GB/s +47\.8% of copy +theirs +7\.5 +1\.50x$", done.stdout, re.M
+        r"^attention_rows one token .* 5\.0 +2001 GB/s +47\.8% of copy +theirs +7\.5 +1\.50x$", done.stdout, re.M
     )
     assert "1 of 1 kernels are as fast" in done.stdout and "copy 4187 GB/s, matmul 781 TFLOP/s" in done.stdout
     page = (tmp_path / "table.md").read_text()
@@ -183,13 +183,13 @@ def test_failures_are_passed_on(ladder, tmp_path):
         "  hint: run memcheck\n",
         status=3,
     )
-    ladder("attention_decode", head("attention_decode") + timed("attention_decode", "one token", "T=1", 2.5))
+    ladder("attention_rows", head("attention_rows") + timed("attention_rows", "one token", "T=1", 2.5))
     done = run(tmp_path, "--only", "attention", "--output", tmp_path / "table.md")
     for text in (done.stdout, (tmp_path / "table.md").read_text()):
         assert (
             "attention failed: status 3" in text
             and "an illegal memory access" in text
-            and "attention_decode one token" in text
+            and "attention_rows one token" in text
             and "attention wgmma forward" in text
         )
     assert done.returncode == 1
@@ -200,11 +200,11 @@ def test_failures_are_passed_on(ladder, tmp_path):
         ladder("attention", text)
         done = run(tmp_path, "--only", "attention")
         assert done.returncode == 1 and f"attention failed: {message}" in done.stdout
-    (tmp_path / "dev/cuda/attention_decode").unlink()
-    done = run(tmp_path, "--only", "attention_decode")
+    (tmp_path / "dev/cuda/attention_rows").unlink()
+    done = run(tmp_path, "--only", "attention_rows")
     assert (
         done.returncode == 1
-        and "attention_decode failed: No such file" in done.stdout
+        and "attention_rows failed: No such file" in done.stdout
         and "make ladders" in done.stdout
     )
 
@@ -212,13 +212,13 @@ def test_failures_are_passed_on(ladder, tmp_path):
 def test_what_does_not_fit_is_said(ladder, tmp_path):
     skipped = form("skip ") % ("attention", "GPT-2 124M, B=64 T=1024", 24.9, 22.1)
     ladder("attention", head("attention") + skipped)
-    ladder("attention_decode", head("attention_decode") + timed("attention_decode", "one token", "T=1", 2.5))
+    ladder("attention_rows", head("attention_rows") + timed("attention_rows", "one token", "T=1", 2.5))
     done = run(tmp_path, "--only", "attention", "--output", tmp_path / "table.md")
     assert done.returncode == 0, done.stdout + done.stderr
     for text in (done.stdout, (tmp_path / "table.md").read_text()):
         assert (
             "not timed: attention, GPT-2 124M, B=64 T=1024: needs 24.9 GiB or more, 22.1 GiB are free" in text
-            and "attention_decode one token" in text
+            and "attention_rows one token" in text
         )
 
 
@@ -255,7 +255,7 @@ TOKENS = dict(B=2, T=8, C=16, Vp=50)
 CLASSIFIER = ("forward only", "forward and dlogits", "forward and dlogits, softcap", "loss_sum")
 KERNELS = (
     [(f"attention {path} {way}", HEADS) for path in ("wgmma", "mma.sync") for way in ("forward", "backward")]
-    + [("attention wgmma backward, rotated", HEADS), ("attention_decode one token", HEADS | {"S": 2})]
+    + [("attention wgmma backward, rotated", HEADS), ("attention_rows one token", HEADS | {"S": 2})]
     + [("matmul dbias", dict(N=8, C=8, OC=16)), ("matmul_rows product", dict(rows=8, N=16, K=8))]
     + [
         (f"activation {what}", dict(N=8, F=16))

@@ -264,7 +264,7 @@ static void test_cache(int HD, int T) {
     for (int f = 0; f < 2; f++) {
         float *to = f ? out : ours;
         attention_prompt_cpu(to, lse, qkv, &cache[f], (KvPlace){SLOT, 0}, T - 1);
-        attention_decode_cpu(to + area(T - 1, NH * HD), qkv + (T - 1) * row, &cache[f], places + T - 1, 1);
+        attention_rows_cpu(to + area(T - 1, NH * HD), qkv + (T - 1) * row, &cache[f], places + T - 1, 1);
     }
     const int same = !memcmp(ours, out, area(T, NH * HD) * sizeof(float));
     qkv[3 * row + (NH + 1) * HD + 5] = NAN;

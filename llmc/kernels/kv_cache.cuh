@@ -34,7 +34,7 @@ typedef struct {
     int slots, room;      // room: tokens of a slot
     int pages, each;      // all; those of a slot
     int *of_slot;         // (slots,each) pages, in device memory
-    // Of a step: its rows in device memory, and scratch of its attention (attention_decode.cuh).
+    // Of a step: its rows in device memory, and scratch of its attention (attention_rows.cuh).
     const DecodeInput *rows;
     const struct RowsWeight *kept;  // (4 L + 1) in host memory: weights as they are kept; NULL: as in training
     int few;                        // never more than 8 rows, of a mixture: kernels of decode_experts.cuh

@@ -3,7 +3,7 @@
 //   up to 8 rows   one kernel, which streams weights (kernels/decode.cuh). With --tp the kernels of all ranks exchange
 //                  sums and logits by peer-to-peer lines (model/decode_lines.cuh).
 //   more           the training forward on the rows of many sequences (train_gpt2.cu): its products are those of
-//                  kernels/matmul_rows.cuh, its attention that of kernels/attention_decode.cuh. Rows are filled up to
+//                  kernels/matmul_rows.cuh, its attention that of kernels/attention_rows.cuh. Rows are filled up to
 //                  64, 128 or 256. With --tp every rank has all rows, and sums of parts are exchanged.
 // A mixture of experts has the second one for all numbers of rows, filled up to a power of two, and
 // kernels/decode_experts.cuh for its experts; up to 8 rows also for most of what a block does.
@@ -125,8 +125,8 @@ static void decoder_request(const Plan *p, const Buffers *b, Decoder *d) {
     memory_request_pinned(m, &d->host_drawn, "what they drew", DECODE_STEPS * DECODE_ROWS);
     if (!d->has_kernel) {
         if (plan_is_split(p)) memory_request(m, &d->gathered, "logits by rank", (size_t)d->most * d->width);
-        memory_request(m, &k->parts, "spans of attention", attention_decode_parts(d->most, c->num_heads, c->head_dim));
-        memory_request(m, &k->arrived, "their counters", attention_decode_counters(d->most, c->num_kv_heads));
+        memory_request(m, &k->parts, "spans of attention", attention_rows_parts(d->most, c->num_heads, c->head_dim));
+        memory_request(m, &k->arrived, "their counters", attention_rows_counters(d->most, c->num_kv_heads));
         return;
     }
     memory_request(m, &d->matrices, "table of matrices", quantised_count(p));

@@ -7,10 +7,8 @@
 #ifndef LLMC_MODEL_FEW_BITS_CUH
 #define LLMC_MODEL_FEW_BITS_CUH
 
-#include "../kernels/decode.cuh"
-#include "../kernels/decode_experts.cuh"
 #include "../quant.h"
-#include "plan.cuh"
+#include "step_kernels.cuh"
 
 typedef struct {
     QuantMatrix *matrix;  // (4 L + 1) in the order of use; the array is in host memory
@@ -51,86 +49,6 @@ static QuantMatrix quantised_matrix(const Plan *p, int number) {
     const Linear *layers[] = {&p->qkv, &p->proj, &p->fc, &p->fcproj};
     const Linear *l = number == quantised_count(p) - 1 ? &p->head : layers[number % 4];
     return {p->weights, l->out * (is_of_experts(p, number) ? p->config.num_experts : 1), l->in, NULL, NULL};
-}
-
-// ---- by what a step of generation multiplies them
-
-static DecodeDtype decode_dtype(WeightFormat f) {
-    switch (f) {
-    case WEIGHTS_INT8: return DECODE_INT8;
-    case WEIGHTS_FP8: return DECODE_E4M3;
-    case WEIGHTS_INT4: return DECODE_INT4;
-    case WEIGHTS_FP32:
-    case WEIGHTS_BF16: return DECODE_NATIVE;
-    default: unhandled(f);
-    }
-}
-// The kernel of a step of generation, so far as the plan knows it.
-static Decode decode_of_plan(const Plan *p) {
-    const Config *c = &p->local;
-    Decode d = {};
-    d.layers = c->num_layers;
-    d.C = c->channels;
-    d.NH = c->num_heads;
-    d.NKV = c->num_kv_heads;
-    d.HD = c->head_dim;
-    d.F = c->ffn_dim;
-    d.head_columns = c->padded_vocab_size;
-    d.norm = c->norm;
-    d.norm_eps = c->norm_eps;
-    d.mlp = c->mlp;
-    d.qk_norm = c->qk_norm != QK_NORM_NONE;
-    d.query_scale = query_scale(c);
-    for (int kind = 0; kind < DECODE_KINDS; kind++)  // matrices with adapters are merged, into floatX
-        d.dtype[kind] = p->lora.rank && kind != DECODE_HEAD ? DECODE_NATIVE : decode_dtype(p->weights);
-    return d;
-}
-// Whether a step of generation reads weights as they are kept. Samples of training are in the arithmetic that trained:
-// products in fp8, or of weights that are merged block by block, go through the training forward. Calls want many texts
-// soon: of weights as they are, or merged before (decoder_merges).
-static int plan_steps_as_kept(const Plan *p) {
-    const int trains_alike = !p->fp8 && !p->lora.rank;
-    return p->zero_stage < 3 && (trains_alike || *p->options.calls);
-}
-// Steps of few rows: as one kernel. With --tp ranks must be able to write to each other's memory, which is known when
-// links are open.
-static int plan_has_decode_kernel(const Plan *p) {
-    const Decode sizes = decode_of_plan(p);
-    return plan_steps_as_kept(p) && !p->config.num_experts && decode_fits(&sizes);
-}
-// Steps of many rows: by products that read weights as they are kept; else by those of training.
-static int plan_has_rows_kernel(const Plan *p) {
-    int fits = plan_steps_as_kept(p);
-    for (const Linear *l : {&p->qkv, &p->proj, &p->fc, &p->fcproj, &p->head}) {
-        const RowsProduct sizes = {1, l->out, l->in, {p->weights}};
-        const int is_mlp = l == &p->fc || l == &p->fcproj;
-        fits = fits && ((is_mlp && p->config.num_experts) || matmul_rows_fits(&sizes));
-    }
-    return fits;
-}
-// Steps of a mixture: by products that read the experts of their rows alone; else by those of training, which read all.
-static int plan_has_experts_kernel(const Plan *p) {
-    int fits = plan_steps_as_kept(p) && p->config.num_experts;
-    for (const Linear *l : {&p->fc, &p->fcproj}) {
-        ExpertsProduct sizes = {};
-        sizes.in = l->in;
-        sizes.out = l->out;
-        sizes.format = p->weights;
-        fits = fits && decode_experts_fits(&sizes);
-    }
-    return fits;
-}
-// The same of few rows, by kernels that take a block's norms, the choice of experts and their sums with the products.
-static int plan_has_few_kernels(const Plan *p) {
-    const Config *c = &p->config;
-    int fits = plan_has_experts_kernel(p) && !plan_is_split(p) && c->norm == NORM_RMS && !c->qkv_bias &&
-               !c->linear_bias && c->active_experts <= WARP;
-    for (const Linear *l : {&p->qkv, &p->proj}) {
-        FewProduct sizes = {DECODE_FEW_ROWS, l->in, l->out, p->weights};
-        sizes.gain = l == &p->qkv ? (const floatX *)p : NULL;  // there is one
-        fits = fits && decode_few_fits(&sizes);
-    }
-    return fits;
 }
 
 // ---- where

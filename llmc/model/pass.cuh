@@ -3,7 +3,7 @@
 #define LLMC_PASS_CUH
 
 #include "../kernels/attention.cuh"
-#include "../kernels/attention_decode.cuh"
+#include "../kernels/attention_rows.cuh"
 #include "../kernels/kv_cache.cuh"
 #include "../kernels/matmul.cuh"
 #include "../kernels/matmul_rows.cuh"

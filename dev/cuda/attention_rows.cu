@@ -1,9 +1,9 @@
-// Ladder for llmc/kernels/attention_decode.cuh: attention over a cache of keys and values.
+// Ladder for llmc/kernels/attention_rows.cuh: attention over a cache of keys and values.
 //   nvcc -std=c++17 -O3 -Xcompiler -fopenmp -gencode arch=compute_90a,code=sm_90a -I. [-DPRECISION_FP32]
-//   dev/cuda/attention_decode.cu -o build/attention_decode -lcublasLt -lcublas
+//   dev/cuda/attention_rows.cu -o build/attention_rows -lcublasLt -lcublas
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
-#include "../../llmc/kernels/attention_decode.cuh"
+#include "../../llmc/kernels/attention_rows.cuh"
 #include "common.cuh"
 
 #include <vector>
@@ -52,8 +52,8 @@ static KvCache device_cache(int S, int room, int NKV, int HD, int rows, int NH, 
     const std::vector<int> of_slot = pages_of_slots(d.pages);
     cudaCheck(cudaMemcpy(d.of_slot, of_slot.data(), of_slot.size() * sizeof(int), cudaMemcpyHostToDevice));
     d.rows = device_zero<DecodeInput>(DECODE_ROWS);
-    d.parts = device_new<float>(attention_decode_parts(rows, NH, HD));
-    d.arrived = device_zero<unsigned>(attention_decode_counters(rows, NKV));
+    d.parts = device_new<float>(attention_rows_parts(rows, NH, HD));
+    d.arrived = device_zero<unsigned>(attention_rows_counters(rows, NKV));
     return d;
 }
 // Behind the rows comes one that is nobody's.
@@ -124,9 +124,9 @@ static void check_shape(int S, int room, int NH, int NKV, int HD, int fp8, int c
         upload_to(d_qkv, qkv, rows * width);
         if (changed) change_heads(qkv, &changes, places, rows, NH, NKV, HD);
         kv_append_cpu(&layer, qkv, places, rows);
-        attention_decode_cpu(out, qkv, &layer, places, rows);
+        attention_rows_cpu(out, qkv, &layer, places, rows);
         set_rows(&d, places, rows);
-        attention_decode(d_out, &d, 0, d_qkv, norm, table, rows + 1, NH, NKV, HD, stream);  // the last one is nobody's
+        attention_rows(d_out, &d, 0, d_qkv, norm, table, rows + 1, NH, NKV, HD, stream);  // the last one is nobody's
         check("out", d_out, out, (size_t)rows, (size_t)NH * HD, bound(4e-3, 2e-6), bound(1.5e-2, 1e-5));
         free(qkv);
     }
@@ -139,11 +139,11 @@ static void check_shape(int S, int room, int NH, int NKV, int HD, int fp8, int c
     check_rows(rows_cached, layer.values, 1);
     const size_t bytes = (size_t)NH * HD * sizeof(floatX);
     check_same_bits("bits", {{d_out, rows * bytes}},
-                    [&] { attention_decode(d_out, &d, 0, d_qkv, NULL, NULL, rows, NH, NKV, HD, stream); });
+                    [&] { attention_rows(d_out, &d, 0, d_qkv, NULL, NULL, rows, NH, NKV, HD, stream); });
     std::vector<char> all(bytes), alone(bytes);
     cudaCheck(cudaMemcpy(all.data(), (char *)d_out + (rows - 1) * bytes, bytes, cudaMemcpyDeviceToHost));
     set_rows(&d, places + rows - 1, 1);
-    attention_decode(d_out, &d, 0, d_qkv + (rows - 1) * width, NULL, NULL, 1, NH, NKV, HD, stream);
+    attention_rows(d_out, &d, 0, d_qkv + (rows - 1) * width, NULL, NULL, 1, NH, NKV, HD, stream);
     cudaCheck(cudaStreamSynchronize(stream));
     cudaCheck(cudaMemcpy(alone.data(), d_out, bytes, cudaMemcpyDeviceToHost));
     check_true(alone == all, "the last row alone has other bits");
@@ -158,13 +158,13 @@ static void bench_shape(int S, int T, int NH, int NKV, int HD, const char *name,
     set_rows(&d, places.data(), S);
     const double of_row = fp8 ? HD + 4 : 2 * HD;
     bench("one token", 2.0 * S * NKV * T * of_row, 0,
-          [&] { attention_decode(out, &d, 0, qkv, NULL, NULL, S, NH, NKV, HD, ladder.gpu.compute); });
+          [&] { attention_rows(out, &d, 0, qkv, NULL, NULL, S, NH, NKV, HD, ladder.gpu.compute); });
 } catch (const NoRoom &no) {
     ladder_skip(no);
 }
 
 int main(int argc, char **argv) {
-    ladder_open("attention_decode", argc, argv);
+    ladder_open("attention_rows", argc, argv);
     for (int fp8 = 0; ladder.check && fp8 < 2; fp8++) {
         check_shape(1, 1, 1, 1, 16, fp8);
         check_shape(2, 40, 3, 1, 16, fp8);

@@ -1,5 +1,5 @@
-// The kernels of attention_decode.cuh, an object of their own.
-#include "attention_decode.cuh"
+// The kernels of attention_rows.cuh, an object of their own.
+#include "attention_rows.cuh"
 
 // Block: a row. Its q and k are normalised and rotated; keys and values go to the cache, e4m3: by way of qkv.
 template <int N>
@@ -66,7 +66,7 @@ __device__ inline void attention_read_rows(AttentionRows &s, const DecodeInput *
 }
 template <int ROOM, typename Cached, int BLOCKS>
 __global__ void __launch_bounds__(DECODE_BLOCK_THREADS, BLOCKS)
-    attention_decode_kernel(const __grid_constant__ DecodeAttention a, const DecodeInput *rows, int count) {
+    attention_rows_kernel(const __grid_constant__ DecodeAttention a, const DecodeInput *rows, int count) {
     __shared__ AttentionRows s;
     kernels_behind_begin();
     attention_read_rows(s, rows, count, a.least);
@@ -82,7 +82,7 @@ template <int ROOM, typename Cached>
 static void attention_launch(const DecodeAttention *a, const DecodeInput *rows, int count, cudaStream_t stream) {
     constexpr int BLOCKS = ROOM > 128 ? 1 : 2;
     const int blocks = BLOCKS * device_attribute(cudaDevAttrMultiProcessorCount);
-    launch_early(attention_decode_kernel<ROOM, Cached, BLOCKS>, blocks, DECODE_BLOCK_THREADS, 0, 1, stream, *a, rows,
+    launch_early(attention_rows_kernel<ROOM, Cached, BLOCKS>, blocks, DECODE_BLOCK_THREADS, 0, 1, stream, *a, rows,
                  count);
 }
 template <typename Cached>
@@ -94,7 +94,7 @@ static void attention_of_width(const DecodeAttention *a, const DecodeInput *rows
     else
         attention_launch<DECODE_MOST_HD, Cached>(a, rows, count, stream);
 }
-void attention_decode(floatX *out, const KvCache *cache, int layer, floatX *qkv, const QkNorm *norm,
+void attention_rows(floatX *out, const KvCache *cache, int layer, floatX *qkv, const QkNorm *norm,
                       const float *cos_sin, int rows, int NH, int NKV, int HD, cudaStream_t stream) {
     require(HD % 8 == 0 && HD <= KV_MOST_HD, "generation with a head dimension of %d\nuse a multiple of 8 up to %d", HD,
             (int)KV_MOST_HD);

@@ -3,9 +3,9 @@
 // The first normalises and rotates q and k and writes each row's keys and values to the cache, e4m3 rounded. In the
 // second blocks take turns over rows, heads of keys and spans of keys; a row that is nobody's has none, nor has one of
 // a piece of a prompt.
-// Ladder: dev/cuda/attention_decode.cu. Not supported: HD above 256 or not a multiple of a 16-byte vector.
-#ifndef LLMC_ATTENTION_DECODE_CUH
-#define LLMC_ATTENTION_DECODE_CUH
+// Ladder: dev/cuda/attention_rows.cu. Not supported: HD above 256 or not a multiple of a 16-byte vector.
+#ifndef LLMC_ATTENTION_ROWS_CUH
+#define LLMC_ATTENTION_ROWS_CUH
 
 #include "decode_attention.cuh"
 #include "qk_norm.cuh"
@@ -15,12 +15,12 @@ enum {
 };
 
 // Elements of the scratch: floats of parts, counters that hold zeros.
-static size_t attention_decode_parts(int rows, int NH, int HD) { return (size_t)rows * NH * DECODE_SPANS * (HD + 2); }
-static size_t attention_decode_counters(int rows, int NKV) { return (size_t)rows * NKV; }
+static size_t attention_rows_parts(int rows, int NH, int HD) { return (size_t)rows * NH * DECODE_SPANS * (HD + 2); }
+static size_t attention_rows_counters(int rows, int NKV) { return (size_t)rows * NKV; }
 
 // out =. rows: those of `cache`. norm: NULL, or that of each head; cos_sin (room,HD/2,2): NULL, or q and k are rotated.
 // Both are in place; keys may stay as they were.
-void attention_decode(floatX *out, const KvCache *cache, int layer, floatX *qkv, const QkNorm *norm,
+void attention_rows(floatX *out, const KvCache *cache, int layer, floatX *qkv, const QkNorm *norm,
                       const float *cos_sin, int rows, int NH, int NKV, int HD, cudaStream_t stream);
 
 #endif
