@@ -2,7 +2,8 @@
 // lanes. For kernels that use no more of cuda/common.cuh and tile.cuh than stands here, which takes the place of both.
 // It shows what a kernel computes and whether its barriers and waits suffice: asynchronous copies arrive at once, or as
 // late as their wait allows. It does not run the threads of a block beside each other. SHARED_MEMORY, defined before:
-// the name under which the kernels declare theirs. Blocks that wait for each other each have a thread of the CPU
+// the name under which the kernels declare theirs; CLUSTER_BLOCKS, if it is defined: how many blocks a cluster has at
+// most, and theirs is then cluster_shared(). Blocks that wait for each other otherwise each have a thread of the CPU
 // (run_block); their shared memory is then declared by `#define __shared__ static thread_local`.
 #ifndef BLOCK_ON_CPU_H
 #define BLOCK_ON_CPU_H
@@ -14,7 +15,9 @@
 #include <functional>
 #include <map>
 #include <math.h>
+#include <memory>
 #include <setjmp.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,13 +31,18 @@
 #define __global__
 #define __launch_bounds__(...)
 #define __shared__
+#ifndef CLUSTER_BLOCKS
+#define CLUSTER_BLOCKS 1
+#endif
 using std::max;
 using std::min;
 template <typename T> static inline T __ldg(const T *p) { return *p; }
 static constexpr float LOG2E = 1.4426950408889634f;
 enum { WARP = 32 };
 struct int4 { int x, y, z, w; };
+struct uint2 { unsigned x, y; };
 struct float2 { float x, y; };
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 
 static inline float float_of_bits(uint32_t bits) {
     float x;
@@ -81,6 +89,20 @@ static inline float pair_squares(const float *a, const float *b) {
     return fmaf(b[1], b[1], fmaf(a[1], a[1], fmaf(b[0], b[0], a[0] * a[0])));
 }
 static inline float __uint_as_float(unsigned u) { return float_of_bits(u); }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const uint64_t both = (uint64_t)y << 32 | x;
+    unsigned r = 0;
+    for (int i = 0; i < 4; i++) r |= (unsigned)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return r;
+}
+static inline float half_of(uint32_t word, int upper) { return float_of_bits(upper ? word & 0xffff0000u : word << 16); }
+static inline unsigned fma_bf16(unsigned a, unsigned b, unsigned c) {
+    return pack_bf16(fmaf(half_of(a, 0), half_of(b, 0), half_of(c, 0)),
+                     fmaf(half_of(a, 1), half_of(b, 1), half_of(c, 1)));
+}
+static inline unsigned mask_and_set(unsigned x, unsigned mask, unsigned bits) { return (x & mask) | bits; }
 
 // ---- fibers
 
@@ -94,8 +116,8 @@ struct Fiber {
     ucontext_t begin;
     jmp_buf place;  // where it goes on. (swapcontext would ask the system at every turn.)
     bool begun;
-    std::vector<char> stack;
-    int index;
+    std::unique_ptr<char[]> stack;
+    int index, rank;  // in its block; of its block in the cluster
     bool ended;
     std::deque<std::vector<AsyncCopy>> groups;  // committed and not yet waited for
     std::vector<AsyncCopy> open;
@@ -108,8 +130,10 @@ struct Meeting {
 static thread_local std::vector<Fiber> fibers;
 static thread_local Fiber *fiber;  // that runs
 static thread_local jmp_buf scheduler;
-static thread_local Meeting block_meeting, named_meetings[16], warp_meetings[32];
-static thread_local size_t progress;  // meetings and arrivals so far
+static thread_local struct { Meeting all, named[16], warps[32]; } meetings[CLUSTER_BLOCKS];
+static thread_local Meeting cluster_meeting;
+static thread_local int block_threads, first_block;  // of a block; of the cluster
+static thread_local size_t progress;                 // meetings and arrivals so far
 static bool copies_late;
 static size_t copies_made;  // asynchronous ones, in bytes
 static std::function<void()> fiber_body;
@@ -117,13 +141,16 @@ struct Index { int x, y; };
 static thread_local Index blockIdx;
 #define threadIdx (Index{fiber->index, 0})
 enum { SHARED_BYTES = 1 << 18 };
-alignas(1024) int4 SHARED_MEMORY[SHARED_BYTES / sizeof(int4)];
+alignas(1024) int4 SHARED_MEMORY[CLUSTER_BLOCKS * SHARED_BYTES / sizeof(int4)];
+static inline int4 *cluster_shared() { return SHARED_MEMORY + fiber->rank * SHARED_BYTES / (int)sizeof(int4); }
 static char *const shared_memory = (char *)SHARED_MEMORY;
 static uint32_t shared_limit;
 static inline void require_shared(const char *what, uint32_t at, size_t bytes) {
-    if (at % bytes || at + bytes > shared_limit) {
-        printf("%s: %zu bytes at byte %u of %u\n", what, bytes, at, shared_limit);
-        exit(EXIT_FAILURE);
+    const uint32_t begin = (uint32_t)(fiber->rank * SHARED_BYTES);
+    if (at % bytes || at < begin || at - begin + bytes > shared_limit) {
+        printf("%s: %zu bytes at byte %u of %u\n", what, bytes, at - begin, shared_limit);
+        fflush(stdout);
+        _exit(EXIT_FAILURE);  // inside a fiber, whose stack no destructor may free
     }
 }
 
@@ -135,6 +162,7 @@ static inline void pass_on() {
 }
 static __attribute__((noinline)) void take_turn(Fiber *f) {
     fiber = f;
+    blockIdx.x = first_block + f->rank;
     if (_setjmp(scheduler)) return;
     if (f->begun) _longjmp(f->place, 1);
     f->begun = true;
@@ -150,10 +178,11 @@ static inline void meet(Meeting *m, int count) {
     }
     while (m->round == round) pass_on();
 }
-static inline void __syncthreads() { meet(&block_meeting, (int)fibers.size()); }
-static inline void named_barrier(int id, int threads) { meet(&named_meetings[id], threads); }
-static inline void __syncwarp() { meet(&warp_meetings[fiber->index / WARP], WARP); }
-static inline const uint32_t *words_of(int lane) { return fibers[fiber->index / WARP * WARP + lane].words; }
+static inline void __syncthreads() { meet(&meetings[fiber->rank].all, block_threads); }
+static inline void named_barrier(int id, int threads) { meet(&meetings[fiber->rank].named[id], threads); }
+static inline void __syncwarp() { meet(&meetings[fiber->rank].warps[fiber->index / WARP], WARP); }
+static inline void cluster_sync() { meet(&cluster_meeting, (int)fibers.size()); }
+static inline const uint32_t *words_of(int lane) { return fiber[lane - fiber->index % WARP].words; }
 static void fiber_entry() {
     fiber_body();
     fiber->ended = true;
@@ -167,41 +196,55 @@ struct Barrier {
     std::vector<AsyncCopy> late;
 };
 static thread_local std::map<unsigned, Barrier> barriers;  // by address
-// The block `blockIdx` of fiber_body.
-static void run_block(int threads) {
-    memset(&block_meeting, 0, sizeof block_meeting);
-    memset(named_meetings, 0, sizeof named_meetings);
+// Whose shared memory is no longer there.
+static inline bool block_ended(int rank) {
+    for (const Fiber &f : fibers)
+        if (f.rank == rank && !f.ended) return false;
+    return true;
+}
+// The block `blockIdx` of fiber_body, or the cluster that begins with it.
+static void run_block(int threads, int blocks = 1) {
+    memset(meetings, 0, sizeof meetings);
+    cluster_meeting = {0, 0};
     barriers.clear();
-    memset(warp_meetings, 0, sizeof warp_meetings);
-    fibers.resize((size_t)threads);
-    for (int i = 0; i < threads; i++) {
+    block_threads = threads;
+    first_block = blockIdx.x;
+    fibers.resize((size_t)(threads * blocks));
+    for (int i = 0; i < threads * blocks; i++) {
+        enum { STACK_BYTES = 1 << 17 };
         Fiber *f = &fibers[(size_t)i];
-        f->index = i;
+        f->index = i % threads;
+        f->rank = i / threads;
         f->begun = f->ended = false;
         f->groups.clear();
         f->open.clear();
-        f->stack.resize(1 << 17);
+        if (!f->stack) f->stack.reset(new char[STACK_BYTES]);
         getcontext(&f->begin);
-        f->begin.uc_stack.ss_sp = f->stack.data();
-        f->begin.uc_stack.ss_size = f->stack.size();
+        f->begin.uc_stack.ss_sp = f->stack.get();
+        f->begin.uc_stack.ss_size = STACK_BYTES;
         makecontext(&f->begin, fiber_entry, 0);
     }
-    for (int running = threads; running;)
-        for (Fiber &f : fibers) {
+    // Of a cluster only one block has its turns for some rounds: it runs ahead as far as the others let it.
+    enum { ROUNDS = 40 };
+    for (int running = threads * blocks, round = 0; running; round++)
+        for (int i = round / ROUNDS % blocks * threads, end = i + threads; i < end; i++) {
+            Fiber &f = fibers[(size_t)i];
             if (f.ended) continue;
             take_turn(&f);
             running -= f.ended;
         }
+    blockIdx.x = first_block;
 }
-// Blocks one after another; shared memory and registers begin as NaN and garbage. What lies behind shared_bytes is not
-// theirs.
-static inline void launch_on_cpu(int blocks, int threads, int shared_bytes, bool late, std::function<void()> body) {
+// Blocks, or clusters of them, one after another; shared memory and registers begin as NaN and garbage. What lies
+// behind shared_bytes is not theirs.
+static inline void launch_on_cpu(int blocks, int threads, int shared_bytes, bool late, std::function<void()> body,
+                                 int cluster = 1) {
     shared_limit = (uint32_t)shared_bytes;
     copies_late = late;
     fiber_body = body;
-    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
-        memset(shared_memory, 0xff, SHARED_BYTES);
-        run_block(threads);
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x += cluster) {
+        memset(shared_memory, 0xff, (size_t)(cluster * SHARED_BYTES));
+        run_block(threads, cluster);
     }
 }
 
@@ -246,7 +289,11 @@ static inline bool __any_sync(unsigned, bool x) {
     __syncwarp();
     return any;
 }
-static inline uint32_t shared_address(const void *p) { return (uint32_t)((const char *)p - shared_memory); }
+// A variable has one place, but for each block of a cluster an address of its own.
+static inline uint32_t shared_address(const void *p) {
+    const ptrdiff_t at = (const char *)p - shared_memory;
+    return (uint32_t)(at >= 0 && at < (ptrdiff_t)sizeof SHARED_MEMORY ? at : at + fiber->rank * SHARED_BYTES);
+}
 static inline void matrices(unsigned (&r)[4], unsigned row, bool transposed) {
     fiber->words[0] = row;
     __syncwarp();
@@ -279,7 +326,6 @@ static inline void stmatrix(unsigned row, const unsigned (&r)[4]) { matrices_sto
 static inline void stmatrix_transposed(unsigned row, const unsigned (&r)[4]) { matrices_store(row, r, true); }
 static inline void ldmatrix(unsigned (&r)[4], unsigned row) { matrices(r, row, false); }
 static inline void ldmatrix_transposed(unsigned (&r)[4], unsigned row) { matrices(r, row, true); }
-static inline float half_of(uint32_t word, int upper) { return float_of_bits(upper ? word & 0xffff0000u : word << 16); }
 static inline void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     memcpy(fiber->words, a, sizeof a);
     fiber->words[4] = b0;

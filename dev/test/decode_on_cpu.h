@@ -8,7 +8,6 @@
 #define __grid_constant__
 
 struct float4 { float x, y, z, w; };
-struct uint2 { unsigned x, y; };
 static Index gridDim = {1};
 
 template <typename T> static inline void vec_widen(float (&to)[Vec<T>::size], const Vec<T> &x) {
@@ -38,22 +37,9 @@ template <typename T> static inline T __shfl_sync(unsigned, T x, int from) {
     __syncwarp();
     return x;
 }
-static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
-    const uint64_t both = (uint64_t)y << 32 | x;
-    unsigned r = 0;
-    for (int i = 0; i < 4; i++) r |= (unsigned)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
-    return r;
-}
-static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }
-static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 static inline long long clock64() { return 0; }
-static inline unsigned fma_bf16(unsigned a, unsigned b, unsigned c) {
-    return pack_bf16(fmaf(half_of(a, 0), half_of(b, 0), half_of(c, 0)),
-                     fmaf(half_of(a, 1), half_of(b, 1), half_of(c, 1)));
-}
-static inline unsigned mask_and_set(unsigned x, unsigned mask, unsigned bits) { return (x & mask) | bits; }
 static inline void rotate_pair(float &a, float &b, float c, float s) {
     const float x = fmaf(a, c, -(b * s));
     b = fmaf(b, c, a * s);
@@ -126,7 +112,6 @@ struct P2p {
     P2pView view;
     size_t behind_at;
 };
-static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static inline void p2p_store_line(char *to, const uint2 &x, uint32_t epoch) {
     const uint64_t tag = (uint64_t)epoch << 32;
     __atomic_store_n((uint64_t *)to, tag | x.x, __ATOMIC_RELAXED);

@@ -33,11 +33,13 @@ static inline unsigned atomicAdd(unsigned *p, unsigned x) {
 }
 template <typename T> static inline T __shfl_sync(unsigned, T x, int from) { return lane_value(x, from); }
 static inline uint32_t shared_address_once(const void *p) { return shared_address(p); }
-static inline unsigned load_shared_4(unsigned from) {
-    unsigned x;
-    memcpy(&x, shared_memory + from, sizeof x);
+template <int BYTES> static inline unsigned load_shared_few(unsigned from) {
+    unsigned x = 0;
+    require_shared("load", from, BYTES);
+    memcpy(&x, shared_memory + from, BYTES);
     return x;
 }
+static inline unsigned load_shared_4(unsigned from) { return load_shared_few<4>(from); }
 
 template <int STAGES> struct Ring {
     unsigned full, empty;
@@ -68,16 +70,26 @@ template <int STAGES> struct RingPlace {
         parity ^= stage == 0;
     }
 };
-// Clusters of one block.
-static inline void cluster_sync() {}
-static inline void cluster_arrive(unsigned) {}
-static inline unsigned cluster_address(unsigned address, int) { return address; }
+static inline int cluster_rank() { return fiber->rank; }
+static inline unsigned cluster_address(unsigned address, int block) {
+    return address + (unsigned)((block - fiber->rank) * SHARED_BYTES);
+}
+static inline void cluster_arrive(unsigned there) { mbarrier_arrive(there); }
+static inline float4 cluster_load(unsigned there) {
+    const int block = (int)(there / SHARED_BYTES);
+    float4 x;
+    if (there % SHARED_BYTES + sizeof x > shared_limit) end_on_cpu("reads behind the shared memory of a block");
+    if (block_ended(block)) end_on_cpu("reads shared memory of a block that has ended");
+    memcpy(&x, shared_memory + there, sizeof x);
+    return x;
+}
 
 // ---- TMA
 
 struct CUtensorMap {
     bf16 *base;
     int B, T, heads, HD;
+    bool of_bytes = false;  // two of which are taken for a bf16; they lie with the swizzle
     bf16 *at(int b, int row, int head, int column) const {
         return row < 0 || row >= T || column >= HD ? NULL : base + (((size_t)b * T + row) * heads + head) * HD + column;
     }
@@ -114,8 +126,8 @@ static inline void box_load(unsigned to, const CUtensorMap *map, unsigned barrie
     const bf16 zero = 0.0f;
     for (int r = 0; r < BOX_ROWS; r++)
         for (int c = 0; c < BOX_COLUMNS; c++) {
-            const bf16 *from = map->at(b, row + r, head, column + c);
-            memcpy(tile_element<BOX_ROWS>(to, r, c), from ? from : &zero, sizeof zero);
+            const bf16 *from = map->at(b, row + r, head, column / (map->of_bytes ? 2 : 1) + c);
+            memcpy(tile_element<BOX_ROWS>(to, r, map->of_bytes ? c ^ r % 8 * 8 : c), from ? from : &zero, sizeof zero);
         }
     barriers.at(barrier).bytes -= BOX_BYTES;
 }

@@ -370,6 +370,7 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
         ("attention_mma", (), 126),
         ("attention_hopper", (), 42),
         ("matmul", (), 84),
+        ("matmul_rows", (), 84),
         ("qk_norm", (), 13),
         ("qk_norm", ("-DPRECISION_FP32",), 13),
         ("experts", (), 24),
@@ -385,7 +386,14 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
 )
 def test_kernels_without_a_gpu(source, flags, passed, tmp_path):
     program = tmp_path / source
-    for name in "attention_hopper.cuh", "matmul_hopper.cuh", "qk_norm.cuh", "experts.cuh", "decode_experts.cu":
+    for name in (
+        "attention_hopper.cuh",
+        "matmul_hopper.cuh",
+        "matmul_rows.cu",
+        "qk_norm.cuh",
+        "experts.cuh",
+        "decode_experts.cu",
+    ):
         stem = name.split(".")[0]
         header = (ROOT / "llmc/kernels" / name).read_text()
         for name in re.findall('#include "(.*)"', header):
@@ -394,6 +402,8 @@ def test_kernels_without_a_gpu(source, flags, passed, tmp_path):
         header = re.sub("extern __shared__ int4 .*?;", "", header).replace("__shared__ alignas(8)", "__shared__")
         if stem == "matmul_hopper":
             header = header[: header.index("// ---- the launcher")] + "#endif\n"
+        if stem == "matmul_rows":
+            header = header[: header.index("// ---- host")] + "#endif\n"
         (tmp_path / f"{stem}.h").write_text(header)
     (tmp_path / "cuda_fp8.h").write_text("struct __nv_fp8_e4m3 {};\n")
     build = subprocess.run(

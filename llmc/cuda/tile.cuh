@@ -138,6 +138,15 @@ __device__ inline unsigned load_shared_4(unsigned from) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
     return x;
 }
+// 2 bytes or 1
+template <int BYTES> __device__ inline unsigned load_shared_few(unsigned from) {
+    unsigned short x;
+    if constexpr (BYTES == 2)
+        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(from) : "memory");
+    else
+        asm volatile("ld.shared.u8 %0, [%1];" : "=h"(x) : "r"(from) : "memory");
+    return x;
+}
 __device__ inline void prefetch_l2(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // a * b + c of two bf16, each rounded once
 __device__ inline unsigned fma_bf16(unsigned a, unsigned b, unsigned c) {
@@ -311,6 +320,11 @@ __device__ inline bool elect_one() {
 
 // ---- clusters: blocks that reach each other's shared memory
 
+__device__ inline int cluster_rank() {
+    int rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
 // The same place in another block of the cluster.
 __device__ inline unsigned cluster_address(unsigned address, int block) {
     unsigned there;
@@ -330,6 +344,14 @@ __device__ inline void cluster_arrive(unsigned there) {
 __device__ inline void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;" ::: "memory");
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+__device__ inline float4 cluster_load(unsigned there) {
+    float4 x;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(there)
+                 : "memory");
+    return x;
 }
 // A ring of shared-memory stages between producer and consumers: full and empty barriers of 8 bytes each, stage by
 // stage. Both sides count their uses from 0; use u has stage u % STAGES.

@@ -93,19 +93,6 @@ struct RowsShare {
         return {stages * part / w.splits, stages * (part + 1) / w.splits};
     }
 };
-__device__ inline int cluster_rank(void) {
-    int rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-__device__ inline float4 cluster_load(unsigned from) {
-    float4 x;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "r"(from)
-                 : "memory");
-    return x;
-}
 
 // ---- the warps that fetch
 
@@ -170,16 +157,8 @@ template <typename T> struct RowsMath {
             const int byte = (4 * turn + k) * 16 * W::BITS / 8;
             const unsigned at = row + ((byte / 16 ^ g) * 16) + byte % 16;
             #pragma unroll
-            for (int i = 0; i < 4; i++) codes[k][i] = load_pair(at + i % 2 * 8 * 128 + i / 2 * 4 * PAIR);
+            for (int i = 0; i < 4; i++) codes[k][i] = load_shared_few<PAIR>(at + i % 2 * 8 * 128 + i / 2 * 4 * PAIR);
         }
-    }
-    __device__ static unsigned load_pair(unsigned at) {
-        unsigned short x;
-        if constexpr (W::BITS == 8)
-            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(at) : "memory");
-        else
-            asm volatile("ld.shared.u8 %0, [%1];" : "=h"(x) : "r"(at) : "memory");
-        return x;
     }
     __device__ static void widen(unsigned (&x)[4][4], const unsigned (&codes)[4][4], const unsigned (&scales)[2],
                                  int turn) {
@@ -193,7 +172,7 @@ template <typename T> struct RowsMath {
     __device__ void multiply(const unsigned (&x)[4], unsigned w_tile, unsigned a_tile, int k, int add) {
         #pragma unroll
         for (int part = 0; part < T::PARTS; part++) {
-            const unsigned long long b = operand_k<BOX_ROWS>(a_tile + part * T::AT_ONCE * 128, k);
+            const auto b = operand_k<BOX_ROWS>(a_tile + part * T::AT_ONCE * 128, k);
             if constexpr (REGISTERS)
                 wgmma<T::AT_ONCE, 0>(acc[part], x, b, add);
             else

@@ -11,8 +11,8 @@
 // It begins while the kernel before it runs: weights are on their way before its rows are there. So the weight must be
 // older than that kernel.
 //
-// Ladder: dev/cuda/matmul_rows.cu. Not supported: fp32; GPUs other than sm_90a (matmul_rows_here); rows of a or of the
-// weight that are no multiple of 16 bytes; SwiGLU with N / 2 no multiple of 64.
+// Ladder: dev/cuda/matmul_rows.cu; without a GPU: dev/test/matmul_rows.cpp. Not supported: fp32; GPUs other than sm_90a
+// (matmul_rows_here); rows of a or of the weight that are no multiple of 16 bytes; SwiGLU with N / 2 no multiple of 64.
 #ifndef LLMC_MATMUL_ROWS_CUH
 #define LLMC_MATMUL_ROWS_CUH
 
