@@ -218,7 +218,7 @@ static void attend(const Model *m, const Pass *p, const Block *b, int l) {
     if (!k->prompt) {
         const int normalises = b->qkv.output == LINEAR_QK_NORM && !b->qkv.aux;
         attention_rows(b->y, k, l, b->q_k_v, normalises ? &b->qkv.qk_norm : NULL,
-                         normalises || b->qkv.output == LINEAR_ROPE ? p->cos_sin : NULL, p->N, NH, NKV, HD, p->stream);
+                       normalises || b->qkv.output == LINEAR_ROPE ? p->cos_sin : NULL, p->N, NH, NKV, HD, p->stream);
         if (k->piece) attend_piece(p, b, l, NH, NKV, HD);
         return;
     }

@@ -203,9 +203,7 @@ def test_failures_are_passed_on(ladder, tmp_path):
     (tmp_path / "dev/cuda/attention_rows").unlink()
     done = run(tmp_path, "--only", "attention_rows")
     assert (
-        done.returncode == 1
-        and "attention_rows failed: No such file" in done.stdout
-        and "make ladders" in done.stdout
+        done.returncode == 1 and "attention_rows failed: No such file" in done.stdout and "make ladders" in done.stdout
     )
 
 

@@ -94,8 +94,8 @@ static void attention_of_width(const DecodeAttention *a, const DecodeInput *rows
     else
         attention_launch<DECODE_MOST_HD, Cached>(a, rows, count, stream);
 }
-void attention_rows(floatX *out, const KvCache *cache, int layer, floatX *qkv, const QkNorm *norm,
-                      const float *cos_sin, int rows, int NH, int NKV, int HD, cudaStream_t stream) {
+void attention_rows(floatX *out, const KvCache *cache, int layer, floatX *qkv, const QkNorm *norm, const float *cos_sin,
+                    int rows, int NH, int NKV, int HD, cudaStream_t stream) {
     require(HD % 8 == 0 && HD <= KV_MOST_HD, "generation with a head dimension of %d\nuse a multiple of 8 up to %d", HD,
             (int)KV_MOST_HD);
     assert(NH % NKV == 0 && rows <= DECODE_ROWS);

@@ -20,7 +20,7 @@ static size_t attention_rows_counters(int rows, int NKV) { return (size_t)rows *
 
 // out =. rows: those of `cache`. norm: NULL, or that of each head; cos_sin (room,HD/2,2): NULL, or q and k are rotated.
 // Both are in place; keys may stay as they were.
-void attention_rows(floatX *out, const KvCache *cache, int layer, floatX *qkv, const QkNorm *norm,
-                      const float *cos_sin, int rows, int NH, int NKV, int HD, cudaStream_t stream);
+void attention_rows(floatX *out, const KvCache *cache, int layer, floatX *qkv, const QkNorm *norm, const float *cos_sin,
+                    int rows, int NH, int NKV, int HD, cudaStream_t stream);
 
 #endif
