@@ -925,7 +925,7 @@ static void check_gathered_fp8(void) {
 }
 
 int main() {
-    const char *const models[] = {"gpt2:124M",
+    const char *const models[] = {"gpt2:124M,layers=4",
                                   "gpt2:124M,layers=2,channels=256,vocab=257,seq=2048",
                                   "llama3.2:1B,layers=3,channels=512,heads=8,kv_heads=4,vocab=500,ffn=1536",
                                   "llama3:8B,layers=2,channels=1024,ffn=2776",

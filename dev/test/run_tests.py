@@ -47,7 +47,7 @@ MODELS = {
     "llama3-both": "llama3:8B,layers=2,channels=256,heads=2,kv_heads=1,vocab=512,seq=128 --documents 1 --window 7",
     "qwen3": "qwen3:0.6B,layers=2,channels=192,heads=4,kv_heads=2,head_dim=64,vocab=300,seq=128",
     "modern": "modern:d2,channels=192,heads=3,head_dim=64,vocab=300,seq=128",
-    "gpt2-muon": "d3,channels=192,vocab=500,seq=128 --optimizer muon",
+    "gpt2-muon": "d2,channels=128,vocab=300,seq=128 --optimizer muon",
     # Narrow beside the 256 tokens: where a gradient is almost zero Muon's direction is made of rounding.
     "qwen2.5-muon": "qwen2.5:1.5B,layers=2,channels=128,heads=2,kv_heads=1,ffn=256,vocab=400 --optimizer muon",
 }
@@ -64,7 +64,7 @@ ASAN_MODELS = {  # ten times smaller, because ASan makes a model many times slow
 MIXTURES = {  # on a CPU, and in fp32 on one GPU: rounding to bf16 may give a token another expert
     "qwen3_moe": "qwen3:30B-A3B,layers=2,channels=192,heads=4,kv_heads=2,head_dim=64,ffn=96,experts=12,active=3,"
     "vocab=300",
-    "olmoe-muon": "olmoe:d2,channels=192,ffn=64,experts=8,active=3,vocab=300 --optimizer muon",
+    "olmoe-muon": "olmoe:d2,channels=128,ffn=64,experts=8,active=3,vocab=300 --optimizer muon",
 }
 ROUNDED_MODELS = {  # widths in multiples of 16
     "gpt2-fp8": MODELS["gpt2"] + " --matmul-dtype fp8",

@@ -146,8 +146,7 @@ def test_a_damaged_average_is_seen_and_old_ones_are_removed(train, tmp_path):
     assert "ema/model.safetensors is not what was written" in text and "step_00000008" in text
 
 
-@pytest.mark.parametrize("model", [GPT2, GROUPED], ids=["gpt2", "grouped"])
-@pytest.mark.parametrize("more", [[], ["--optimizer", "muon"]], ids=["adamw", "muon"])
+@pytest.mark.parametrize("model, more", [(GPT2, []), (GROUPED, ["--optimizer", "muon"])], ids=["adamw", "muon"])
 def test_ranks_train_as_one(train, tmp_path, model, more):
     """Stages of ZeRO have the same bits, and other layouts are near; all average and clip."""
     more = [*more, "--ema", F, "--qk-clip", "0.2", "-b", "1", "-x", "10", "-v", "5", "-m", "-1", "-n", "10"]

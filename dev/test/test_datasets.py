@@ -833,10 +833,10 @@ def test_two_at_once(tmp_path):
         "--output",
         tmp_path / "out",
     ]
-    first = start(*args)
-    while not list((tmp_path / "out").glob("out_*.bin")) and first.poll() is None:
+    first, started = start(*args), tmp_path / "out/out_work/settings.json"
+    while not started.exists() and first.poll() is None:
         time.sleep(0.001)
-    first.send_signal(signal.SIGSTOP)  # else it may be done before the second one looks
+    first.send_signal(signal.SIGSTOP)  # it has the lock and all of its work before it
     script(*args, fails="another process is making")
     first.send_signal(signal.SIGCONT)
     first.communicate()

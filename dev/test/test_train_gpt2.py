@@ -1323,12 +1323,12 @@ def test_messages_for_the_user(text_shards, tmp_path, capsys):
 
 
 def test_random_models():
-    """Two; a hundred take a quarter of an hour, and the program's own first lines say how."""
+    """One; a hundred take a quarter of an hour, and the program's own first lines say how."""
     program = os.path.join(ROOT, "build/train_gpt2")
-    tool = [sys.executable, os.path.join(ROOT, "dev/test/stress_models.py"), "--models", "2", "--program", program]
+    tool = [sys.executable, os.path.join(ROOT, "dev/test/stress_models.py"), "--models", "1", "--program", program]
     done = subprocess.run(tool, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and done.stdout.endswith("\n2 models: none went wrong\n"), done
-    assert done.stdout.count(": all agree\n") == 2
+    assert done.returncode == 0 and done.stdout.endswith("\n1 models: none went wrong\n"), done
+    assert done.stdout.count(": all agree\n") == 1
 
 
 def test_a_folder_of_a_run_is_its_newest_checkpoint(tmp_path):
