@@ -1,7 +1,6 @@
 // What follows an update: --ema's average of the weights, every AVERAGE_EVERY steps, and QK-clip (../step.h).
 //
-// weights floatX, master fp32 or NULL: then the weights of an fp32 build are meant. Both begin with the first element
-// of `count`.
+// weights floatX and master fp32: the same `count` elements. master NULL: an fp32 build, whose weights are the masters.
 #ifndef LLMC_AVERAGE_CUH
 #define LLMC_AVERAGE_CUH
 
@@ -27,7 +26,8 @@ typedef struct {
     int NH, HD, shared, width;  // width: of a row; 1: of biases
     float most;
 } QkClip;
-// Elements first, ... of a tensor whose rows are those of q, k and v. largest (NH): of the step's logits of attention.
+// count elements of a tensor whose rows are those of q, k and v, from its element `first` on. largest (NH): each head's
+// largest logit of attention in the step.
 static __global__ void __launch_bounds__(AVERAGE_THREADS)
     qk_clip_kernel(floatX *weights, float *master, unsigned first, size_t count, QkClip q, const float *largest,
                    const StepScalars *step) {

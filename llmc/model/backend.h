@@ -216,9 +216,8 @@ void model_gradient(Model *m, const int *inputs, const int *targets, const float
 // where every weight counts once; either may be NaN or Inf. Then updates the weights if the verdict is STEP_APPLIED.
 // Bitwise identical on all ranks. Waits for the GPU once, after everything is queued.
 StepResult model_update(Model *m, const UpdateParams *p);
-// --ema: the average takes `share` of its distance to the weights; 1: a new one, of zeros, becomes them. share < 0:
-// they
-// change places, for an evaluation, until the next such call, which restores all bits.
+// --ema. The average takes `share` of its distance to the weights. A new one is zeros: with 1 it becomes the weights.
+// share < 0: average and weights change places, for an evaluation; the next such call restores all bits.
 void model_average(Model *m, float share);
 // Between these two calls every lap of a step is timed, into timing.h. Losses and weights stay bitwise identical.
 void model_timing_begin(Model *m);

@@ -1,10 +1,10 @@
-// Which kernels a step of generation has. The plan decides it, so a step of a run has the same ones at every row count
-// that they are for:
-//   up to 8 rows     the whole step as one kernel (decode.cuh); of a mixture few kernels a block (decode_experts.cuh)
-//   more rows        the training forward, with products that read weights as they are kept (matmul_rows.cuh), of a
-//                    mixture those of the experts that have rows (decode_experts.cuh), and attention_rows.cuh
-//   where neither is the training forward with its own products
-// Where something does not fit, the next line serves those rows, too.
+// Which kernels a step of generation can have, by the plan alone. Which of them a run takes follows from the most rows
+// that its steps may have (decoder.cuh):
+//   up to 8 rows   the whole step as one kernel (decode.cuh). Of a mixture: seven kernels a block (decode_experts.cuh).
+//   more rows      the training forward with attention_rows.cuh and with products that read weights as they are kept
+//                  (matmul_rows.cuh), of a mixture's experts those that have rows (decode_experts.cuh).
+//   else           the training forward with the products of training.
+// A line serves the rows of the one above it where that does not fit.
 #ifndef LLMC_MODEL_STEP_KERNELS_CUH
 #define LLMC_MODEL_STEP_KERNELS_CUH
 
