@@ -480,6 +480,7 @@ static inline size_t newton_schulz_scratch(int rows, int cols) {
     const int small = min_int(rows, cols);
     return area(rows, cols) + 2 * area(small, small);
 }
+static void muon_even_cpu(float *x, int rows, int cols);
 void newton_schulz_cpu(float *x, float *scratch, int rows, int cols, const Muon *muon, int rounds) {
     const int tall = rows > cols, small = min_int(rows, cols), large = tall ? rows : cols;
     const size_t size = area(rows, cols), square = area(small, small);
@@ -506,6 +507,9 @@ void newton_schulz_cpu(float *x, float *scratch, int rows, int cols, const Muon 
         copy_floats(x, next, size);
         if (rounds) bf16_round_cpu(x, x, size);
     }
+    if (!muon->is_even) return;
+    muon_even_cpu(x, rows, cols);
+    if (rounds) bf16_round_cpu(x, x, size);
 }
 
 #ifndef LLMC_ORACLE
@@ -1167,6 +1171,27 @@ void muon_momentum_bf16_cpu(float *u, uint16_t *m, const float *grad, size_t n, 
         u[i] = muon_momentum(&wide, grad[i], momentum, grad_scale);
         m[i] = bf16_stochastic(wide, rand_three(rand_u64(seed, stream, place >> 32), (uint32_t)place).b);
     }
+}
+// Lines of x (rows,cols) get the same norm, and x keeps its own: llmc/muon.h.
+static void muon_even_cpu(float *x, int rows, int cols) {
+    const int by_row = rows >= cols, lines = by_row ? rows : cols, length = by_row ? cols : rows;
+    float *squares = new_zeros(float, lines), total = 0, uneven = 0;
+    for (int i = 0; i < rows; i++) {
+        const float *row = x + area(i, cols);
+        if (by_row) squares[i] = (float)sum_of_squares(row, cols);
+        for (int j = 0; j < cols && !by_row; j++) squares[j] += row[j] * row[j];
+    }
+    for (int k = 0; k < lines; k++) {
+        const float least = fmaxf(squares[k], MUON_LEAST_SQUARE * length);
+        total += squares[k];
+        uneven += squares[k] / least;
+        squares[k] = 1 / sqrtf(least);
+    }
+    const float norm = uneven > 0 ? sqrtf(total / uneven) : 0;
+    PARALLEL_FOR
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < cols; j++) x[area(i, cols) + j] *= norm * squares[by_row ? i : j];
+    free(squares);
 }
 
 // Cross entropy where each of `ranks` has Vp columns, of which V are not padding. First each rank's sums over its own

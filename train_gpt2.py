@@ -518,6 +518,13 @@ def newton_schulz(x, polynomials, steps=0):
     return x
 
 
+def with_even_lines(x):
+    """x (rows,cols) whose rows, or columns if it is wide, have one norm; its own stays. NorMuon without its mean."""
+    lines = 1 if x.shape[0] >= x.shape[1] else 0
+    even = x.float() / x.float().square().mean(lines, keepdim=True).clamp(min=1e-10).sqrt()
+    return (even * (x.float().norm() / even.norm().clamp(min=1e-10))).to(x.dtype)
+
+
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised. rows: of a weight, the rows of each matrix in it: q, k and v of GPT-2."""
 
@@ -536,6 +543,7 @@ class Muon(torch.optim.Optimizer):
                 u = w.grad.lerp(m, o.muon_momentum).to(self.dtype)
                 for x, part in zip(u.split(sizes), w.split(sizes)):
                     x = newton_schulz(x, o.muon_polynomials)
+                    x = with_even_lines(x) if o.muon_even else x
                     scale = max(1, x.shape[0] / x.shape[1]) ** 0.5
                     part.sub_(group["lr"] * (scale * x.to(w.dtype) + group["weight_decay"] * part))
 

@@ -169,6 +169,7 @@
     FLT(muon_momentum, "", '*', 0.95, 0, 0.999999999, "of Nesterov's form") \
     ONE(muon_polynomials, "", '*', "polar-express", "polar-express|simple", \
         "polar-express in 5 steps, or simple (2, -1.5, 0.5) in 12") \
+    INT(muon_even, "", '*', 0, 0, 1, "1: all rows of an update get the same norm, of a wide matrix all columns") \
     INT(kv_cache, "", '=', 1, 0, 1, "keep keys and values of earlier tokens; 0: recompute them for every token") \
     INT(cache_pages, "", '=', 0, 0, 1 << 30, "pages of 128 tokens in all; 0: as many as texts fill or memory has") \
     INT(prompt_rows, "", ' ', -1, -1, 1 << 30, \

@@ -9,9 +9,10 @@
 #include "../../llmc/model/optimiser.h"
 
 typedef __nv_bfloat16 bf16;
-static Muon muon_with(const char *polynomials) {
+static Muon muon_with(const char *polynomials, int is_even = 0) {
     Options o = options_default();
     o.muon_polynomials = polynomials;
+    o.muon_even = is_even;
     return muon_of(&o);
 }
 static Matmul open_matmul(int autotune) {
@@ -34,9 +35,9 @@ template <typename T> static T *upload_table(const T *host, int count) {
 // ---- Newton-Schulz
 
 // One of the matrices is zeros, one has a single singular value.
-static void check_batch(int count, int rows, int cols, const char *polynomials, int autotune) {
-    ladder_case("%d of %d x %d, %s, autotune %d", count, rows, cols, polynomials, autotune);
-    const Muon muon = muon_with(polynomials);
+static void check_batch(int count, int rows, int cols, const char *polynomials, int autotune, int is_even = 0) {
+    ladder_case("%d of %d x %d, %s, autotune %d, even %d", count, rows, cols, polynomials, autotune, is_even);
+    const Muon muon = muon_with(polynomials, is_even);
     const size_t size = (size_t)rows * cols, n = count * size;
     cudaStream_t stream = ladder.gpu.compute;
     float *x = host_normal(n, 1e-3f), *scratch = host_new<float>(newton_schulz_scratch(rows, cols));
@@ -45,7 +46,7 @@ static void check_batch(int count, int rows, int cols, const char *polynomials, 
         x[size + i] = as_floatX(1e-3f * (float)(1 + i / cols % 3) * (float)(1 + i % cols % 2));
     floatX *d_x = upload<floatX>(x, n);
     char *d_scratch = device_new<char>(muon_batch_bytes(rows, cols, count));
-    float *partials = device_new<float>(count * MUON_SLICES);
+    float *partials = device_new<float>(muon_partials(rows, cols, count));
     Matmul mm = open_matmul(autotune);
     floatX *made = NULL;
     auto run = [&] {
@@ -68,9 +69,10 @@ static void check_orthogonal(int rows, int cols, const char *polynomials, double
     char *scratch = device_new<char>(muon_batch_bytes(rows, cols, 1));
     upload_to((floatX *)scratch, x, size);
     Matmul mm = open_matmul(0);
-    const float *y = download(newton_schulz(&mm, &muon, (floatX *)scratch, device_new<float>(MUON_SLICES), 1, rows,
-                                            cols, ladder.gpu.compute),
-                              size);
+    const float *y =
+        download(newton_schulz(&mm, &muon, (floatX *)scratch, device_new<float>(muon_partials(rows, cols, 1)), 1, rows,
+                               cols, ladder.gpu.compute),
+                 size);
     double on = 0, off = 0;
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < rows; j++) {
@@ -214,21 +216,20 @@ static void bench_symmetric(const char *name, int count, int n, int K) try {
     ladder_skip(no);
 }
 static void bench_step(const char *name, const Shape *shapes, int num, const char *polynomials) try {
-    size_t bytes = 0, elements = 0;
-    int most = 0;
+    size_t bytes = 0, elements = 0, sums = 0;
     double flops = 0;
-    const Muon muon = muon_with(polynomials);
+    const Muon muon = muon_with(polynomials, 1);
     for (int i = 0; i < num; i++) {
         const Shape &s = shapes[i];
         const MuonMatrix m = {0, 0, s.rows, s.cols, 0};
         bytes = std::max(bytes, muon_batch_bytes(s.rows, s.cols, s.count));
         elements += (size_t)s.count * s.rows * s.cols;
         flops += 2 * muon.steps * s.count * muon_cost(&m);
-        most = std::max(most, s.count);
+        sums = std::max(sums, muon_partials(s.rows, s.cols, s.count));
     }
     ladder_case("%s, n=%zu steps=%d", name, elements, muon.steps);
     char *scratch = device_new<char>(bytes);
-    float *partials = device_new<float>(most * MUON_SLICES);
+    float *partials = device_new<float>(sums);
     Matmul mm = open_matmul(1), vendor = open_matmul(1);
     auto fill = [&](const Shape &s) {
         const size_t n = (size_t)s.count * s.rows * s.cols;
@@ -279,6 +280,9 @@ int main(int argc, char **argv) {
                 check_batch(3, 512, 128, polynomials, autotune);
                 check_batch(2, 200, 72, polynomials, autotune);  // no whole tiles
                 check_batch(1, 64, 192, polynomials, autotune);
+                for (int tall = 0; tall < 2; tall++)
+                    check_batch(2, tall ? 768 : 200, tall ? 200 : 768, polynomials, autotune, 1);
+                check_batch(3, 72, 72, polynomials, autotune, 1);
             }
         hopper_matmuls = false;  // as on other GPUs: whole products
         check_batch(4, 256, 768, "polar-express", 1);

@@ -209,6 +209,15 @@ OPTIONS = [
         "what Muon's iteration applies to the singular values: polar-express, or simple (2, -1.5, 0.5 in each step)",
     ),
     Option(
+        "optimiser",
+        "muon-even",
+        "",
+        0,
+        "1: all rows of Muon's update of a matrix get the same norm, of a wide matrix all columns",
+        0,
+        1,
+    ),
+    Option(
         "evaluation and samples", "eval-every", "v", 20, "evaluate every N steps, and at the end (0: never)", 0, 1 << 30
     ),
     Option(

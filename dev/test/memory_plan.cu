@@ -753,8 +753,9 @@ static size_t check_muon_wave(const Planned *r, const MuonTables *t, const MuonW
                 fault_unless(b->count == 0 || (q->row + row < b->rows && q->col + q->width <= b->cols), o,
                              "a part leaves its matrix");
             }
-        fault_unless(muon_batch_bytes(b->rows, b->cols, b->count) <= room.batch && b->count <= t->most, o,
-                     "a batch has no room");
+        fault_unless(muon_batch_bytes(b->rows, b->cols, b->count) <= room.batch &&
+                         muon_partials(b->rows, b->cols, b->count) <= t->partials,
+                     o, "a batch has no room");
         matrices += (size_t)b->count;
     }
     for (size_t i = 0; i < size; i++) all += (size_t)marks[i];

@@ -185,6 +185,7 @@ def test_what_starts_ranks_in_llmc_scripts_is_taken_and_changes_nothing(trainer)
         (["--debug", "muon-momentum=1"], ["--debug muon-momentum=1 is outside 0 to 0.999999999"]),
         (["--debug", "muon-momentum=-0.1"], ["--debug muon-momentum=-0.1 is outside"]),
         (["--debug", "muon-polynomials=cubic"], ["'cubic' is not polar-express|simple"]),
+        (["--debug", "muon-even=2"], ["--debug muon-even=2 is outside 0 to 1"]),
         (["--lr-matrix", "-0.5"], ["--lr-matrix -0.5 is below 0", "(-1: --learning-rate"]),
         (["--lr-head", "1e-3"], ["--lr-head 0.001: the head of this model is its embedding", "use --lr-embedding"]),
         (["--recipe", "best"], ["--recipe 'best' is not model|none"]),
@@ -415,7 +416,7 @@ CHANGED = {
     },
 }
 # With --optimizer muon.
-MUON = {"muon-momentum": 0.5, "muon-polynomials": "simple"}
+MUON = {"muon-momentum": 0.5, "muon-polynomials": "simple", "muon-even": 1}
 # What a CPU's run does not have, so that no value has an effect there: the test of each mark, of GPUs.
 ON_GPUS = {
     "=": {

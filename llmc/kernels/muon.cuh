@@ -160,6 +160,71 @@ static void muon_polynomial(floatX *p, const floatX *gram, int n, int side, Muon
     timing_lap("Muon", 0, 3.0 * n * (double)side * side * sizeof(floatX), stream);
 }
 
+// ---- x (n,rows,cols): all rows of a matrix, or of a wide one all columns, get the same norm, and it keeps its own
+
+// Floats of sums of squares that a batch needs: of slices, or of lines.
+static size_t muon_partials(int rows, int cols, int n) {
+    return (size_t)n * std::max((int)MUON_SLICES, std::max(rows, cols));
+}
+// squares (n,lines). A warp has a row, or as many columns as a vector.
+__global__ void __launch_bounds__(MUON_THREADS)
+    muon_squares_of_lines_kernel(float *__restrict__ squares, const floatX *__restrict__ x, int rows, int cols) {
+    const bool by_row = rows >= cols;
+    const int each = by_row ? 1 : VecX::size, lane = threadIdx.x % WARP, lines = by_row ? rows : cols;
+    const int line = (blockIdx.x * MUON_THREADS + threadIdx.x) / WARP * each;
+    if (line >= lines) return;
+    const floatX *first = x + (size_t)blockIdx.y * rows * cols + (by_row ? (size_t)line * cols : line);
+    const size_t step = by_row ? VecX::size : cols;
+    float sums[VecX::size] = {};
+    for (int i = lane; i < (by_row ? cols / VecX::size : rows); i += WARP) {
+        const VecX v = vec_load(first + i * step);
+        #pragma unroll
+        for (int k = 0; k < VecX::size; k++) sums[k] = fmaf((float)v[k], (float)v[k], sums[k]);
+    }
+    #pragma unroll
+    for (int k = 1; k < VecX::size; k++) sums[0] += by_row ? sums[k] : 0;
+    #pragma unroll
+    for (int k = 0; k < VecX::size; k++) {
+        const float sum = warp_reduce<Sum>(sums[k]);
+        if (lane == 0 && k < each) squares[(size_t)blockIdx.y * lines + line + k] = sum;
+    }
+}
+// Each block adds up all lines of its matrix, in the same order.
+__global__ void __launch_bounds__(MUON_THREADS)
+    muon_even_kernel(floatX *__restrict__ x, const float *__restrict__ squares, int rows, int cols) {
+    __shared__ float shared[WARP];
+    const bool by_row = rows >= cols;
+    const int lines = by_row ? rows : cols, wide = cols / VecX::size;
+    const float least = MUON_LEAST_SQUARE * (float)(by_row ? cols : rows);
+    floatX *matrix = x + (size_t)blockIdx.y * rows * cols;
+    squares += (size_t)blockIdx.y * lines;
+    float total = 0, uneven = 0;
+    for (int i = threadIdx.x; i < lines; i += MUON_THREADS) {
+        total += squares[i];
+        uneven += squares[i] / fmaxf(squares[i], least);
+    }
+    total = block_reduce<Sum>(total, shared);
+    uneven = block_reduce<Sum>(uneven, shared);
+    const float norm = uneven > 0 ? sqrtf(total / uneven) : 0;
+    for (int i = blockIdx.x * MUON_THREADS + threadIdx.x; i < rows * wide; i += gridDim.x * MUON_THREADS) {
+        const int row = i / wide, col = i % wide * VecX::size;
+        VecX v = vec_load(matrix + (size_t)i * VecX::size);
+        #pragma unroll
+        for (int k = 0; k < VecX::size; k++)
+            v[k] = (floatX)((float)v[k] * (norm / sqrtf(fmaxf(squares[by_row ? row : col + k], least))));
+        vec_store(matrix + (size_t)i * VecX::size, v);
+    }
+}
+// squares: room for muon_partials floats.
+static void muon_even(floatX *x, float *squares, int n, int rows, int cols, cudaStream_t stream) {
+    const dim3 grid((unsigned)ceil_div(std::max(rows, cols), MUON_THREADS / WARP * (rows >= cols ? 1 : VecX::size)), n);
+    muon_squares_of_lines_kernel<<<grid, MUON_THREADS, 0, stream>>>(squares, x, rows, cols);
+    launchCheck();
+    muon_even_kernel<<<dim3(MUON_BLOCKS, n), MUON_THREADS, 0, stream>>>(x, squares, rows, cols);
+    launchCheck();
+    timing_lap("Muon", 0, 3.0 * n * rows * (double)cols * sizeof(floatX), stream);
+}
+
 // ---- weights
 
 template <bool MASTER>

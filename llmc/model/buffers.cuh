@@ -475,7 +475,7 @@ static void request_muon(const Plan *p, Buffers *b, Memory *m) {
     memory_group(m, "optimiser");
     memory_request(m, &b->muon_chunks, "Muon's chunk table", b->num_muon_chunks);
     memory_request(m, &b->muon_places, "Muon's parts of matrices", t.num_places);
-    memory_request(m, &b->muon_partials, "Muon's partial norms", (size_t)t.most * MUON_SLICES);
+    memory_request(m, &b->muon_partials, "Muon's sums of squares", t.partials);
     muon_tables_free(&t);
 }
 static void request_parameters(const Plan *p, Buffers *b, Memory *m) {

@@ -12,8 +12,9 @@
 typedef struct { int rows, cols, count, first_place, places; } MuonBatch;  // count 0: the other ranks' matrices
 typedef struct { int first, blocks, first_batch, batches, first_chunk, chunks; } MuonWave;  // first: unit
 typedef struct {
-    int num_waves, num_batches, num_places, most;  // most: matrices of a batch
-    MuonWave *waves;                               // in host memory
+    int num_waves, num_batches, num_places;
+    size_t partials;  // floats that the largest batch needs
+    MuonWave *waves;  // in host memory
     MuonBatch *batches;
     MuonPlace *places;
 } MuonTables;
@@ -55,7 +56,7 @@ static void muon_add_places(const Plan *p, const ParamTable *group, int first, M
 }
 static void muon_add_batch(MuonTables *t, MuonBatch b) {
     b.places = t->num_places - b.first_place;
-    t->most = std::max(t->most, b.count);
+    t->partials = std::max(t->partials, muon_partials(b.rows, b.cols, b.count));
     t->batches[t->num_batches++] = b;
 }
 // Of a wave's matrices, those of this rank that have the shape of number i and fit with it into a batch. They then have

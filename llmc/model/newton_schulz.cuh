@@ -2,6 +2,7 @@
 // all in floatX, each a launch for the whole batch. The polynomial's terms are added up in the square, so that no pass
 // over the matrices is left:
 //   gram = x x^T     p = gram gram     p = a + b gram + c p     x = p x     (of a tall matrix gram = x^T x, x = x p)
+// and with --debug muon-even=1 a last pass over x.
 // The first two are symmetric: where our kernel runs, half of each is computed.
 // In bf16 each of these is rounded once, as newton_schulz_cpu does when it is told to. Ladder: dev/cuda/muon.cu.
 #ifndef LLMC_NEWTON_SCHULZ_CUH
@@ -16,7 +17,7 @@ static size_t muon_batch_bytes(int rows, int cols, int count) {
     return (size_t)count * 2 * ((size_t)rows * cols + small * small) * sizeof(floatX);
 }
 // x (count,rows,cols), at the beginning of scratch (muon_batch_bytes), with singular values set to about 1. partials
-// (count, MUON_SLICES). Returns where the result is.
+// (muon_partials). Returns where the result is.
 static floatX *newton_schulz(Matmul *mm, const Muon *muon, floatX *scratch, float *partials, int count, int rows,
                              int cols, cudaStream_t stream) {
     const int tall = rows > cols, small = tall ? cols : rows;
@@ -44,6 +45,7 @@ static floatX *newton_schulz(Matmul *mm, const Muon *muon, floatX *scratch, floa
         std::swap(x, next);
     }
     mm->lap = NULL;
+    if (muon->is_even) muon_even(x, partials, count, rows, cols, stream);
     return x;
 }
 

@@ -20,6 +20,7 @@ static Muon muon_of(const Options *o) {
     Muon m;
     m.momentum = (float)o->muon_momentum;
     m.safety = (float)margin;
+    m.is_even = o->muon_even > 0;
     m.steps = is_simple ? 12 : COUNT_OF(polar_express);
     for (int i = 0; i < m.steps; i++) {
         const double *p = is_simple ? simple : polar_express[i], s = margin;
