@@ -962,8 +962,7 @@ static void model_backward(Model *m, const Pass *p, const int *tokens) {
 static Pass pass_of(const Model *m, int B, int T) {
     const Config *c = &m->local;
     const int N = B * T, rows = N / m->mesh->tp.world;
-    Pass p = {B, T, N, c->channels, c->num_heads, c->num_kv_heads, c->head_dim, rows, .cos_sin = m->cos_sin};
-    return p;
+    return (Pass){B, T, N, c->channels, c->num_heads, c->num_kv_heads, c->head_dim, rows, .cos_sin = m->cos_sin};
 }
 // What each token sees. Returns the inputs without their marks.
 static const int *read_marks(const Model *m, Pass *p, const int *inputs) {
@@ -1083,7 +1082,7 @@ StepResult model_update(Model *m, const UpdateParams *p) {
     if (r.verdict != STEP_APPLIED) return r;
     watchdog_beat(PHASE_UPDATE, -1);
     float grad_scale = share * step_grad_scale(r.norm, p->clip);
-    for (const Param *t = m->table.params; t < m->table.params + m->table.count; t++)
+    PARAM_EACH(t, &m->table)
         if (t->optimiser == OPTIMISER_ADAMW) updated += update_param(m, t, p, grad_scale);
     // bytes: m, v and the weight are read and written, the gradient is read
     timing_clock_lap("AdamW", 0, updated * (m->bf16_states ? 20.0 : 28.0));
@@ -1365,8 +1364,8 @@ static void unit_release(Model *m, const Pass *p, const Unit *u) {
 // for what unit_get clears and for the head's bias, whose backward has run.
 static void clear_gradients(Model *m, const Pass *p) {
     memset(m->dx, 0, area(p->rows, p->C) * sizeof(float));
-    for (int i = 0; i < m->table.count && !p->accumulate; i++) {
-        const Param *t = &m->table.params[i];
+    if (p->accumulate) return;
+    PARAM_EACH(t, &m->table) {
         int is_embedding = t->role == ROLE_WPE || (t->role == ROLE_WTE && !m->config.tied);
         if (m->block_grads && unit_is_block(&m->table, t->unit)) continue;
         if ((t->is_vector && t->role != ROLE_HEADB) || is_embedding)
@@ -1543,7 +1542,7 @@ static float share_largest(Model *m) {
 static void qk_clip(Model *m) {
     const Config *c = &m->local;
     const int shared = m->config.num_kv_heads < m->config.num_heads;  // here may be one of each
-    for (const Param *t = m->table.params; t < m->table.params + m->table.count; t++) {
+    PARAM_EACH(t, &m->table) {
         const Span s = span_overlap(model_owned(m, SLOT_M, t->unit), t->offset, t->size);
         if ((t->role != ROLE_QKVW && t->role != ROLE_QKVB) || s.count == 0) continue;
         const size_t first = s.begin - param_at(&m->table, t->unit, t->role), width = t->is_vector ? 1 : c->channels;
@@ -1658,6 +1657,7 @@ static void *room(Model *m, size_t size) {
     return zeros;
 }
 static float *floats(Model *m, size_t count) { return room(m, count * sizeof(float)); }
+static int *integers(Model *m, size_t count) { return room(m, count * sizeof(int)); }
 static float *rope_of(Model *m, int positions) {
     float *cos_sin = floats(m, area(positions, m->local.head_dim));
     if (position_is_rotary(m->local.position)) rope_table(&m->local, positions, cos_sin);
@@ -1666,10 +1666,8 @@ static float *rope_of(Model *m, int positions) {
 
 // A matrix of zeros.
 static QuantMatrix quantised_zeros(Model *m, WeightFormat f, int rows, int cols) {
-    QuantMatrix q = {f, rows, cols, NULL, NULL};
-    q.codes = (uint8_t *)room(m, rows * quant_row_bytes(f, cols));
-    q.scales = (uint8_t *)room(m, rows * quant_scale_bytes(f, cols));
-    return q;
+    return (QuantMatrix){f, rows, cols, room(m, rows * quant_row_bytes(f, cols)),
+                         room(m, rows * quant_scale_bytes(f, cols))};
 }
 // Rows that one pass of generation has at most: every rank has them all.
 static int most_rows(const Model *m) { return m->B * m->T / m->mesh->tp.world; }
@@ -1703,7 +1701,7 @@ void model_decode_open(Model *m, int slots, int rows, int room, int known, int p
     KvCache *k = m->cache = (KvCache *)floats(m, sizeof *k / sizeof(float));
     k->pages = pages;
     k->each = kv_pages(room);
-    k->table = (int *)floats(m, area(slots, k->each));
+    k->table = integers(m, area(slots, k->each));
     k->layers = (KvLayer *)floats(m, c->num_layers * sizeof(KvLayer) / sizeof(float));
     for (int l = 0; l < c->num_layers; l++) {
         const QuantMatrix keys = quantised_zeros(m, m->cache_format, pages * NKV * KV_PAGE, HD);
@@ -1714,8 +1712,8 @@ void model_decode_open(Model *m, int slots, int rows, int room, int known, int p
     k->positions = floats(m, area(most_rows(m), position_is_rotary(c->position) ? c->head_dim : c->channels));
     k->parts = floats(m, m->mesh->tp.world * area(min_int(most_rows(m), rows), c->padded_vocab_size));
     k->logits = floats(m, area(rows, m->config.vocab_size));
-    k->length = (int *)floats(m, slots);
-    k->drawn = (int *)floats(m, slots);
+    k->length = integers(m, slots);
+    k->drawn = integers(m, slots);
     k->room = room;
     k->known = known;
     reset_cache(k, slots);
@@ -1856,7 +1854,7 @@ static void open_quantised(Model *m, WeightFormat f) {
     quant_check(f, "channels", C);
     quant_check(f, "columns of all heads", Q);
     quant_check(f, "columns of the MLP", c->ffn_dim);
-    m->quantised = (QuantMatrix *)room(m, (4 * L + 1) * sizeof(QuantMatrix));
+    m->quantised = room(m, (4 * L + 1) * sizeof(QuantMatrix));
     for (int i = 0; i <= 4 * L; i++) {
         const int *size = sizes[i < 4 * L ? i % 4 : 4];
         m->quantised[i] = quantised_zeros(m, f, size[0], size[1]);
@@ -1864,13 +1862,8 @@ static void open_quantised(Model *m, WeightFormat f) {
 }
 static Routing open_routing(Model *m, int N) {
     const int E = m->config.num_experts, K = m->config.active_experts;
-    const Routing r = {floats(m, area(N, E)),
-                       floats(m, area(N, K)),
-                       room(m, area(N, K) * sizeof(int)),
-                       room(m, area(N, K) * sizeof(int)),
-                       room(m, area(N, K) * sizeof(int)),
-                       room(m, (E + 1) * sizeof(int))};
-    return r;
+    return (Routing){floats(m, area(N, E)),   floats(m, area(N, K)),   integers(m, area(N, K)),
+                     integers(m, area(N, K)), integers(m, area(N, K)), integers(m, E + 1)};
 }
 // Activations of block l. What a block shares with block 0 is recomputed in backward.
 static BlockActs block_acts(Model *m, int N, int rows, int l) {
@@ -1942,7 +1935,7 @@ static void open_activations(Model *m, const Options *o) {
     m->h_final = floats(m, stream);
     m->losses = floats(m, N);
     m->cos_sin = rope_of(m, m->T);
-    if (o->documents > 0 || o->window > 0) m->ranges = ranges_at(room(m, RANGES_ARRAYS * N * sizeof(int)), N);
+    if (o->documents > 0 || o->window > 0) m->ranges = ranges_at(integers(m, RANGES_ARRAYS * N), N);
     m->window = o->window;
     m->logits = floats(m, area(m->head_rows, c->padded_vocab_size));
     m->dx = floats(m, stream);
@@ -1964,7 +1957,7 @@ static void open_activations(Model *m, const Options *o) {
     m->ranks.gathered = floats(m, area(N, c->channels));
     m->ranks.partial = floats(m, tp * tp_most_partial(&m->table));
     m->logit_sums = room(m, area(tp, m->head_rows) * sizeof(LogitSums));
-    m->ranks.words = room(m, N * sizeof(int));
+    m->ranks.words = integers(m, N);
 }
 void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     check_run(c, o, mesh);
@@ -2025,8 +2018,7 @@ void model_scale_adapters(Model *m, float alpha) {
     m->block_here = 0;
 }
 ModelFacts facts_of(const Model *m) {
-    const ModelFacts facts = {&m->config, &m->table, &m->frozen, (Lora *)&m->lora, m->mesh};
-    return facts;
+    return (ModelFacts){&m->config, &m->table, &m->frozen, (Lora *)&m->lora, m->mesh};
 }
 const char *model_device(const Model *m) { return m->device; }
 double model_memory_gib(const Model *m) { return m->bytes / 1073741824.0; }

@@ -108,10 +108,10 @@ static Experts experts_of(const Model *m, const Pass *p, const Block *of, const 
     const Config *c = &m->config;
     const Buffers *b = &m->b;
     const Unit *u = &of->unit;
-    const size_t E = (size_t)c->num_experts;
+    const size_t E = c->num_experts;
     Experts x = {c->renormalise, a->experts, of->fc, of->fcproj};
     x.rows.N = p->N;
-    x.rows.R = (int)experts_room((size_t)p->N, c->num_experts, c->active_experts);
+    x.rows.R = (int)experts_room(p->N, c->num_experts, c->active_experts);
     x.fc.epilogue = m->plan.fc.epilogue;
     x.router = unit_param(u, u->weights, ROLE_ROUTERW);
     x.drouter = unit_param(u, u->grads, ROLE_ROUTERW);
@@ -122,7 +122,7 @@ static Experts experts_of(const Model *m, const Pass *p, const Block *of, const 
     x.wide = b->expert_rows;
     x.dots = b->dots;
     x.scratch = b->reduce;
-    if (p->counts) x.load = {b->load + (size_t)l * E, b->load + (size_t)c->num_layers * E};
+    if (p->counts) x.load = {b->load + l * E, b->load + c->num_layers * E};
     return x;
 }
 // In fp8: where forward keeps what weights' gradients read, and where who makes a gradient raises its absmax. A norm
@@ -202,8 +202,7 @@ static void attend_piece(const Pass *p, const Block *b, int l, int NH, int NKV, 
     const size_t width = (size_t)(NH + 2 * NKV) * HD, out = (size_t)NH * HD;
     kv_prompt(k, b->q_k_v + k->first * width, l, k->piece, p->attention.T, NH, NKV, HD, p->stream);
     attention_forward(&p->attention, k->y, k->lse, k->qkv, p->stream);
-    cudaCheck(cudaMemcpyAsync(b->y + k->first * out, k->y + k->at * out, k->piece * out * sizeof(floatX),
-                              cudaMemcpyDeviceToDevice, p->stream));
+    copy_async(b->y + k->first * out, k->y + k->at * out, k->piece * out, p->stream);
 }
 static void attend(const Model *m, const Pass *p, const Block *b, int l) {
     const Config *c = &m->plan.local;
@@ -304,8 +303,7 @@ static void embed_tokens(Model *m, const Pass *p, const Unit &u) {
     if (m->mesh->tp.rank > 0) wpe = NULL;  // of the ranks' sum one has the word, the first the position
     embedding_forward(split ? p->branch : m->b.x_tokens, rows, wte, wpe, p->B, p->T, p->C, p->stream);
     if (!split) return;
-    const floatX *x = rows_scatter(p, p->branch, NULL);
-    cudaCheck(cudaMemcpyAsync(m->b.x_tokens, x, pass_piece(p) * sizeof(floatX), cudaMemcpyDeviceToDevice, p->stream));
+    copy_async(m->b.x_tokens, (const floatX *)rows_scatter(p, p->branch, NULL), pass_piece(p), p->stream);
 }
 static void embed(Model *m, const Pass *p) {
     const Unit u = unit_get(m, p, 0, UNIT_FORWARD);
@@ -319,9 +317,9 @@ static Norm final_norm(const Model *m, const Unit *last) {
 }
 // Of inputs and gradients in fp8.
 static void clear_absmax(Model *m, const Pass *p) {
-    const size_t layers = (size_t)plan_fp8_layers(&m->plan);
+    const size_t layers = plan_fp8_layers(&m->plan);
     float *first = layer_absmax(&m->plan, &m->b, ABSMAX_INPUT, 1, ROLE_QKVW);  // gradients follow
-    if (m->plan.fp8) cudaCheck(cudaMemsetAsync(first, 0, 2 * layers * sizeof(float), p->stream));
+    if (m->plan.fp8) zero_async(first, 2 * layers, p->stream);
 }
 // m->b.tokens (B,T) -> m->b.h_final (rows,C)
 static void model_forward(Model *m, const Pass *p) {
@@ -455,7 +453,7 @@ static void embed_gradient(Model *m, const Pass *p, const Unit &u) {
     const Norm norm = embedding_norm(m, &u);
     if (norm.weight) {
         dx = p->branch;
-        cudaCheck(cudaMemsetAsync(dx, 0, pass_piece(p) * sizeof(floatX), p->stream));
+        zero_async(dx, pass_piece(p), p->stream);
         norm_backward(&norm, dx, NULL, m->b.dx, p->rows, p->accumulate, p->scratch, p->stream);
     }
     embedding_backward(dwte, dwpe, rows_gather(p, dx), token_rows(m, p), p->B, p->T, p->C, p->scratch, p->stream);
@@ -469,11 +467,11 @@ static void embed_backward(Model *m, const Pass *p) {
 static void clear_gradients(Model *m, const Pass *p) {
     const Unit u = unit_get(m, p, 0, UNIT_BACKWARD);
     floatX *dwte = unit_param(&u, u.grads, ROLE_WTE), *dwpe = unit_param(&u, u.grads, ROLE_WPE);
-    const size_t row = p->C * sizeof(floatX);
-    cudaCheck(cudaMemsetAsync(m->b.dx, 0, (size_t)p->rows * row, p->stream));
+    const size_t C = p->C;
+    zero_async(m->b.dx, pass_piece(p), p->stream);
     if (p->accumulate || !dwte) return;
-    if (!m->config.tied) cudaCheck(cudaMemsetAsync(dwte, 0, (size_t)m->plan.local.padded_vocab_size * row, p->stream));
-    if (dwpe) cudaCheck(cudaMemsetAsync(dwpe, 0, (size_t)m->config.max_seq_len * row, p->stream));
+    if (!m->config.tied) zero_async(dwte, m->plan.local.padded_vocab_size * C, p->stream);
+    if (dwpe) zero_async(dwpe, m->config.max_seq_len * C, p->stream);
 }
 // What blocks have of a pass. Where their gradients are kept as shards, each micro-step's are made anew, and added
 // later.
@@ -539,9 +537,6 @@ static Pass pass_of(Model *m, int B, int T) {
 static void upload_tokens(Model *m, const int *inputs, const int *targets, size_t count, int T, int orders = 0) {
     const size_t N = m->plan.N;
     cudaStream_t s = m->gpu.compute;
-    const auto copy = [&](int *to, const int *host, size_t n) {
-        cudaCheck(cudaMemcpyAsync(to, host, n * sizeof(int), cudaMemcpyHostToDevice, s));
-    };
     assert(count <= N);
     m->token_buffer ^= 1;
     cudaCheck(cudaEventSynchronize(m->copied[m->token_buffer]));
@@ -549,17 +544,17 @@ static void upload_tokens(Model *m, const int *inputs, const int *targets, size_
     const Ranges ranges = {host, host + 2 * N, host + 3 * N, host + 4 * N};
     if (m->plan.ranged && targets) {
         ranges_fill(&ranges, inputs, (int)count / T, T, m->plan.options.window);
-        copy(m->b.ranges, ranges.position, 3 * N);
+        copy_async(m->b.ranges, ranges.position, 3 * N, s);
     } else
         memcpy(host, inputs, count * sizeof(int));
-    copy(m->b.tokens, host, count);
+    copy_async(m->b.tokens, host, count, s);
     if (orders) {
         int *order = host + plan_token_buffer(&m->plan) - 2 * N;
         learned_first(host + N, order, targets, N);
-        copy(m->b.order, order, 2 * N);
+        copy_async(m->b.order, order, 2 * N, s);
     } else if (targets)
         memcpy(host + N, targets, count * sizeof(int));
-    if (targets) copy(m->b.targets, host + N, count);
+    if (targets) copy_async(m->b.targets, host + N, count, s);
     cudaCheck(cudaEventRecord(m->copied[m->token_buffer], s));
 }
 // How the gradients of one of a step's micro-steps join the others.
@@ -571,7 +566,7 @@ static void sum_of_micro_steps(const Model *m, Pass *p, int first, int last) {
     p->reduce = last && m->mesh->job.world > 1;
 }
 static void clear_load(const Model *m) {
-    if (m->b.load) cudaCheck(cudaMemsetAsync(m->b.load, 0, load_size(&m->config) * sizeof(float), m->gpu.compute));
+    if (m->b.load) zero_async(m->b.load, load_size(&m->config), m->gpu.compute);
 }
 // Forward and backward of the tokens that were uploaded: micro-step `micro` of num_micro.
 static void micro_step(Model *m, int micro, int num_micro, int reduce, int logit_rows, size_t learned) {
@@ -583,11 +578,10 @@ static void micro_step(Model *m, int micro, int num_micro, int reduce, int logit
     p.logit_rows = logit_rows;
     p.counts = m->config.num_experts > 0;
     p.balance = m->config.balance / (float)m->config.num_layers * (float)learned * share;  // step_share
-    if (micro == 0) cudaCheck(cudaMemsetAsync(m->b.step, 0, sizeof *m->b.step, p.stream));
+    if (micro == 0) zero_async(m->b.step, 1, p.stream);
     if (micro == 0 && p.counts) clear_load(m);
     p.attention.largest = m->b.largest;
-    if (micro == 0 && m->b.largest)
-        cudaCheck(cudaMemsetAsync(m->b.largest, 0, plan_all_heads(&m->plan) * sizeof(float), p.stream));
+    if (micro == 0 && m->b.largest) zero_async(m->b.largest, plan_all_heads(&m->plan), p.stream);
     p.quantises_weights = m->plan.fp8 && micro == 0;  // not by weights_changed: a graph repeats what it saw
     model_forward(m, &p);
     head(m, &p, share, NULL, 1);
@@ -601,7 +595,7 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     const int dp = m->mesh->dp.world, last = micro == num_micro - 1, reduces = last && dp * m->mesh->tp.world > 1;
     // micro-steps of one kind are the same work
     const int kind = micro == 0 ? 0 : last && m->plan.sums_in_fp32 ? 2 : 1;
-    const size_t N = m->plan.N, masked = (size_t)std::count_if(targets, targets + N, [](int t) { return t < 0; });
+    const size_t N = m->plan.N, masked = std::count_if(targets, targets + N, [](int t) { return t < 0; });
     const int logit_rows = plan_logit_rows(&m->plan, N - masked), compacts = logit_rows < (int)N;
     auto work = [&] { micro_step(m, micro, num_micro, reduces, logit_rows, N - masked); };
     upload_tokens(m, inputs, targets, N, m->plan.T, compacts);
@@ -627,7 +621,7 @@ void model_gradient(Model *m, const int *, const int *, const float *factors, in
     Pass p = pass_of(m, m->plan.B, m->plan.T);
     m->step_tokens = 1;
     m->masked = 0;
-    if (first) cudaCheck(cudaMemsetAsync(m->b.step, 0, sizeof *m->b.step, p.stream));
+    if (first) zero_async(m->b.step, 1, p.stream);
     if (first) clear_load(m);
     if (first) memset(&m->links.rows.met, 0, sizeof m->links.rows.met);
     sum_of_micro_steps(m, &p, first, last);
@@ -643,7 +637,7 @@ static void sum_over_ranks(Model *m) {
     StepScalars *step = m->b.step;
     float *all = m->b.gathered_step;
     cudaStream_t s = m->gpu.compute;
-    if (mesh->tp.rank > 0) cudaCheck(cudaMemsetAsync(&step->loss, 0, sizeof step->loss, s));
+    if (mesh->tp.rank > 0) zero_async(&step->loss, 1, s);
     if (m->masked > 0 && mesh->tp.rank == 0) step_masked(step, m->masked, s);
     if (mesh->job.world == 1 || links_sum(&m->links, "loss and norm", &step->loss, STEP_SUMS)) return;
     if (mesh->tp.world > 1) {
@@ -690,24 +684,23 @@ static void gather_directions(Model *m, const MuonWave *w, floatX *directions) {
     if (z->nccl.world > 1 && z->stage > 0) {
         zero_comm_follows(z);
         for (int i = 0; i < w->blocks; i++)
-            nccl_all_gather(&z->nccl, "gather momentum", directions + (size_t)(i * tp->world + tp->rank) * block,
+            nccl_all_gather(&z->nccl, "gather momentum", directions + (i * tp->world + tp->rank) * block,
                             zero_piece(z, w->first));
         zero_compute_follows(z);
     }
     for (int i = 0; i < w->blocks; i++)
-        nccl_all_gather(&m->links.rows.nccl, "gather momentum", directions + (size_t)(i * tp->world) * block, block);
+        nccl_all_gather(&m->links.rows.nccl, "gather momentum", directions + i * tp->world * block, block);
 }
 static void return_directions(Model *m, const MuonWave *w, floatX *directions) {
     Zero *z = &m->links.zero;
     const Comm *tp = &m->mesh->tp;
     const size_t block = param_unit(&m->table, 1).count;
     for (int i = 0; i < w->blocks; i++)
-        nccl_reduce_scatter(&m->links.rows.nccl, "return directions", directions + (size_t)(i * tp->world) * block,
-                            block);
+        nccl_reduce_scatter(&m->links.rows.nccl, "return directions", directions + i * tp->world * block, block);
     if (z->nccl.world == 1) return;
     zero_comm_follows(z);
     for (int i = 0; i < w->blocks; i++) {
-        floatX *mine = directions + (size_t)(i * tp->world + tp->rank) * block;
+        floatX *mine = directions + (i * tp->world + tp->rank) * block;
         nccl_reduce_scatter(&z->nccl, "return directions", mine, zero_piece(z, w->first));
         if (z->stage == 0) nccl_all_gather(&z->nccl, "return directions", mine, zero_piece(z, w->first));
     }
@@ -717,7 +710,7 @@ static void return_directions(Model *m, const MuonWave *w, floatX *directions) {
 static void orthogonalise(Model *m, const MuonWave *w, floatX *directions) {
     const Buffers *b = &m->b;
     cudaStream_t s = m->gpu.compute;
-    const size_t elements = (size_t)w->blocks * muon_block(&m->plan);
+    const size_t elements = w->blocks * muon_block(&m->plan);
     floatX *x = directions + elements;
     for (int i = w->first_batch; i < w->first_batch + w->batches; i++) {
         const MuonBatch *q = &b->muon.batches[i];
@@ -765,15 +758,15 @@ static void queue_largest(Model *m) {
         nccl_bundle_end(&z->nccl);
         zero_compute_follows(z);
     }
-    cudaCheck(cudaMemcpyAsync(m->b.host_largest, m->b.largest, count * sizeof(float), cudaMemcpyDeviceToHost,
-                              m->gpu.compute));
+    copy_async(m->b.host_largest, m->b.largest, count, m->gpu.compute);
 }
 // --qk-clip of what this rank owns of the weights and biases of q, k and v.
 static void queue_qk_clip(Model *m) {
     const Buffers *b = &m->b;
     const Config *c = &m->plan.local;
     const int shared = m->config.num_kv_heads < m->config.num_heads;  // here may be one of each
-    for (const Param *t = m->table.params; t < m->table.params + m->table.count && b->largest; t++) {
+    if (!b->largest) return;
+    PARAM_EACH(t, &m->table) {
         const Span mine = span_overlap(plan_owned(&m->plan, SLOT_M, t->unit), t->offset, t->size);
         if ((t->role != ROLE_QKVW && t->role != ROLE_QKVB) || mine.count == 0) continue;
         const QkClip q = {c->num_heads, c->head_dim, shared, t->is_vector ? 1 : c->channels,
@@ -785,7 +778,7 @@ static void queue_qk_clip(Model *m) {
             b->largest + (t->unit - 1) * c->num_heads, b->step);
         launchCheck();
     }
-    if (b->largest) timing_lap("QK-clip", 0, 0, m->gpu.compute);
+    timing_lap("QK-clip", 0, 0, m->gpu.compute);
 }
 void model_average(Model *m, float share) {
     const Buffers *b = &m->b;
@@ -814,9 +807,9 @@ StepResult model_update(Model *m, const UpdateParams *p) {
     links_patience(&m->links);
     queue_norm(m);
     step_decide(m->b.step, m->step_tokens, p, s);
-    cudaCheck(cudaMemcpyAsync(m->b.host_step, m->b.step, sizeof *m->b.step, cudaMemcpyDeviceToHost, s));
+    copy_async(m->b.host_step, m->b.step, 1, s);
     const size_t load = m->b.load ? load_size(&m->config) : 0;
-    if (load) cudaCheck(cudaMemcpyAsync(m->b.host_load, m->b.load, load * sizeof(float), cudaMemcpyDeviceToHost, s));
+    if (load) copy_async(m->b.host_load, m->b.load, load, s);
     queue_largest(m);
     cudaCheck(cudaEventRecord(m->decided, s));
     queue_adamw(m, p);
@@ -838,13 +831,13 @@ StepResult model_update(Model *m, const UpdateParams *p) {
 
 void model_losses(Model *m, const int *inputs, const int *targets, int T, float *losses) {
     const size_t N = m->plan.N;
-    assert(T >= 1 && T <= m->plan.T && N % (size_t)T == 0);
+    assert(T >= 1 && T <= m->plan.T && N % T == 0);
     const Pass p = pass_of(m, (int)N / T, T);
     upload_tokens(m, inputs, targets, N, T);
     model_forward(m, &p);
     m->weights_changed = 0;
     head(m, &p, 0, NULL, 0);
-    cudaCheck(cudaMemcpyAsync(m->b.host_losses, m->b.losses, N * sizeof(float), cudaMemcpyDeviceToHost, p.stream));
+    copy_async(m->b.host_losses, m->b.losses, N, p.stream);
     cudaCheck(cudaStreamSynchronize(p.stream));
     memcpy(losses, m->b.host_losses, N * sizeof(float));
 }
@@ -919,7 +912,7 @@ static Pass prompt_pass(Model *m, int slot, int at, int count) {
 static cudaEvent_t exchanged;
 static void begin_turn(const Model *m) {
     if (!plan_is_split(&m->plan)) return;
-    if (!exchanged) cudaCheck(cudaEventCreateWithFlags(&exchanged, cudaEventDisableTiming));
+    if (!exchanged) event_open(&exchanged);
     cudaCheck(cudaStreamWaitEvent(m->gpu.compute, exchanged, 0));
 }
 static void end_turn(const Model *m) {
@@ -934,7 +927,7 @@ void model_prompt(Model *m, int slot, const int *tokens, int n) {
         count = n - i < most ? n - i : most;
         watchdog_beat(PHASE_SAMPLE, -1);
         const Pass p = prompt_pass(m, slot, *length, count);
-        upload_tokens(m, tokens + i, NULL, (size_t)count, count);
+        upload_tokens(m, tokens + i, NULL, count, count);
         model_forward(m, &p);
         *length += count;
     }
@@ -943,7 +936,7 @@ void model_prompt(Model *m, int slot, const int *tokens, int n) {
 // m->b.h_final (rows,C) -> logits (rows,Vp) of this rank's part of the vocabulary
 static void step_logits(Model *m, const Pass *p, float *logits) {
     const Linear l = head_of(m, p);
-    const size_t Vp = (size_t)l.out;
+    const size_t Vp = l.out;
     if (l.kept.weight) {
         RowsProduct q = linear_step(&l, m->b.h_final, p->N);
         q.logits = logits;
@@ -972,7 +965,7 @@ static void step_forward(Model *m, int rows) {
     launchCheck();
     model_forward(m, &p);
     const size_t part = (size_t)rows * Vp;
-    step_logits(m, &p, ranks > 1 ? d->gathered + (size_t)m->mesh->tp.rank * part : d->logits);
+    step_logits(m, &p, ranks > 1 ? d->gathered + m->mesh->tp.rank * part : d->logits);
     m->weights_changed = 0;
     if (ranks == 1) return;
     nccl_all_gather(&m->links.rows.nccl, "gather", d->gathered, part);
@@ -1050,7 +1043,7 @@ static void open_links(Model *m) {
     k->zero = zero_open(&m->mesh->dp, &m->table, &m->gpu, p->zero_stage, p->reduces_in_fp32, reduces_last, &buffers);
     links_open_short(k, o, &m->gpu, p->may_overlap);
     // Column sums are of all rows: such a product is not computed in parts.
-    if (p->may_overlap) links_open_overlap(k, o, p->N * (size_t)p->config.channels * sizeof(floatX), plan_sums_df(p));
+    if (p->may_overlap) links_open_overlap(k, o, p->N * p->config.channels * sizeof(floatX), plan_sums_df(p));
     links_patience(k);
     const int copies = plan_is_split(p) && p->trains ? gradient_copies(p, NULL, &k->copies.total) : 0;
     if (!copies) return;
@@ -1113,8 +1106,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     }
     buffers_upload_tables(&m->plan, &m->b, m->gpu.compute);
     offload_open(&m->offload, &m->plan, &m->b, &m->gpu);
-    for (cudaEvent_t *e : {&m->copied[0], &m->copied[1], &m->decided})
-        cudaCheck(cudaEventCreateWithFlags(e, cudaEventDisableTiming));
+    for (cudaEvent_t *e : {&m->copied[0], &m->copied[1], &m->decided}) event_open(e);
     open_links(m);
 }
 // --debug tp-overlap=-1: a micro-step with nothing and with everything overlapped, in parts of all sizes. Its tokens
@@ -1156,7 +1148,7 @@ void model_close(Model *m) {
     links_close(&m->links);
     for (Graph &g : m->graphs) graph_close(&g);
     offload_close(&m->offload);
-    for (cudaEvent_t e : {m->copied[0], m->copied[1], m->decided}) cudaCheck(cudaEventDestroy(e));
+    for (cudaEvent_t *e : {&m->copied[0], &m->copied[1], &m->decided}) event_close(e);
     matmul_close(&m->matmul);
     matmul_close(&m->decode_matmul);
     memory_free(&m->memory);
@@ -1173,10 +1165,7 @@ void model_close(Model *m) {
 // ---- what the training loop asks (backend.h)
 
 Model *model_new(void) { return new_zeros(Model, 1); }
-ModelFacts facts_of(const Model *m) {
-    const ModelFacts facts = {&m->config, &m->table, &m->frozen, (Lora *)&m->lora, m->mesh};
-    return facts;
-}
+ModelFacts facts_of(const Model *m) { return {&m->config, &m->table, &m->frozen, (Lora *)&m->lora, m->mesh}; }
 const char *model_device(const Model *m) { return m->gpu.prop.name; }
 const char *model_dtype(const Model *) { return FLOATX_NAME; }
 const char *model_carriers(const Model *m) { return m->links.transports; }
@@ -1196,13 +1185,13 @@ void model_timing_end(Model *m) { timing_end(m->gpu.compute); }
 void model_fp8_begin(Model *m) {
     m->counts_fp8 = m->plan.fp8;
     if (!m->plan.fp8) return;
-    cudaCheck(cudaMemsetAsync(m->b.fp8_counts, 0, NUM_FP8_TENSORS * sizeof(Fp8Count), m->gpu.compute));
+    zero_async(m->b.fp8_counts, NUM_FP8_TENSORS, m->gpu.compute);
     zero_forget(&m->links.zero);  // all are gathered, so counted, again
 }
 void model_fp8_end(Model *m, Fp8Counts counts[NUM_FP8_TENSORS]) {
     Fp8Count host[NUM_FP8_TENSORS] = {};
     if (m->plan.fp8) {
-        cudaCheck(cudaMemcpyAsync(host, m->b.fp8_counts, sizeof host, cudaMemcpyDeviceToHost, m->gpu.compute));
+        copy_async(host, m->b.fp8_counts, NUM_FP8_TENSORS, m->gpu.compute);
         cudaCheck(cudaStreamSynchronize(m->gpu.compute));
     }
     // A scale that follows from the largest value saturates none.

@@ -105,9 +105,10 @@ static int fc_width(const Config *c) { return mlp_is_gated(c->mlp) ? 2 * c->ffn_
 static int block_mlps(const Config *c) { return c->num_experts ? c->num_experts : 1; }
 static int token_mlps(const Config *c) { return c->num_experts ? c->active_experts : 1; }
 
+static int config_is(const Config *c, const char *type) { return strcmp(c->model_type, type) == 0; }
+
 static Config config_gpt2(int layers, int channels, int heads, int max_seq_len) {
-    Config c;
-    memset(&c, 0, sizeof c);
+    Config c = {};
     strcpy(c.model_type, "gpt2");
     c.vocab_size = VOCAB_GPT2;
     c.max_seq_len = max_seq_len;

@@ -89,14 +89,13 @@ static int lora_weight(const Config *c, int layer, int kind, int expert) {
     return before + layer * in_block + expert * together;
 }
 // Names are peft's. A is split as W's columns are, B as its rows.
-static void lora_add(ParamTable *t, const Config *c, const Lora *l, int tp, int index, int kind, int expert, int is_b) {
+static void lora_add(ParamTable *t, const Config *c, const Lora *l, int kind, int expert, int is_b) {
     const ParamKind *k = &block_kinds[kind];
     const Split split = split_of(k->role);
     const int layer = t->num_units - 1;
     LoraName name;
     char in_block[80];
-    Param p;
-    memset(&p, 0, sizeof p);
+    Param p = {};
     lora_name(c, kind, expert, &name);
     snprintf(in_block, sizeof in_block, "%s.lora_%c.weight", name.text, is_b ? 'B' : 'A');
     params_name(&p, c, layer, in_block, 0);
@@ -108,22 +107,21 @@ static void lora_add(ParamTable *t, const Config *c, const Lora *l, int tp, int 
     p.cols = p.file_cols = is_b ? l->rank : dim_size(c, k->cols);
     p.split = split == (is_b ? SPLIT_ROWS : SPLIT_COLS) ? split : SPLIT_NONE;
     p.init_std = is_b ? 0 : 1 / sqrtf(3.0f * (float)p.cols);
-    params_add(t, c, tp, index, &p);
+    params_add(t, c, &p);
 }
-static void lora_add_role(ParamTable *t, const Config *c, const Lora *l, int tp, int index, int role, int is_b) {
+static void lora_add_role(ParamTable *t, const Config *c, const Lora *l, int role, int is_b) {
     const int experts = role == ROLE_FCW || role == ROLE_FCPROJW ? block_mlps(c) : 1;
     for (int expert = 0; expert < experts; expert++)
         for (int kind = 0; kind < NUM_BLOCK_KINDS; kind++)
-            if (l->targets >> kind & 1 && (int)block_kinds[kind].role == role)
-                lora_add(t, c, l, tp, index, kind, expert, is_b);
+            if (l->targets >> kind & 1 && (int)block_kinds[kind].role == role) lora_add(t, c, l, kind, expert, is_b);
 }
-// Of rank `index` of a tensor-parallel group of tp.
-static ParamTable lora_table(const Config *c, const Lora *l, int tp, int index) {
-    ParamTable t = params_begin(c, 2 * LORA_MOST_TARGETS * (size_t)block_mlps(c));
+// Of one rank of a tensor-parallel group of tp.
+static ParamTable lora_table(const Config *c, const Lora *l, int tp, int rank) {
+    ParamTable t = params_begin(c, tp, rank, 2 * LORA_MOST_TARGETS * (size_t)block_mlps(c));
     params_end_unit(&t);
     for (int layer = 0; layer < c->num_layers; layer++) {
         for (int role = ROLE_QKVW; role <= ROLE_FCPROJW; role++)
-            for (int is_b = 0; is_b < 2; is_b++) lora_add_role(&t, c, l, tp, index, role, is_b);
+            for (int is_b = 0; is_b < 2; is_b++) lora_add_role(&t, c, l, role, is_b);
         params_end_unit(&t);
     }
     params_end_unit(&t);
@@ -152,8 +150,7 @@ static int lora_pairs(const ParamTable *adapters, int unit, Role role, int layer
     const int count = all / layers;
     for (int i = 0; i < count; i++) {
         const int a = begin + layer * count + i;
-        const LoraPair p = {adapters->params[a].weight, a, a + all};
-        pairs[i] = p;
+        pairs[i] = (LoraPair){adapters->params[a].weight, a, a + all};
     }
     return count;
 }

@@ -316,8 +316,7 @@ static int option_is_switch(const OptionInfo *info) {
 }
 
 static Options options_default(void) {
-    Options o;
-    memset(&o, 0, sizeof o);
+    Options o = {};
     #define SET_VALUE(field, letters, effect, value, ...) o.field = value;
     LLMC_OPTIONS(NOTHING, SET_VALUE, SET_VALUE, SET_VALUE, SET_VALUE)
     return o;
@@ -507,11 +506,11 @@ static Options options_parse_over(Options o, int argc, char **argv) {
         int last = i + 1 == argc, alone = last || argv[i + 1][0] == '-';
         size_t length = argument[0] == '-' && argument[1] == '-' ? strcspn(argument, "=") : strlen(argument);
         int help = length == strlen("--help") && !strncmp(argument, "--help", length);
-        int version = strcmp(argument, "--version") == 0;
+        int version = strcmp(argument, "--version") == 0, first_page = alone && strcmp(argument, "-h") == 0;
         if (help) options_help(argv[0], argument[length] ? argument + length + 1 : alone ? "" : argv[i + 1], stdout);
-        if (strcmp(argument, "-h") == 0 && alone) options_help(argv[0], "", stdout);
+        if (first_page) options_help(argv[0], "", stdout);
         if (version) options_version();
-        if (help || version || (strcmp(argument, "-h") == 0 && alone)) exit(EXIT_SUCCESS);
+        if (help || version || first_page) exit(EXIT_SUCCESS);
         require(argument[0] == '-' || i < 2 || !file_exists(argument),
                 "'%s' is not an option but a file\n"
                 "the shell has expanded a pattern: quote it, as in -i 'data/*.bin'",
@@ -549,9 +548,11 @@ typedef struct {
 static void require_needs(const Options *asked, const OptionNeed *needs, int count) {
     const Options standard = options_default();
     char number[OPTION_NUMBER];
-    for (const OptionNeed *n = needs; n < needs + count; n++) OPTION_EACH(p)
-    require(n->met || strncmp(p->name, n->options, strlen(n->options)) || !option_change(asked, &standard, p, number),
-            "%s says nothing without %s\nadd that, or leave %s out", p->word, n->needs, p->word);
+    for (const OptionNeed *n = needs; n < needs + count; n++)
+        OPTION_EACH(p)
+            require(n->met || strncmp(p->name, n->options, strlen(n->options)) ||
+                        !option_change(asked, &standard, p, number),
+                    "%s says nothing without %s\nadd that, or leave %s out", p->word, n->needs, p->word);
 }
 static Options options_parse(int argc, char **argv) {
     const Options given = options_parse_over(options_default(), argc, argv), recipe = options_of_recipe(&given);

@@ -86,6 +86,7 @@ enum { UNIT_ALIGN = 8 * 5 * 7 * 3 * 128 };
 #define NO_PARAM ((size_t)-1)
 
 typedef struct {
+    int tp, rank;  // it is that of one rank of a tensor-parallel group of tp
     int count;
     Param *params;
     int num_units;       // L + 2
@@ -100,6 +101,8 @@ typedef struct {
 // Offset of a role's (packed) tensor in unit u, NO_PARAM if this model has none.
 static size_t param_at(const ParamTable *t, int unit, Role role) { return t->first[unit * NUM_ROLES + role]; }
 
+#define PARAM_EACH(p, table) for (const Param *p = (table)->params; p < (table)->params + (table)->count; p++)
+
 // Elements [begin, begin + count) of the parameter buffer.
 typedef struct { size_t begin, count; } Span;
 static Span span_overlap(Span a, size_t begin, size_t count) {
@@ -109,8 +112,7 @@ static Span span_overlap(Span a, size_t begin, size_t count) {
     return a;
 }
 static Span param_unit(const ParamTable *t, int unit) {
-    const Span s = {t->unit_begin[unit], t->unit_begin[unit + 1] - t->unit_begin[unit]};
-    return s;
+    return (Span){t->unit_begin[unit], t->unit_begin[unit + 1] - t->unit_begin[unit]};
 }
 static int unit_is_block(const ParamTable *t, int unit) { return unit > 0 && unit + 1 < t->num_units; }
 static int param_unit_of(const ParamTable *t, size_t offset) {
@@ -268,10 +270,10 @@ static const ParamKind head_kinds[] = {{ROLE_HEADW, "lm_head.weight", "lm_head.w
 
 // Rows of the embedding and of the head that each of tp ranks has. The last ranks have the padding.
 static int vocab_rows(const Config *c, int tp) { return round_up(c->vocab_size, 128 * tp) / tp; }
-// Reduces a whole tensor to what rank `index` of tp has of it: ranges of equal size, in the order of the ranks. An
+// Reduces a whole tensor to what rank `rank` of tp has of it: ranges of equal size, in the order of the ranks. An
 // attention head is never divided. With fewer heads than ranks, several ranks have copies of one head. All ranks have
 // copies of what is not split.
-static void param_split(Param *p, const Config *c, int tp, int index) {
+static void param_split(Param *p, const Config *c, int tp, int rank) {
     int heads = p->role == ROLE_QKVW || p->role == ROLE_QKVB,
         vocab = p->role == ROLE_WTE || p->role == ROLE_HEADW || p->role == ROLE_HEADB;
     int by_rows = !p->is_vector && p->split != SPLIT_COLS;
@@ -285,21 +287,22 @@ static void param_split(Param *p, const Config *c, int tp, int index) {
     for (int i = 0, first = 0; i < 3 && sizes[i]; first += sizes[i++]) {
         int pieces = p->split == SPLIT_NONE ? 1 : heads ? sizes[i] / c->head_dim : sizes[i];
         int copies = vocab || pieces >= tp ? 1 : tp / pieces;
-        int share = vocab ? vocab_rows(c, tp) : sizes[i] / (tp / copies), begin = index / copies * share;
+        int share = vocab ? vocab_rows(c, tp) : sizes[i] / (tp / copies), begin = rank / copies * share;
         int mine = sizes[i] - begin < share ? sizes[i] - begin : share;
         assert(vocab || (sizes[i] % (tp / copies) == 0 && tp % copies == 0));
         const ParamPart part = {
             *along * across, mine * across, by_rows ? first + begin : 0, by_rows ? 0 : first + begin,
-            index % copies,  copies};
+            rank % copies,   copies};
         if (mine > 0) p->parts[p->num_parts++] = part;
         *along += share;
     }
 }
 // A table with room for `most` tensors in each of the model's units.
-static ParamTable params_begin(const Config *c, size_t most) {
+static ParamTable params_begin(const Config *c, int tp, int rank, size_t most) {
     const size_t units = c->num_layers + 2;
-    ParamTable t;
-    memset(&t, 0, sizeof t);
+    ParamTable t = {};
+    t.tp = tp;
+    t.rank = rank;
     t.params = new_array(Param, units * most);
     t.unit_begin = new_array(size_t, units + 1);
     t.first = new_array(size_t, (units * NUM_ROLES));
@@ -308,8 +311,8 @@ static ParamTable params_begin(const Config *c, size_t most) {
     return t;
 }
 // Appends a tensor, of which role, rows, cols, file_rows, file_cols, split and init_std are known, to the unit that is
-// not ended, for rank `index` of a tensor-parallel group of tp.
-static void params_add(ParamTable *t, const Config *c, int tp, int index, Param *p) {
+// not ended.
+static void params_add(ParamTable *t, const Config *c, Param *p) {
     const int unit = t->num_units;
     size_t *first = &t->first[unit * NUM_ROLES + p->role];
     p->unit = unit;
@@ -319,7 +322,7 @@ static void params_add(ParamTable *t, const Config *c, int tp, int index, Param 
     p->whole_size = (size_t)p->rows * p->cols;
     p->whole_offset = t->whole;
     t->whole += p->whole_size;
-    param_split(p, c, tp, index);
+    param_split(p, c, t->tp, t->rank);
     p->size = (size_t)p->rows * p->cols;
     p->offset = t->total;
     t->total += p->size;
@@ -339,28 +342,25 @@ static const char *const mixture_names[][2] = {
     {"block_sparse_moe.gate.weight", "mlp.gate.weight"}};
 // Whether a model has this tensor; its name in files.
 static const char *kind_name(const Config *c, const ParamKind *k) {
-    const int gpt2 = strcmp(c->model_type, "gpt2") == 0, is_gate = k->role == ROLE_FCW && !k->gpt2;
+    const int is_gate = k->role == ROLE_FCW && !k->gpt2;
     const int i = k->role == ROLE_FCW ? !is_gate : k->role == ROLE_FCPROJW ? 2 : k->role == ROLE_ROUTERW ? 3 : -1;
     if (!config_has(c, k->role) || (is_gate && !mlp_is_gated(c->mlp))) return NULL;
-    if (i >= 0 && c->num_experts) return mixture_names[i][strcmp(c->model_type, "mixtral") != 0];
-    return gpt2 ? k->gpt2 : k->other;
+    if (i >= 0 && c->num_experts) return mixture_names[i][!config_is(c, "mixtral")];
+    return config_is(c, "gpt2") ? k->gpt2 : k->other;
 }
 // How many tensors of this kind a block has: one, or one for each expert.
 static int kind_count(const Config *c, const ParamKind *k) {
     return k->role == ROLE_FCW || k->role == ROLE_FCPROJW ? block_mlps(c) : 1;
 }
 static void params_name(Param *p, const Config *c, int layer, const char *name, int expert) {
-    const int gpt2 = strcmp(c->model_type, "gpt2") == 0;
-    const int n = snprintf(p->name, sizeof p->name, gpt2 ? "transformer.h.%d." : "model.layers.%d.", layer);
+    const char *block = config_is(c, "gpt2") ? "transformer.h.%d." : "model.layers.%d.";
+    const int n = snprintf(p->name, sizeof p->name, block, layer);
     snprintf(p->name + n, sizeof p->name - n, name, expert);
 }
-static void params_add_kind(ParamTable *t, const Config *c, int tp, int index, const ParamKind *k, int in_block,
-                            int expert) {
-    const int gpt2 = strcmp(c->model_type, "gpt2") == 0;
+static void params_add_kind(ParamTable *t, const Config *c, const ParamKind *k, int in_block, int expert) {
     const char *name = kind_name(c, k);
-    Param p;
+    Param p = {};
     if (!name) return;
-    memset(&p, 0, sizeof p);
     if (in_block)
         params_name(&p, c, t->num_units - 1, name, expert);
     else
@@ -372,27 +372,27 @@ static void params_add_kind(ParamTable *t, const Config *c, int tp, int index, c
     p.file_cols = k->cols == DIM_V ? c->vocab_size : p.cols;
     p.split = split_of(k->role);
     p.is_vector = k->rows == DIM_1;
-    p.transposed = in_block && gpt2 && !p.is_vector;
+    p.transposed = in_block && config_is(c, "gpt2") && !p.is_vector;
     p.init_std = role_init_std(k->role, p.is_vector, c);
-    params_add(t, c, tp, index, &p);
+    params_add(t, c, &p);
 }
 // Kinds of one role are neighbours, which are packed: of each expert apart.
-static void params_add_unit(ParamTable *t, const Config *c, int tp, int index, const ParamKind *kinds, size_t count) {
+static void params_add_unit(ParamTable *t, const Config *c, const ParamKind *kinds, size_t count) {
     const int in_block = kinds == block_kinds;
     for (const ParamKind *k = kinds, *next; k < kinds + count; k = next) {
         for (next = k + 1; next < kinds + count && next->role == k->role;) next++;
         for (int expert = 0; expert < kind_count(c, k); expert++)
-            for (const ParamKind *one = k; one < next; one++) params_add_kind(t, c, tp, index, one, in_block, expert);
+            for (const ParamKind *one = k; one < next; one++) params_add_kind(t, c, one, in_block, expert);
     }
     params_end_unit(t);
 }
-// The table of rank `index` of a tensor-parallel group of tp.
-static ParamTable params_of_rank(const Config *c, int tp, int index) {
+// The table of one rank of a tensor-parallel group of tp.
+static ParamTable params_of_rank(const Config *c, int tp, int rank) {
     #define KINDS(kinds) kinds, COUNT_OF(kinds)
-    ParamTable t = params_begin(c, COUNT_OF(block_kinds) + 3 * (size_t)(block_mlps(c) - 1));
-    params_add_unit(&t, c, tp, index, KINDS(embedding_kinds));
-    for (int l = 0; l < c->num_layers; l++) params_add_unit(&t, c, tp, index, KINDS(block_kinds));
-    params_add_unit(&t, c, tp, index, KINDS(head_kinds));
+    ParamTable t = params_begin(c, tp, rank, COUNT_OF(block_kinds) + 3 * (size_t)(block_mlps(c) - 1));
+    params_add_unit(&t, c, KINDS(embedding_kinds));
+    for (int l = 0; l < c->num_layers; l++) params_add_unit(&t, c, KINDS(block_kinds));
+    params_add_unit(&t, c, KINDS(head_kinds));
     return t;
 }
 static ParamTable params_table(const Config *c) { return params_of_rank(c, 1, 0); }
@@ -447,8 +447,7 @@ static void param_init(const ParamTable *t, int index, uint64_t seed, size_t beg
 // Weights that a token is multiplied with: the head's, tied or not, but no embeddings; of experts the active ones'.
 static double multiplying_weights(const Config *c, const ParamTable *t) {
     double weights = 0;
-    for (int i = 0; i < t->count; i++) {
-        const Param *p = &t->params[i];
+    PARAM_EACH(p, t) {
         const int is_expert = p->role == ROLE_FCW || p->role == ROLE_FCPROJW;
         int is_embedding = p->role == ROLE_WPE || (p->role == ROLE_WTE && !c->tied);
         if (!p->is_vector && !is_embedding)

@@ -51,8 +51,7 @@ static inline uint8_t *quant_scales(const QuantMatrix *q, size_t row) {
     return q->scales + row * quant_scale_bytes(q->format, q->cols);
 }
 static inline QuantMatrix quant_rows(const QuantMatrix *q, size_t first, int rows) {
-    const QuantMatrix part = {q->format, rows, q->cols, quant_codes(q, first), quant_scales(q, first)};
-    return part;
+    return (QuantMatrix){q->format, rows, q->cols, quant_codes(q, first), quant_scales(q, first)};
 }
 // Of a name of --weights.
 static inline WeightFormat quant_format(const char *name) {

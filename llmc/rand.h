@@ -33,8 +33,7 @@ HOST_DEVICE static inline Rand3 rand_three(uint64_t key, uint32_t counter) {
     x = (x ^ x >> 16) * 0x21f0aaadu;
     x = (x ^ x >> 15 ^ (uint32_t)(key >> 32)) * 0xd35a2d97u;
     x ^= x >> 15;
-    Rand3 r = {x * 0xadb4a92du >> 16, x * 0x291471e9u >> 16, x * 0x449ed6f5u >> 16};
-    return r;
+    return (Rand3){x * 0xadb4a92du >> 16, x * 0x291471e9u >> 16, x * 0x449ed6f5u >> 16};
 }
 // Uniform in [0, 1) with 53 bits.
 HOST_DEVICE static inline double rand_uniform(uint64_t seed, uint64_t stream, uint64_t counter) {

@@ -52,8 +52,7 @@ static const float DRAW_LN2 = 0.693147181f, DRAW_LOG2E = 1.44269504f;
 typedef struct { float exponent, rest; } DrawSplit;
 HOST_DEVICE static inline DrawSplit draw_split(float x) {
     const uint32_t root = 0x3f3504f3, u = float_bits(x) + (0x3f800000 - root);
-    const DrawSplit s = {(float)((int)(u >> 23) - 127), bits_float((u & 0x7fffff) + root) - 1.0f};
-    return s;
+    return (DrawSplit){(float)((int)(u >> 23) - 127), bits_float((u & 0x7fffff) + root) - 1.0f};
 }
 // The natural logarithm, to 1.2e-7 of itself. A minimax polynomial for (log(1 + f) - f) / f^2.
 HOST_DEVICE static inline float draw_log(DrawSplit s) {

@@ -47,6 +47,21 @@ static void require_aligned(const char *what, std::initializer_list<const void *
         require((uintptr_t)p % 16 == 0, "%s: a buffer does not begin on 16 bytes\nallocate it with memory_request",
                 what);
 }
+// On a stream; in copies each side may be host memory.
+template <typename T> void zero_async(T *to, size_t count, cudaStream_t stream) {
+    cudaCheck(cudaMemsetAsync(to, 0, count * sizeof(T), stream));
+}
+template <typename T> void copy_async(T *to, const T *from, size_t count, cudaStream_t stream) {
+    cudaCheck(cudaMemcpyAsync(to, from, count * sizeof(T), cudaMemcpyDefault, stream));
+}
+// Events that say who waits for whom, and no time.
+inline void event_open(cudaEvent_t *e) { cudaCheck(cudaEventCreateWithFlags(e, cudaEventDisableTiming)); }
+inline void event_close(cudaEvent_t *e) { cudaCheck(cudaEventDestroy(*e)); }
+// What `later` is given from now on waits for all that `earlier` was given so far.
+inline void stream_follows(cudaStream_t later, cudaStream_t earlier, cudaEvent_t event) {
+    cudaCheck(cudaEventRecord(event, earlier));
+    cudaCheck(cudaStreamWaitEvent(later, event, 0));
+}
 static unsigned blocks_for(size_t n, size_t per_block) { return (unsigned)ceil_div(n, per_block); }
 
 // ---- the device of this process: that of its rank on this host, or the only one it is shown (srun --gpus-per-task=1).

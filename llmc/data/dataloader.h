@@ -170,8 +170,9 @@ static void shard_leave(DataSet *set) {
 
 // ---- documents
 
-static uint32_t raw_token(const DataLoader *d, int64_t i) {
-    return d->token_bytes == 2 ? ((const uint16_t *)d->raw)[i] : ((const uint32_t *)d->raw)[i];
+// raw: tokens as they are in the file.
+static uint32_t raw_token(const DataLoader *d, const void *raw, int64_t i) {
+    return d->token_bytes == 2 ? ((const uint16_t *)raw)[i] : ((const uint32_t *)raw)[i];
 }
 static int begins_document(const DataLoader *d, uint32_t token) {
     return d->marked ? token >> 31 : token == (uint32_t)d->eot;
@@ -194,7 +195,7 @@ static int64_t shard_pack(DataLoader *d, const Shard *s, int fd, Packing *p) {
         n = s->tokens - at < SCAN_TOKENS ? s->tokens - at : SCAN_TOKENS;
         pread_or_die(fd, d->raw, n * d->token_bytes, HEADER_BYTES + at * d->token_bytes, s->path);
         for (int64_t i = 0; i < n; i++) {
-            if (!begins_document(d, raw_token(d, i))) continue;
+            if (!begins_document(d, raw_token(d, d->raw, i))) continue;
             cut += at + i - begin > d->T;
             packing_add_document(d, s, p, begin, at + i);
             begin = at + i;
@@ -215,9 +216,7 @@ static int dataloader_is_one_document(const DataLoader *d) {
     int64_t i = 1;
     pread_or_die(fd, tokens, s->tokens * d->token_bytes, HEADER_BYTES, s->path);
     close(fd);
-    while (i < s->tokens &&
-           !begins_document(d, d->token_bytes == 2 ? ((const uint16_t *)tokens)[i] : ((const uint32_t *)tokens)[i]))
-        i++;
+    while (i < s->tokens && !begins_document(d, raw_token(d, tokens, i))) i++;
     free(tokens);
     return i >= s->tokens;
 }
@@ -402,7 +401,7 @@ static void set_read_piece(DataLoader *d, const DataSet *set, Piece piece, int *
     const size_t token_bytes = d->token_bytes;
     pread_or_die(set->fd, d->raw, (n + follows) * token_bytes, HEADER_BYTES + piece.begin * token_bytes, s->path);
     for (int t = 0; t < n + follows; t++) {
-        const uint32_t token = raw_token(d, t), id = d->marked ? token & TOKEN_ID : token;
+        const uint32_t token = raw_token(d, d->raw, t), id = d->marked ? token & TOKEN_ID : token;
         const int begins = begins_document(d, token), marked = d->kind.marks && ((d->kind.pack && t == 0) || begins);
         const int learned = !d->marked || !(begins || token & TOKEN_NOT_LEARNED);
         require(id < limit,

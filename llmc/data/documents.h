@@ -12,10 +12,7 @@
 typedef struct { int *ids, *position, *first, *last; } Ranges;
 enum { RANGES_ARRAYS = 4 };
 
-static Ranges ranges_at(int *buffer, size_t N) {
-    const Ranges r = {buffer, buffer + N, buffer + 2 * N, buffer + 3 * N};
-    return r;
-}
+static Ranges ranges_at(int *buffer, size_t N) { return (Ranges){buffer, buffer + N, buffer + 2 * N, buffer + 3 * N}; }
 // inputs (B,T): ~id where a document begins. window: -1: all.
 static void ranges_fill(const Ranges *r, const int *inputs, int B, int T, long long window) {
     const int most = window < 0 || window > T ? T : (int)window;

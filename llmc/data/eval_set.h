@@ -63,8 +63,7 @@ static const char *eval_parse(EvalSet *s, int i, size_t *at, int wide) {
         int64_t left = end - next - 1 - wide;
         if (left < 0 || *next < 1 || *next > left || *next > INT32_MAX / 4) return "has an ending of impossible length";
         if (wide && (next[1] < 1 || next[1] > INT32_MAX)) return "has an ending of impossible length in characters";
-        const EvalChoice choice = {i, (int)*next, wide ? (int)next[1] : 0, next + 1 + wide};
-        s->choices[s->num_choices++] = choice;
+        s->choices[s->num_choices++] = (EvalChoice){i, (int)*next, wide ? (int)next[1] : 0, next + 1 + wide};
     }
     if (next != end) return "does not fill its length";
     *at += end - p;

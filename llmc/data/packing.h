@@ -22,8 +22,7 @@ static void packing_add(Packing *p, int begin, int length) {
         p->room = p->room ? 2 * p->room : 1024;
         grow_array(p->pieces, p->room);
     }
-    const Piece piece = {begin, length};
-    p->pieces[p->num_pieces++] = piece;
+    p->pieces[p->num_pieces++] = (Piece){begin, length};
 }
 static void packing_free(Packing *p) {
     free(p->pieces);

@@ -468,8 +468,7 @@ typedef struct {
 // Rank 0: the next checkpoint to try. Those that have not diverged come first, newest first; then the others. at: how
 // many were looked at.
 static NextCheckpoint next_checkpoint(const char *output, struct dirent **names, int count, int *at) {
-    NextCheckpoint c;
-    memset(&c, 0, sizeof c);
+    NextCheckpoint c = {};
     for (; *at < 2 * count && !*c.folder.text; ++*at) {
         const char *name = names[count - 1 - *at % count]->d_name;
         Path folder = path_of("%s/%s", output, name);

@@ -42,7 +42,6 @@ static const ConfigKey config_experts[] = {KEY(NULL, "num_local_experts", num_ex
 #undef KEY
 #define CONFIG_EACH(k, keys) for (const ConfigKey *k = keys; k < keys + COUNT_OF(keys); k++)
 static int config_same(const Config *a, const Config *b) { return memcmp(a, b, sizeof *a) == 0; }
-static int config_is(const Config *c, const char *type) { return strcmp(c->model_type, type) == 0; }
 // NULL: its files have no such key. Of Qwen3-MoE intermediate_size is the width of an MLP that no block has.
 static const char *config_key_of(const Config *c, const ConfigKey *k) {
     const char *key = config_is(c, "gpt2") ? k->gpt2 : k->llama;
@@ -106,7 +105,8 @@ static void config_write_experts(const Config *c, FILE *f, const char *s) {
     const int is_mixtral = config_is(c, "mixtral");
     if (!c->num_experts) return;
     config_write_key(c, f, s, &config_experts[!is_mixtral]);
-    CONFIG_EACH(k, config_experts) if (k > &config_experts[1]) config_write_key(c, f, s, k);
+    CONFIG_EACH(k, config_experts)
+        if (k > &config_experts[1]) config_write_key(c, f, s, k);
     if (!is_mixtral) fprintf(f, ",%s\"norm_topk_prob\": %s", s, c->renormalise ? "true" : "false");
     if (config_is(c, "qwen3_moe"))
         fprintf(f, ",%s\"intermediate_size\": %d,%s\"decoder_sparse_step\": 1,%s\"mlp_only_layers\": []", s,
@@ -160,6 +160,8 @@ typedef struct {
     const char *path;
 } ConfigFile;
 
+#define CONFIG_REQUIRE(ok, ...) config_require(ok, f->path, "", __VA_ARGS__)
+
 static int config_key(const ConfigFile *f, int object, const char *key, int needed) {
     int value = json_get(&f->json, object, key);
     if (json_is(&f->json, value, JSON_NULL)) value = JSON_NONE;
@@ -197,28 +199,26 @@ static void config_read_key(const ConfigFile *f, int object, Config *c, const Co
         config_read_int(f, object, key, (int *)field);
 }
 static void config_require_bool(const ConfigFile *f, const char *key, int needed) {
-    config_require(config_bool(f, key, needed) == needed, f->path, "", "%s is %s", key, needed ? "false" : "true");
+    CONFIG_REQUIRE(config_bool(f, key, needed) == needed, "%s is %s", key, needed ? "false" : "true");
 }
 static void config_require_text(const ConfigFile *f, int object, const char *key, const char *a, const char *b) {
     int value = config_key(f, object, key, 0);
     const char *text = value == JSON_NONE ? a : json_string(&f->json, value);
-    config_require(text && (strcmp(text, a) == 0 || strcmp(text, b) == 0), f->path, "", "%s is '%.40s', not %s%s%s",
-                   key, text ? text : "no text", a, *b ? " or " : "", b);
+    CONFIG_REQUIRE(text && (strcmp(text, a) == 0 || strcmp(text, b) == 0), "%s is '%.40s', not %s%s%s", key,
+                   text ? text : "no text", a, *b ? " or " : "", b);
 }
 
 // Plain rope or Llama 3.1's: "rope_scaling" and "rope_theta" (transformers up to 4), or "rope_parameters" (from 5 on).
 static void config_read_rope(const ConfigFile *f, Config *c) {
     int rope = config_key(f, 0, "rope_parameters", 0);
     if (rope == JSON_NONE) rope = config_key(f, 0, "rope_scaling", 0);
-    config_require(rope == JSON_NONE || json_is(&f->json, rope, JSON_OBJECT), f->path, "",
-                   "the rope settings are no object");
-    JSON_EACH(&f->json, key, rope)
-    config_require(!json_items(&f->json, key + 1), f->path, "", "rope differs between layers");
+    CONFIG_REQUIRE(rope == JSON_NONE || json_is(&f->json, rope, JSON_OBJECT), "the rope settings are no object");
+    JSON_EACH(&f->json, key, rope) CONFIG_REQUIRE(!json_items(&f->json, key + 1), "rope differs between layers");
     config_read_float(f, rope, "rope_theta", &c->rope_theta);
     float part = 1;
     config_read_float(f, 0, "partial_rotary_factor", &part);
     config_read_float(f, rope, "partial_rotary_factor", &part);
-    config_require(part == 1, f->path, "", "partial_rotary_factor is %g, not 1", (double)part);
+    CONFIG_REQUIRE(part == 1, "partial_rotary_factor is %g, not 1", (double)part);
     const char *kind_key = config_key(f, rope, "rope_type", 0) == JSON_NONE ? "type" : "rope_type";
     config_require_text(f, rope, kind_key, "default", "llama3");
     const char *kind = json_string(&f->json, config_key(f, rope, kind_key, 0));
@@ -237,7 +237,7 @@ static void config_read_window(const ConfigFile *f, Config *c) {
     if ((!config_is(c, "mistral") && !is_mixtral) || (is_mixtral && !is_given)) return;
     if (is_given && json_is(&f->json, value, JSON_NULL)) return;
     config_read_int(f, 0, "sliding_window", &window);
-    config_require(window > 0, f->path, "", "sliding_window is 0");
+    CONFIG_REQUIRE(window > 0, "sliding_window is 0");
     if (window < c->max_seq_len) c->window = window;
 }
 // Every block has a mixture of the same shape, no token is sent elsewhere at random, and q, k, v are not clipped.
@@ -248,13 +248,13 @@ static void config_read_experts(const ConfigFile *f, Config *c) {
     CONFIG_EACH(k, config_experts) config_read_key(f, 0, c, k);
     if (!config_is(c, "mixtral")) c->renormalise = config_bool(f, "norm_topk_prob", c->renormalise);
     config_read_int(f, 0, "decoder_sparse_step", &every);
-    config_require(every == 1, f->path, "", "decoder_sparse_step is %d, not 1", every);
-    config_require(!json_items(&f->json, json_get(&f->json, 0, "mlp_only_layers")), f->path, "",
+    CONFIG_REQUIRE(every == 1, "decoder_sparse_step is %d, not 1", every);
+    CONFIG_REQUIRE(!json_items(&f->json, json_get(&f->json, 0, "mlp_only_layers")),
                    "mlp_only_layers names blocks without experts");
     config_read_float(f, 0, "router_jitter_noise", &jitter);
-    config_require(jitter == 0, f->path, "", "router_jitter_noise is %g, not 0", (double)jitter);
-    config_require(config_key(f, 0, "clip_qkv", 0) == JSON_NONE, f->path, "", "clip_qkv is not null");
-    config_require(c->num_experts > 0, f->path, "", "it has no experts");
+    CONFIG_REQUIRE(jitter == 0, "router_jitter_noise is %g, not 0", (double)jitter);
+    CONFIG_REQUIRE(config_key(f, 0, "clip_qkv", 0) == JSON_NONE, "clip_qkv is not null");
+    CONFIG_REQUIRE(c->num_experts > 0, "it has no experts");
 }
 static void config_read_llama(const ConfigFile *f, Config *c) {
     config_read_experts(f, c);
@@ -262,13 +262,14 @@ static void config_read_llama(const ConfigFile *f, Config *c) {
     config_require_text(f, 0, "hidden_act", hidden_act(c), "");
     config_require_bool(f, "mlp_bias", 0);
     if (!c->qkv_bias) config_require_bool(f, "attention_bias", 0);
-    if (config_is(c, "modern")) CONFIG_EACH(k, config_modern_numbers) config_read_key(f, 0, c, k);
+    if (config_is(c, "modern"))
+        CONFIG_EACH(k, config_modern_numbers) config_read_key(f, 0, c, k);
     config_require_bool(f, "use_sliding_window", 0);
     config_read_window(f, c);
     JSON_EACH(&f->json, layer, json_get(&f->json, 0, "layer_types")) {
         const char *kind = json_string(&f->json, layer);
-        config_require(kind && strcmp(kind, "full_attention") == 0, f->path, "",
-                       "layer_types names '%.40s', not full_attention", kind ? kind : "?");
+        CONFIG_REQUIRE(kind && strcmp(kind, "full_attention") == 0, "layer_types names '%.40s', not full_attention",
+                       kind ? kind : "?");
     }
     config_read_int(f, 0, "head_dim", &c->head_dim);
 }

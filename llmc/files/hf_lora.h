@@ -95,7 +95,7 @@ static void adapter_config_write(const Config *c, const Lora *l, const char *bas
     fprintf(f, ",\n  \"use_rslora\": %s,\n  \"lora_dropout\": 0.0,\n  \"bias\": \"none\",\n",
             l->rank_stabilised ? "true" : "false");
     fprintf(f, "  \"fan_in_fan_out\": %s,\n  \"inference_mode\": true,\n  \"target_modules\": [",
-            strcmp(c->model_type, "gpt2") ? "false" : "true");
+            config_is(c, "gpt2") ? "true" : "false");
     for (int kind = 0; kind < NUM_BLOCK_KINDS; kind++) {
         LoraName name;
         if (!(l->targets >> kind & 1) || !lora_name(c, kind, -1, &name)) continue;

@@ -126,8 +126,7 @@ static void slots_declare(SlotFile *f, const Model *m, const SlotName *slots, in
     st_create(&f->file, path);
     f->file.base = *slots->prefix ? 0 : facts.lora->base;
     for (int k = 0; k < num_slots; k++)
-        for (int i = 0; i < facts.table->count; i++) {
-            const Param *p = &facts.table->params[i];
+        PARAM_EACH(p, facts.table) {
             if (!slot_file_has(f, slots[k].slot, p)) continue;
             uint64_t shape[2];
             char name[112];
@@ -150,8 +149,7 @@ static void slots_write(SlotFile *f, const Model *m, SlotReader *read, int64_t *
     size_t unflushed = 0;
     int declared = 0;
     for (int k = 0; k < f->num_slots; k++)
-        for (int i = 0; i < table->count; i++) {
-            const Param *p = &table->params[i];
+        PARAM_EACH(p, table) {
             if (!slot_file_has(f, f->slots[k].slot, p)) continue;
             const ParamFile to = {NULL, NULL, &f->file, declared++};
             const Span mine = span_overlap(param_shard(table, p->unit, dp->rank, dp->world), p->offset, p->size);
@@ -219,12 +217,10 @@ static void require_same_tensors(const Model *m, const SlotName *slots, int num_
                                  const char *path) {
     const char *hint = hint_of_differences(m, r, slots);
     const ParamTable *table = table_of(m, slots);
-    Differences d;
-    memset(&d, 0, sizeof d);
+    Differences d = {};
     char *known = new_zeros(char, r->count);
     for (int k = 0; k < num_slots; k++)
-        for (int i = 0; i < table->count; i++) {
-            const Param *p = &table->params[i];
+        PARAM_EACH(p, table) {
             if (!slot_holds(slots[k].slot, p)) continue;
             const StTensor *t = find_param(r, slots[k].prefix, p);
             if (!t) {
@@ -327,7 +323,7 @@ static void model_load_merged(Model *m, const char *base, const char *folder) {
     a.table = lora_table(config, &a.lora, 1, 0);
     a.values = new_array(float, a.table.total);
     st_open(&r, adapter_file(folder).text);
-    for (const Param *p = a.table.params; p < a.table.params + a.table.count; p++) {
+    PARAM_EACH(p, &a.table) {
         const StTensor *t = find_param(&r, "", p);
         require(t && st_is_float(t) && t->dims == 2 && (int64_t)t->shape[0] == p->rows &&
                     (int64_t)t->shape[1] == p->cols,

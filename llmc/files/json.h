@@ -120,8 +120,7 @@ static int json_push(Json *j, JsonKind kind, int begin) {
         j->capacity = j->capacity ? 2 * j->capacity : 64;
         grow_array(j->tokens, j->capacity);
     }
-    const JsonToken t = {kind, begin, 0, j->count + 1};
-    j->tokens[j->count] = t;
+    j->tokens[j->count] = (JsonToken){kind, begin, 0, j->count + 1};
     return j->count++;
 }
 static int json_parse_value(Json *j, int depth);
@@ -239,7 +238,9 @@ static const char *json_value_text(const Json *j, int value, JsonKind kind) {
 static const char *json_string(const Json *j, int value) { return json_value_text(j, value, JSON_STRING); }
 // The value of a key. If the key comes twice, the first counts.
 static int json_get(const Json *j, int object, const char *key) {
-    if (json_is(j, object, JSON_OBJECT)) JSON_EACH(j, k, object) if (strcmp(json_string(j, k), key) == 0) return k + 1;
+    if (json_is(j, object, JSON_OBJECT))
+        JSON_EACH(j, k, object)
+            if (strcmp(json_string(j, k), key) == 0) return k + 1;
     return JSON_NONE;
 }
 // These return 1 and set *out. They return 0 if the value is of another kind or does not fit.

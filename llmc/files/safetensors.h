@@ -81,8 +81,7 @@ static int st_by_begin(const void *a, const void *b) {
 static StTensor st_parse_tensor(const Json *j, int key, const char *path, uint64_t data, uint64_t size) {
     #define ST_REQUIRE(condition, what, ...) \
         require(condition, "'%s': tensor '%.100s' " what, path, t.name, ##__VA_ARGS__)
-    StTensor t;
-    memset(&t, 0, sizeof t);
+    StTensor t = {};
     t.name = json_string(j, key);
     const char *type = json_string(j, json_get(j, key + 1, "dtype"));
     ST_REQUIRE(type, "has no dtype" ST_BROKEN);
@@ -176,8 +175,7 @@ static void st_open_indexed(StReader *r, const char *folder, const char *index_p
 // Opens one file, or the folder that holds model.safetensors or else model.safetensors.index.json and its files.
 static void st_open(StReader *r, const char *path) {
     memset(r, 0, sizeof *r);
-    Json index;
-    memset(&index, 0, sizeof index);
+    Json index = {};
     Path single = path_of("%s/model.safetensors", path), index_path = path_of("%s.index.json", single.text);
     if (!is_directory(path))
         st_open_file(r, path);
@@ -271,8 +269,7 @@ static void st_create(StWriter *w, const char *path) {
 // Returns the tensor's number.
 static int st_declare(StWriter *w, const char *name, StType type, int dims, const uint64_t *shape) {
     assert(w->fd < 0 && dims <= ST_MAX_DIMS);
-    StTensor t;
-    memset(&t, 0, sizeof t);
+    StTensor t = {};
     t.name = strdup(name);
     t.type = type;
     t.dims = dims;

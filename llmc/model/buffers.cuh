@@ -133,7 +133,7 @@ enum { REGION_ALIGN = 1024 };
 // fp8_each_pass made so.
 static size_t plan_fp8_block_weights(const Plan *p, int transposed) {
     const int gathers = p->zero_stage >= 3, one = p->fp8_each_pass || (gathers && transposed);
-    const size_t blocks = one ? 1 : gathers ? 2 : (size_t)p->config.num_layers;
+    const size_t blocks = one ? 1 : gathers ? 2 : p->config.num_layers;
     return p->fp8_blocks ? blocks * param_unit(p->base, 1).count : 0;
 }
 // Operands in fp8. Those of blocks alone, which the head has not, lie in the region.
@@ -147,14 +147,14 @@ typedef struct {
 } Fp8Operands;
 static Fp8Operands fp8_operands(const Plan *p, Buffers *b) {
     const Config *c = &p->local;
-    const size_t C = (size_t)c->channels, head = p->fp8_head ? (size_t)c->padded_vocab_size * C : 0;
+    const size_t C = c->channels, head = p->fp8_head ? (size_t)c->padded_vocab_size * C : 0;
     // in elements; the head's are of some rows; experts' are not transposed
-    const size_t N = p->fp8_blocks ? p->N : 0, part = p->fp8_head ? (size_t)p->head_rows : 0;
-    const size_t M = c->num_experts ? 0 : N, R = N ? plan_mlp_rows(p) : 0, F = (size_t)c->ffn_dim;
+    const size_t N = p->fp8_blocks ? p->N : 0, part = p->fp8_head ? p->head_rows : 0;
+    const size_t M = c->num_experts ? 0 : N, R = N ? plan_mlp_rows(p) : 0, F = c->ffn_dim;
     const size_t in[] = {N * C, N * (c->num_heads * c->head_dim), M * F, part * C};
-    const size_t out[] = {N * qkv_width(c), N * C, M * (size_t)fc_width(c)};
+    const size_t out[] = {N * qkv_width(c), N * C, M * fc_width(c)};
     const size_t inputs = LARGEST(in), gradients = LARGEST(out);
-    const size_t rows[] = {inputs, p->trains * gradients, R * C, R * F, p->trains * R * (size_t)fc_width(c)};
+    const size_t rows[] = {inputs, p->trains * gradients, R * C, R * F, p->trains * R * fc_width(c)};
     const int each = p->fp8_each_pass, gathers = p->fp8_blocks && p->zero_stage >= 3, shares = !p->fp8_head;
     const char *lie = each ? "weights, of one block" : gathers ? "weights, of two blocks" : "weights";
     return {
@@ -205,10 +205,10 @@ static size_t norms_size(const Plan *p, int shared) {
     return (shared == plan_shares_norms(p)) * 2 * p->rows * p->local.channels + (shared == p->recomputes_norms) * of_qk;
 }
 // Places for what a block keeps: whole blocks have the one of the block behind them.
-static size_t plan_block_places(const Plan *p) { return (size_t)(p->config.num_layers - p->whole_blocks); }
+static size_t plan_block_places(const Plan *p) { return p->config.num_layers - p->whole_blocks; }
 // Whole blocks that keep what attention gave.
-static size_t plan_kept_attention(const Plan *p) { return p->keeps_attention ? (size_t)p->whole_blocks : 0; }
-static size_t heads_width(const Config *c) { return (size_t)(c->num_heads * c->head_dim); }
+static size_t plan_kept_attention(const Plan *p) { return p->keeps_attention ? p->whole_blocks : 0; }
+static size_t heads_width(const Config *c) { return c->num_heads * c->head_dim; }
 // Elements that a block keeps, and those in fp8.
 static size_t saved_block_size(const Plan *p) {
     const Config *c = &p->local;
@@ -224,7 +224,7 @@ static size_t saved_inputs_size(const Plan *p) {
 static size_t saved_stats_size(const Plan *p) { return p->N * p->local.num_heads + 4 * p->rows; }
 // 4-byte words of a block's routing.
 static size_t saved_routing_size(const Plan *p) {
-    const size_t E = (size_t)p->config.num_experts, K = (size_t)p->config.active_experts, R = plan_mlp_rows(p);
+    const size_t E = p->config.num_experts, K = p->config.active_experts, R = plan_mlp_rows(p);
     return E ? p->N * (E + 3 * K) + experts_groups(R, (int)E) : 0;
 }
 // Of the adapters' products of one layer.
@@ -263,7 +263,7 @@ static size_t column_sums_size(const Plan *p) {
     const Config *c = &p->local;
     const AttentionProblem attention = attention_plan(p->B, p->T, c->num_heads, c->num_kv_heads, c->head_dim);
     const size_t needs[] = {
-        c->linear_bias ? (size_t)matmul_sum_slices((int)p->N) * (size_t)fc_width(c) : 0,
+        c->linear_bias ? (size_t)matmul_sum_slices((int)p->N) * fc_width(c) : 0,
         c->qkv_bias ? (size_t)attention_column_slices(&attention) * qkv_width(c) : 0,
     };
     return LARGEST(needs);
@@ -380,8 +380,7 @@ static int adam_chunks(const Plan *p, AdamChunk *out, int *per_piece) {
     const size_t piece = plan_piece(p);
     const int by_runs = rounds_by_runs(p);
     int count = 0;
-    for (int i = 0; i < p->table->count; i++) {
-        const Param *q = &p->table->params[i];
+    PARAM_EACH(q, p->table) {
         if (q->optimiser != OPTIMISER_ADAMW) continue;
         const Span mine = span_overlap(plan_owned(p, SLOT_M, q->unit), q->offset, q->size);
         for (size_t at = mine.begin, n; at < mine.begin + mine.count; at += n, count++) {
@@ -479,7 +478,7 @@ static void request_muon(const Plan *p, Buffers *b, Memory *m) {
     muon_tables_free(&t);
 }
 static void request_parameters(const Plan *p, Buffers *b, Memory *m) {
-    const size_t world = (size_t)p->mesh->dp.world, grads = plan_kept(p, SLOT_GRAD),
+    const size_t world = p->mesh->dp.world, grads = plan_kept(p, SLOT_GRAD),
                  two_blocks = 2 * param_unit(p->table, 1).count;
     b->num_chunks = adam_chunks(p, NULL, NULL);
     b->num_pieces = (int)ceil_div(plan_kept(p, SLOT_M), plan_piece(p));
@@ -535,7 +534,7 @@ static int inputs_leave(const Plan *p) {
 static void request_activations(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
     const int leave = inputs_leave(p), level = std::max((int)p->options.recompute, p->recomputes_activation);
-    const size_t C = (size_t)c->channels, rows = p->rows, L = (size_t)c->num_layers, kept = plan_block_places(p),
+    const size_t C = c->channels, rows = p->rows, L = c->num_layers, kept = plan_block_places(p),
                  streams = leave ? 2 : L, apart = plan_kept_attention(p);
     const char *names[] = {"qkv, y, f, norms, a of kept layers", "qkv, y, f, norms of kept layers",
                            "qkv, y, f of kept layers", "qkv, y, f, a, recomputed"};
@@ -580,7 +579,7 @@ static void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     if (c->num_experts) {
         memory_request(m, &b->expert_rows, "experts' rows (R,C)", plan_mlp_rows(p) * c->channels);
         memory_request(m, &b->router_logits, "router's logits (B,T,E)", p->N * c->num_experts);
-        memory_request(m, &b->dots, "parts of shares' gradients", (size_t)expert_parts(c->ffn_dim) * plan_mlp_rows(p));
+        memory_request(m, &b->dots, "parts of shares' gradients", expert_parts(c->ffn_dim) * plan_mlp_rows(p));
         memory_request(m, &b->load, "experts' load (L,E)", load_size(c));
         memory_request_pinned(m, &b->host_load, "experts' load", load_size(c));
     }
@@ -605,9 +604,8 @@ static void request_fp8(const Plan *p, Buffers *b, Memory *m) {
         else if (x.bytes)
             memory_request(m, x.to, x.name, x.bytes);
     if (p->fp8_blocks && p->zero_stage >= 3)
-        memory_request(m, &b->vectors, "blocks' norms and biases",
-                       (size_t)p->config.num_layers * unit_vectors(p->table).count);
-    memory_request(m, &b->absmax, "largest values", 3 * (size_t)plan_fp8_layers(p));
+        memory_request(m, &b->vectors, "blocks' norms and biases", p->config.num_layers * unit_vectors(p->table).count);
+    memory_request(m, &b->absmax, "largest values", 3 * plan_fp8_layers(p));
     memory_request(m, &b->fp8_counts, "counts", NUM_FP8_TENSORS);
     memory_request(m, &b->fp8.row_absmax, "largest values of rows", plan_mlp_rows(p));
 }
@@ -626,7 +624,7 @@ static void learned_first(int *ordered, int *order, const int *targets, size_t N
         }
 }
 static void request_tokens(const Plan *p, Buffers *b, Memory *m) {
-    const size_t ranks = (size_t)p->mesh->tp.world, world = (size_t)p->mesh->dp.world;
+    const size_t ranks = p->mesh->tp.world, world = p->mesh->dp.world;
     memory_group(m, "tokens");
     memory_request(m, &b->tokens, "inputs (B,T)", p->N);
     memory_request(m, &b->targets, "targets (B,T)", p->N);
@@ -667,7 +665,7 @@ static ExpertRows experts_place(const Plan *p, int *next) {
     r.shares = (float *)take(p->N * K);
     r.experts = take(p->N * K);
     r.rows = take(p->N * K);
-    r.groups = take(experts_groups((size_t)R, E));
+    r.groups = take(experts_groups(R, E));
     return r;
 }
 // The parts of the region.
@@ -686,7 +684,7 @@ static void region_place(const Plan *p, Buffers *b, const Region *region) {
 static void buffers_place(const Plan *p, Buffers *b) {
     const Config *c = &p->local;
     const Region region = region_of(p);
-    const size_t N = p->N, rows = p->rows, C = (size_t)c->channels;
+    const size_t N = p->N, rows = p->rows, C = c->channels;
     if (!b->x_tokens) b->x_tokens = b->x_embedding;
     floatX *next = b->saved_block, *x = b->saved_x;
     uint8_t *inputs = b->saved_inputs;

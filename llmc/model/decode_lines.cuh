@@ -45,7 +45,7 @@ struct DecodeLines {
     __device__ size_t place(const Decode &d, int m, int from, int row, int column) const {
         const bool logits = d.plan.matrices - 1 == m;
         const int columns = logits ? d.head_columns : d.C;
-        const size_t first = (size_t)view.world * of_a_rank(d.C) * (logits ? 2 : number(m) % 2);
+        const size_t first = view.world * of_a_rank(d.C) * (logits ? 2 : number(m) % 2);
         return (first + from * of_a_rank(columns) + (size_t)row * columns / 2 + column / 16 * 8 + column % 8) *
                DECODE_LINE_BYTES;
     }
@@ -85,7 +85,7 @@ struct DecodeLines {
 // What p2p_request must share behind its workspace.
 static size_t decode_lines_bytes(const Decode *d, int world) {
     const size_t stream = DecodeLines::of_a_rank(d->C), logits = DecodeLines::of_a_rank(d->head_columns);
-    return (2 * stream + logits) * (size_t)world * DECODE_LINE_BYTES;
+    return (2 * stream + logits) * world * DECODE_LINE_BYTES;
 }
 // p: open, or zeros for one rank. What is behind its workspace held zeros when it was opened.
 static DecodeLines decode_lines(const P2p *p) {

@@ -64,13 +64,13 @@ static CacheBytes decoder_cache(const Plan *p, const KvCache *k) {
     const size_t heads = (size_t)c->num_kv_heads * c->head_dim,
                  size = (size_t)c->num_layers * k->pages * KV_PAGE * heads;
     const int fp8 = cache_is_fp8(&p->options);
-    return {round_up(fp8 ? size : size * sizeof(floatX), 512), fp8 ? size / (size_t)c->head_dim : 0};
+    return {round_up(fp8 ? size : size * sizeof(floatX), 512), fp8 ? size / c->head_dim : 0};
 }
 // With --lora the kernel reads all blocks' matrices with their adapters merged into them.
 static int decoder_merges(const Plan *p, const Decoder *d) {
     return (d->has_kernel || d->has_rows || d->cache.few) && p->lora.rank;
 }
-static size_t decoder_merged(const Plan *p) { return (size_t)p->config.num_layers * merged_matrices(p); }
+static size_t decoder_merged(const Plan *p) { return p->config.num_layers * merged_matrices(p); }
 // Of a run of calls, where training and generation take turns, cache and merged matrices may lie in the activations
 // that blocks keep for backward, but for the first place. Returns whether they fit.
 static int decoder_place(const Plan *p, const Buffers *b, Decoder *d) {
@@ -112,9 +112,9 @@ static void decoder_request(const Plan *p, const Buffers *b, Decoder *d) {
     }
     if (cache.scales) memory_request(m, &k->scales, "their scales (L,pages,NKV,128,2)", cache.scales);
     memory_request(m, &k->of_slot, "pages of slots", k->slots * k->each);
-    memory_request(m, &k->qkv, "a prompt's q, k, v", rows * (size_t)qkv_width(c));
-    memory_request(m, &k->y, "a prompt's attention", rows * (size_t)(c->num_heads * c->head_dim));
-    memory_request(m, &k->lse, "a prompt's lse", rows * (size_t)c->num_heads);
+    memory_request(m, &k->qkv, "a prompt's q, k, v", rows * qkv_width(c));
+    memory_request(m, &k->y, "a prompt's attention", rows * (c->num_heads * c->head_dim));
+    memory_request(m, &k->lse, "a prompt's lse", rows * c->num_heads);
     if (c->position == POSITION_ROPE)
         memory_request(m, &k->cos_sin, "rope table (room,HD/2,2)", (size_t)k->room * c->head_dim);
     memory_request(m, &d->logits, "logits (rows,Vp)", (size_t)d->most * d->width);
@@ -140,7 +140,7 @@ static const floatX *weights_of_role(const Plan *p, const Buffers *b, int unit, 
     return at == NO_PARAM ? NULL : (const floatX *)slot_pointer(b, s) + plan_index(p, s, unit, at);
 }
 static floatX *decoder_matrix(const Plan *p, const Decoder *d, int unit, Role role) {
-    return d->merged + (size_t)(unit - 1) * merged_matrices(p) + elements_before(p, unit, role);
+    return d->merged + (unit - 1) * merged_matrices(p) + elements_before(p, unit, role);
 }
 // What a step reads of the blocks and the head: table (4 L + 1).
 static void decoder_table(const Plan *p, const Buffers *b, const Decoder *d, DecodeMatrix *table) {
@@ -250,7 +250,7 @@ static void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int reache
     memory_allocate(&d->memory, memory_room(1), stdout, decode_memory_hint, (void *)p);
     decoder_clear(d, p, stream);
     if (k->cos_sin) upload_rope_table(c, k->cos_sin, room, stream);
-    for (cudaEvent_t &e : d->done) cudaCheck(cudaEventCreateWithFlags(&e, cudaEventDisableTiming));
+    for (cudaEvent_t &e : d->done) event_open(&e);
     k->rows = d->told->inputs;
     k->kept = d->kept;
     decoder_set_matrices(p, b, d, stream);
@@ -276,7 +276,7 @@ static void decoder_close(Decoder *d) {
     p2p_close(&d->p2p);
     for (auto &step : d->graphs)
         for (Graph &g : step) graph_close(&g);
-    for (cudaEvent_t e : d->done) cudaCheck(cudaEventDestroy(e));
+    for (cudaEvent_t &e : d->done) event_close(&e);
     memory_free(&d->memory);
     free(d->kept);
 }
@@ -319,10 +319,10 @@ static int decoder_begin(Decoder *d, const DecodeRow *rows, int count, int fille
 }
 // model() queues what makes the logits of the step's rows.
 template <typename Work> static void decoder_queue(Decoder *d, int step, int rows, cudaStream_t stream, Work model) {
-    cudaCheck(cudaMemcpyAsync(d->told, &d->host_told[step], sizeof *d->told, cudaMemcpyHostToDevice, stream));
+    copy_async(d->told, &d->host_told[step], 1, stream);
     model();
-    draw_rows(d->host_drawn + step * DECODE_ROWS, d->logits, (size_t)d->width, d->known, d->told->draws,
-              d->told->positions, rows, d->draw_scratch, stream, d->drawn, d->told->keeps);
+    draw_rows(d->host_drawn + step * DECODE_ROWS, d->logits, d->width, d->known, d->told->draws, d->told->positions,
+              rows, d->draw_scratch, stream, d->drawn, d->told->keeps);
 }
 // model() makes the logits of `rows` rows.
 template <typename Work>

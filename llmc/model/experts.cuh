@@ -111,7 +111,7 @@ static void experts_few(const Pass *p, const Experts *x, const floatX *h) {
     fc.renormalise = x->renormalise;
     fc.shares = fcproj.shares = x->rows.shares;
     fc.next = fcproj.weight;
-    fc.next_bytes = (size_t)p->C * row;
+    fc.next_bytes = p->C * row;
     decode_experts(&fc, p->stream);
     decode_experts_sum(&fcproj, p->branch, p->stream);
 }

@@ -59,8 +59,8 @@ static void quantised_request(const Plan *p, Quantised *q, Memory *m) {
     if (p->weights == WEIGHTS_FP32) return;
     for (int i = 0; i < quantised_count(p); i++) {
         const QuantMatrix x = quantised_matrix(p, i);
-        codes += (size_t)x.rows * quantised_row_bytes(&x);
-        scales += round_up((size_t)x.rows * quant_scale_bytes(x.format, x.cols), 16);
+        codes += x.rows * quantised_row_bytes(&x);
+        scales += round_up(x.rows * quant_scale_bytes(x.format, x.cols), 16);
     }
     memory_group(m, "parameters");
     memory_request(m, &q->codes, "quantised matrices", codes);
@@ -93,8 +93,8 @@ static void quantised_place(const Plan *p, Quantised *q) {
         *x = quantised_matrix(p, i);
         x->codes = codes;
         x->scales = scales;
-        codes += (size_t)x->rows * quantised_row_bytes(x);
-        scales += round_up((size_t)x->rows * quant_scale_bytes(x->format, x->cols), 16);
+        codes += x->rows * quantised_row_bytes(x);
+        scales += round_up(x->rows * quant_scale_bytes(x->format, x->cols), 16);
     }
 }
 
@@ -103,15 +103,15 @@ static void quantised_place(const Plan *p, Quantised *q) {
 // Whole rows, from row `first` on, of the matrix that `t` is a part of. Waits for the device.
 static void quantised_write(const QuantMatrix *q, const Param *t, size_t first, size_t rows, const float *values,
                             cudaStream_t stream) {
-    const size_t cols = (size_t)q->cols, width = quantised_row_bytes(q), scale = quant_scale_bytes(q->format, q->cols);
+    const size_t cols = q->cols, width = quantised_row_bytes(q), scale = quant_scale_bytes(q->format, q->cols);
     uint8_t *codes = new_zeros(uint8_t, (rows * width)), *scales = new_zeros(uint8_t, (rows * scale));
     int refused = 0;
     #pragma omp parallel for schedule(static) reduction(| : refused)
     for (size_t i = 0; i < rows; i++)
         refused |= !quant_row(q->format, codes + i * width, scales + i * scale, values + i * cols, q->cols);
     require(!refused, "%s has weights that are not finite or above 2^100\nonly --weights native takes them", t->name);
-    cudaCheck(cudaMemcpyAsync(q->codes + first * width, codes, rows * width, cudaMemcpyHostToDevice, stream));
-    cudaCheck(cudaMemcpyAsync(q->scales + first * scale, scales, rows * scale, cudaMemcpyHostToDevice, stream));
+    copy_async(q->codes + first * width, codes, rows * width, stream);
+    copy_async(q->scales + first * scale, scales, rows * scale, stream);
     cudaCheck(cudaStreamSynchronize(stream));
     free(codes);
     free(scales);

@@ -11,8 +11,7 @@ static void run_request(const Plan *p, Buffers *b, Links *k, Memory *m) {
     size_t copied = 0;
     const int copies = plan_is_split(p) ? gradient_copies(p, NULL, &copied) : 0;
     buffers_request(p, b, m);
-    links_request(k, &p->options, p->mesh, p->trains, p->may_overlap, p->N * (size_t)p->local.channels, copied, copies,
-                  m);
+    links_request(k, &p->options, p->mesh, p->trains, p->may_overlap, p->N * p->local.channels, copied, copies, m);
 }
 // Bytes of the same model, ranks and T with other options and another batch.
 static MemoryBytes run_bytes(const Plan *p, const Options *o, int B) {
@@ -179,7 +178,7 @@ static int batch_that_fits(const Plan *p, MemoryBytes room) {
 // takes for a group (544 MB of two A100s, 688 of more: NVIDIA/nccl issue 964). A run that has been asked for may try
 // with less.
 static size_t run_reserve(const Plan *p) {
-    const size_t groups = (size_t)((p->mesh->dp.world > 1) + plan_is_split(p));
+    const size_t groups = (p->mesh->dp.world > 1) + plan_is_split(p);
     return ((size_t)512 << 20) + groups * ((size_t)768 << 20);
 }
 // What was chosen, what it costs, and what would save that.

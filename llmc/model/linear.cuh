@@ -109,7 +109,7 @@ static void linear_quantise(const Pass *p, const Linear *l) {
     const bf16 *w = (const bf16 *)l->weight;
     const int rows = l->out * (l->experts ? l->experts : 1);
     if (p->quantises_weights) {
-        cudaCheck(cudaMemsetAsync(l->weight_absmax, 0, sizeof(float), p->stream));
+        zero_async(l->weight_absmax, 1, p->stream);
         absmax_tensor(l->weight_absmax, w, (size_t)rows * l->in, p->stream);
     }
     quantise(l->weight_fp8, l->weight_fp8_transposed, w, rows, l->in, l->weight_absmax, p->fp8.weights, p->stream);
@@ -188,7 +188,7 @@ static void linear_product_of(const Pass *p, const Linear *l, floatX *out, Rows 
     linear_weight(l, l->dtype, &x, l->weight_fp8);
     // a sum over ranks has it once: rows_scatter_end
     x.bias = l->split == LINEAR_ROWS && pass_is_split(p) ? NULL : l->bias;
-    x.out = gives_two ? out + at / (size_t)activation_inputs(mlp) : to + at;
+    x.out = gives_two ? out + at / activation_inputs(mlp) : to + at;
     x.aux = gives_two ? l->aux + at : NULL;
     x.rope = {p->cos_sin, first % p->T, p->T, (l->heads + l->kv_heads) * l->head_dim};
     x.norm = {l->qk_norm.gains, l->qk_norm.eps, l->qk_norm.scale, l->heads * l->head_dim, l->rotated_pairs};
@@ -285,11 +285,11 @@ static OutputGradient linear_backward_project(const Pass *p, const Linear *l, fl
 // The same through the activation before it: g->out is the gradient of what the activation read.
 static OutputGradient linear_backward_activation(const Pass *p, const Linear *l, const ActivationGradient *g,
                                                  const floatX *dout) {
-    const size_t F = (size_t)l->in, width = F * (size_t)activation_inputs(l->mlp);
+    const size_t F = l->in, width = F * activation_inputs(l->mlp);
     if (l->gradient == EPILOGUE_PLAIN) {
         const OutputGradient gradient = linear_backward_project(p, l, g->dactivated, dout);
         activation_backward(l->mlp, g->out, g->dactivated, g->slopes, p->N, l->in, p->stream);
-        if (g->absmax) absmax_tensor(g->absmax, g->out, (size_t)p->N * width, p->stream);
+        if (g->absmax) absmax_tensor(g->absmax, g->out, p->N * width, p->stream);
         return gradient;
     }
     const uint8_t *transposed = NULL;
@@ -340,7 +340,7 @@ static void linear_product_weight(const Pass *p, const Linear *l, OutputGradient
 }
 // What adapters_gradient needs, in elements: both packed matrices, their gradients, and two of (N,columns).
 static size_t linear_adapters_scratch(size_t N, int in, int out, int columns, int layers = 1) {
-    return 2 * (lora_packed(in, out, columns, layers) + N * (size_t)columns);
+    return 2 * (lora_packed(in, out, columns, layers) + N * columns);
 }
 // The gradients of the adapters, from all rows of dout (N,out) and inp (N,in). groups: of experts, where their rows are
 // (MatmulOperands.experts).

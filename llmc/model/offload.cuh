@@ -52,11 +52,9 @@ static void offload_open(Offload *o, const Plan *plan, const Buffers *b, const G
     o->plan = plan;
     o->b = b;
     o->gpu = gpu;
-    offload_events(o, [](cudaEvent_t *e) { cudaCheck(cudaEventCreateWithFlags(e, cudaEventDisableTiming)); });
+    offload_events(o, event_open);
 }
-static void offload_close(Offload *o) {
-    offload_events(o, [](cudaEvent_t *e) { cudaCheck(cudaEventDestroy(*e)); });
-}
+static void offload_close(Offload *o) { offload_events(o, event_close); }
 // Out: to host memory; else from there. On the stream of that direction.
 static void offload_copy(const Offload *o, int out, void *host, void *here, size_t bytes) {
     cudaCheck(cudaMemcpyAsync(out ? host : here, out ? here : host, bytes, cudaMemcpyDefault,
@@ -64,8 +62,7 @@ static void offload_copy(const Offload *o, int out, void *host, void *here, size
 }
 // What is in a place leaves as soon as the compute stream has done what it was given so far.
 template <typename Copy> static void place_leave(const Offload *o, Place *p, Copy copy) {
-    cudaCheck(cudaEventRecord(p->used, o->gpu->compute));
-    cudaCheck(cudaStreamWaitEvent(o->gpu->out, p->used, 0));
+    stream_follows(o->gpu->out, o->gpu->compute, p->used);
     copy(1);
     cudaCheck(cudaEventRecord(p->left, o->gpu->out));
 }
@@ -80,14 +77,14 @@ template <typename Copy> static void place_enter(const Offload *o, Place *p, Cop
 
 // Elements of a piece of the states; the last one may have fewer.
 static Span piece_span(const Plan *p, int piece) {
-    return span_overlap({0, plan_kept(p, SLOT_M)}, plan_piece(p) * (size_t)piece, plan_piece(p));
+    return span_overlap({0, plan_kept(p, SLOT_M)}, plan_piece(p) * piece, plan_piece(p));
 }
 // Where a piece of a slot is on the GPU between piece_get and piece_release; NULL: there is no such slot.
 static void *piece_place(const Offload *o, Slot s, int piece) {
     const size_t bytes = plan_piece(o->plan) * plan_slot_bytes(o->plan, s);
-    if (o->b->staging[s]) return o->b->staging[s] + bytes * (size_t)(piece % 2);
+    if (o->b->staging[s]) return o->b->staging[s] + bytes * (piece % 2);
     char *all = (char *)slot_pointer(o->b, s);
-    return all ? all + bytes * (size_t)piece : NULL;
+    return all ? all + bytes * piece : NULL;
 }
 static void piece_copy(const Offload *o, int piece, int out) {
     const Span span = piece_span(o->plan, piece);
@@ -116,16 +113,15 @@ static int input_leaves(const Offload *o, const Pass *p, int l) {
     return o->b->host_x && !p->cache && l >= 1 && l < o->plan->config.num_layers - 1;
 }
 static void input_copy(const Offload *o, int l, int out) {
-    const size_t count = o->plan->rows * (size_t)o->plan->config.channels;
-    offload_copy(o, out, o->b->host_x + count * (size_t)(l - 1), o->b->blocks[l - 1].x_out, count * sizeof(floatX));
+    const size_t count = o->plan->rows * o->plan->config.channels;
+    offload_copy(o, out, o->b->host_x + count * (l - 1), o->b->blocks[l - 1].x_out, count * sizeof(floatX));
 }
 // Between these two the compute stream may write x(l), in backward read it. L: that of the final norm.
 static void input_get(Offload *o, const Pass *p, int l, UnitUse use) {
     Place *mine = &o->activations[l % 2], *next = &o->activations[(l + 1) % 2];
     if (!o->b->host_x || p->cache) return;
     if (use == UNIT_BACKWARD && input_leaves(o, p, l - 1)) {
-        cudaCheck(cudaEventRecord(next->used, o->gpu->compute));
-        cudaCheck(cudaStreamWaitEvent(o->gpu->in, next->used, 0));
+        stream_follows(o->gpu->in, o->gpu->compute, next->used);
         place_enter(o, next, [&](int out) { input_copy(o, l - 1, out); });
     }
     timing_wait(OFFLOAD_WAIT, use == UNIT_BACKWARD ? mine->arrived : mine->left, o->gpu->compute);

@@ -30,7 +30,7 @@ static int weight_write_quantised(const Plan *p, const Buffers *b, size_t offset
     const int number = quantised_number(p, t->unit, t->role);
     if (number < 0) return 0;
     const QuantMatrix *q = &b->quantised.matrix[number];
-    const size_t cols = (size_t)q->cols, first = (offset - param_at(p->base, t->unit, t->role)) / cols;
+    const size_t cols = q->cols, first = (offset - param_at(p->base, t->unit, t->role)) / cols;
     assert((offset - t->offset) % cols == 0 && count % cols == 0 && offset + count <= t->offset + t->size);
     gpu_wait(gpu);
     quantised_write(q, t, first, count / cols, values, gpu->compute);
@@ -78,8 +78,7 @@ static void slot_snapshot(const Plan *p, const Buffers *b, Slot s, const Gpu *gp
         const Span mine = plan_shard(p, s, u);
         if (mine.count == 0) continue;
         const char *from = slot_place(p, b, s, mine.begin, mine.count);
-        cudaCheck(cudaMemcpyAsync(snapshot_place(p, b, s, u), from, mine.count * plan_slot_bytes(p, s),
-                                  cudaMemcpyDefault, gpu->compute));
+        copy_async(snapshot_place(p, b, s, u), from, mine.count * plan_slot_bytes(p, s), gpu->compute);
     }
     cudaCheck(cudaStreamSynchronize(gpu->compute));
 }

@@ -92,7 +92,7 @@ static int plan_activation_fused(const Plan *p) {
 }
 static void plan_layers(Plan *p) {
     const Config *c = &p->local;
-    const int C = c->channels, Q = c->num_heads * c->head_dim;
+    const int C = c->channels;
     Linear common = {};
     common.mlp = c->mlp;
     common.keeps_input = p->recomputes_activation;
@@ -100,12 +100,16 @@ static void plan_layers(Plan *p) {
     common.kv_heads = c->num_kv_heads;
     common.head_dim = c->head_dim;
     common.rotated_pairs = (int)(c->head_dim * c->rotary_fraction) / 2;
-    p->qkv = p->proj = p->fc = p->fcproj = p->head = common;
-    p->qkv.in = C;
-    p->qkv.out = qkv_width(c);
-    p->qkv.split = LINEAR_COLUMNS;
-    p->qkv.forward = OVER_QKV;
-    p->qkv.backward = OVER_D_QKV;
+    const auto layer = [&](int in, int out, LinearSplit split, OverlapKind forward, OverlapKind backward) {
+        Linear l = common;
+        l.in = in;
+        l.out = out;
+        l.split = split;
+        l.forward = forward;
+        l.backward = backward;
+        return l;
+    };
+    p->qkv = layer(C, qkv_width(c), LINEAR_COLUMNS, OVER_QKV, OVER_D_QKV);
     p->qkv.output = c->qk_norm != QK_NORM_NONE     ? LINEAR_QK_NORM
                     : c->position == POSITION_ROPE ? LINEAR_ROPE
                                                    : LINEAR_PLAIN;
@@ -113,32 +117,21 @@ static void plan_layers(Plan *p) {
     p->qkv.epilogue = !p->rope_fused                    ? EPILOGUE_PLAIN
                       : p->qkv.output == LINEAR_QK_NORM ? EPILOGUE_QK_NORM
                                                         : EPILOGUE_ROPE;
-    p->proj.in = Q;
-    p->proj.out = C;
-    p->proj.split = LINEAR_ROWS;
-    p->proj.forward = OVER_PROJ;
-    p->proj.backward = OVER_D_PROJ;
-    p->fc.in = C;
-    p->fc.out = fc_width(c);
-    p->fc.split = LINEAR_COLUMNS;
-    p->fc.forward = OVER_FC;
-    p->fc.backward = OVER_D_FC;
+    p->proj = layer(c->num_heads * c->head_dim, C, LINEAR_ROWS, OVER_PROJ, OVER_D_PROJ);
+    p->fc = layer(C, fc_width(c), LINEAR_COLUMNS, OVER_FC, OVER_D_FC);
     p->fc.output = LINEAR_ACTIVATION;
     if (p->activation_fused)
         p->fc.epilogue = p->recomputes_activation ? EPILOGUE_ACTIVATION_KEEPS_INPUT : EPILOGUE_ACTIVATION;
-    p->fcproj.in = c->ffn_dim;
-    p->fcproj.out = C;
-    p->fcproj.split = LINEAR_ROWS;
-    p->fc.experts = p->fcproj.experts = c->num_experts;
-    p->fcproj.forward = OVER_FCPROJ;
-    p->fcproj.backward = OVER_D_FCPROJ;
+    p->fcproj = layer(c->ffn_dim, C, LINEAR_ROWS, OVER_FCPROJ, OVER_D_FCPROJ);
     if (p->activation_fused == 2)
         p->fcproj.gradient = p->recomputes_activation ? EPILOGUE_GRADIENT_FROM_INPUT : EPILOGUE_GRADIENT;
+    p->fc.experts = p->fcproj.experts = c->num_experts;
     for (Linear *l : {&p->qkv, &p->proj, &p->fc, &p->fcproj}) {
         l->dtype = l->dinput_dtype = p->fp8_blocks ? MATMUL_E4M3 : MATMUL_FLOATX;
         l->dweight_dtype = p->fp8_weight_gradients && !l->experts ? MATMUL_E4M3 : MATMUL_FLOATX;
         l->tensor_gradient = l->dweight_dtype == MATMUL_E4M3 && !plan_is_split(p);
     }
+    p->head = common;
     p->head.in = C;
     p->head.out = c->padded_vocab_size;
     p->head.dtype = p->fp8_head ? MATMUL_E4M3 : MATMUL_FLOATX;
@@ -211,7 +204,7 @@ static Plan plan_make(const Config *c, const Options *o, const Mesh *mesh, const
     p.B = (int)o->batch_size;
     p.T = (int)o->seq_len;
     p.N = (size_t)p.B * p.T;
-    p.rows = p.N / (size_t)ranks;
+    p.rows = p.N / ranks;
     p.trains = !forward_only(o);
     p.ranged = o->documents > 0 || o->window > 0;
     plan_require_experts(c, o);

@@ -32,7 +32,7 @@ static Rows rows_in(const Pass *p, Rows mine, const void *buffer) {
 // All N rows of which this rank has `mine`. Good until the next exchange.
 static Rows rows_gather(const Pass *p, Rows mine) {
     RowExchange *x = p->exchange;
-    const size_t bytes = rows_bytes(p, mine, p->rows), ranks = (size_t)p->shards;
+    const size_t bytes = rows_bytes(p, mine, p->rows), ranks = p->shards;
     const Rows all = rows_in(p, mine, x->received);
     if (p->shards == 1) return mine;
     x->met.apart++;
@@ -59,9 +59,9 @@ static floatX *rows_scatter(const Pass *p, floatX *parts, const floatX *add) {
     if (x->ranks == 1) return parts;
     if (p->shards == 1) return rows_sum_everywhere(p, parts, add);
     const size_t piece = pass_piece(p);
-    floatX *mine = parts + (size_t)x->rank * piece;
+    floatX *mine = parts + x->rank * piece;
     x->met.apart++;
-    if (!add && nccl_is_short(&x->nccl, (size_t)x->ranks * piece * sizeof(floatX))) {  // p2p.cuh adds in the same way
+    if (!add && nccl_is_short(&x->nccl, x->ranks * piece * sizeof(floatX))) {  // p2p.cuh adds in the same way
         nccl_reduce_scatter(&x->nccl, "scatter rows", parts, piece);
         return mine;
     }

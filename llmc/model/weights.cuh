@@ -58,7 +58,7 @@ static LayerAdapters layer_adapters(const Plan *p, const Unit *u, Role weight, i
         const size_t begin = p->table->unit_begin[u->number], a = p->table->params[pairs[i].a].offset - begin,
                      b = p->table->params[pairs[i].b].offset - begin;
         const Param *rows = &p->base->params[pairs[i].weight];
-        const int row = (int)((rows->offset - param_at(p->base, u->number, weight)) / (size_t)in);
+        const int row = (int)((rows->offset - param_at(p->base, u->number, weight)) / in);
         l.of[i] = {u->adapters + a, u->adapters + b, u->adapter_grads + a, u->adapter_grads + b, row, rows->rows};
         l.next_a += (size_t)l.rank * in;
         l.next_b += (size_t)l.rank * rows->rows;

@@ -108,8 +108,8 @@ static Span unit_vectors(const ParamTable *t) {
     const size_t block = t->unit_begin[1],
                  begin = std::min(param_at(t, 1, ROLE_ROUTERW), param_at(t, 1, ROLE_LN1W)) - block;
     size_t end = 0;
-    for (int i = 0; i < t->count; i++)
-        if (t->params[i].unit == 1) end = t->params[i].offset + t->params[i].size - block;
+    PARAM_EACH(p, t)
+        if (p->unit == 1) end = p->offset + p->size - block;
     return {begin, round_up(end - begin, 8)};
 }
 // Whether NVLink joins the GPUs of all ranks, in every such group of the job: atomics are native over nothing else. 0
@@ -155,12 +155,12 @@ static Zero zero_open(const Comm *comm, const ParamTable *table, const Gpu *gpu,
     z.reduces_last = reduces_last;
     z.b = *buffers;
     z.gathered = new_array(cudaEvent_t, table->num_units);
-    zero_events(&z, [](cudaEvent_t *e) { cudaCheck(cudaEventCreateWithFlags(e, cudaEventDisableTiming)); });
+    zero_events(&z, event_open);
     return z;
 }
 static void zero_close(Zero *z) {
     nccl_close(&z->nccl);
-    zero_events(z, [](cudaEvent_t *e) { cudaCheck(cudaEventDestroy(*e)); });
+    zero_events(z, event_close);
     free(z->gathered);
 }
 
@@ -181,10 +181,7 @@ static __global__ void narrow_kernel(floatX *__restrict__ to, const float *__res
 }
 
 // The communication stream goes on from what the compute stream has done so far; and the other way round.
-static void zero_comm_follows(Zero *z) {
-    cudaCheck(cudaEventRecord(z->compute_done, z->compute));
-    cudaCheck(cudaStreamWaitEvent(z->nccl.stream, z->compute_done, 0));
-}
+static void zero_comm_follows(Zero *z) { stream_follows(z->nccl.stream, z->compute, z->compute_done); }
 static void zero_compute_follows(Zero *z) {
     cudaCheck(cudaEventRecord(z->comm_done, z->nccl.stream));
     timing_wait(TIMING_RANKS, z->comm_done, z->compute);
@@ -193,7 +190,7 @@ static void zero_wait_reduced(Zero *z) {
     if (z->nccl.world > 1) timing_wait(TIMING_RANKS, z->comm_done, z->compute);
 }
 
-static size_t zero_piece(const Zero *z, int unit) { return param_unit(z->table, unit).count / (size_t)z->nccl.world; }
+static size_t zero_piece(const Zero *z, int unit) { return param_unit(z->table, unit).count / z->nccl.world; }
 // Elements that this rank keeps of a slot's units before `unit`.
 static size_t zero_before(const Zero *z, Slot s, int unit) {
     return kept_before(z->nccl.comm, z->table, slot_keeps(z->stage, s), unit);
@@ -204,11 +201,11 @@ static int zero_is_sharded(const Zero *z, Slot s, int unit) {
     return slot_keeps(z->stage, s) == KEEP_BLOCK_SHARDS && unit_is_block(z->table, unit);
 }
 template <typename T> static T *zero_buffer(const Zero *z, T *blocks, int unit) {
-    return blocks + (size_t)(unit % 2) * param_unit(z->table, unit).count;  // blocks are of equal size
+    return blocks + (unit % 2) * param_unit(z->table, unit).count;  // blocks are of equal size
 }
 static int zero_gathers_fp8(const Zero *z, int unit) { return z->b.fp8 && zero_is_sharded(z, SLOT_WEIGHT, unit); }
 static floatX *zero_vectors(const Zero *z, int unit) {
-    return z->b.vectors + (size_t)(unit - 1) * unit_vectors(z->table).count;
+    return z->b.vectors + (unit - 1) * unit_vectors(z->table).count;
 }
 static floatX *zero_weights(const Zero *z, int unit) {
     if (!zero_is_sharded(z, SLOT_WEIGHT, unit)) return z->b.weights + zero_before(z, SLOT_WEIGHT, unit);
@@ -228,9 +225,9 @@ static floatX *zero_grads(const Zero *z, int unit) {
 
 // The sum over ranks of a unit's gradients, in fp32: piece k on rank k.
 static void zero_sum_wide(Zero *z, floatX *grads, int unit) {
-    const size_t piece = zero_piece(z, unit), mine = piece * (size_t)z->nccl.rank, vecs = piece / VecX::size;
+    const size_t piece = zero_piece(z, unit), mine = piece * z->nccl.rank, vecs = piece / VecX::size;
     cudaStream_t stream = z->nccl.stream;
-    widen_kernel<<<WIDEN_BLOCKS, WIDEN_THREADS, 0, stream>>>(z->b.staging, grads, vecs * (size_t)z->nccl.world);
+    widen_kernel<<<WIDEN_BLOCKS, WIDEN_THREADS, 0, stream>>>(z->b.staging, grads, vecs * z->nccl.world);
     launchCheck();
     nccl_reduce_scatter(&z->nccl, "reduce gradients", z->b.staging, piece);
     narrow_kernel<<<WIDEN_BLOCKS, WIDEN_THREADS, 0, stream>>>(grads + mine, z->b.staging + mine, vecs);
@@ -264,8 +261,7 @@ static void zero_add(Zero *z, int unit, GradSum sum) {
     const size_t piece = zero_piece(z, unit), at = zero_before(z, SLOT_GRAD, unit);
     zero_comm_follows(z);
     zero_sum(z, unit, unit);
-    grad_sum(sum, z->b.sums + at, z->b.grads + at, zero_grads(z, unit) + piece * (size_t)z->nccl.rank, piece,
-             z->nccl.stream);
+    grad_sum(sum, z->b.sums + at, z->b.grads + at, zero_grads(z, unit) + piece * z->nccl.rank, piece, z->nccl.stream);
     cudaCheck(cudaEventRecord(z->added[unit % 2], z->nccl.stream));
     cudaCheck(cudaEventRecord(z->comm_done, z->nccl.stream));
 }
@@ -286,8 +282,7 @@ static float *zero_absmax(const Zero *z, const Param *p) {
 template <typename Each> static void zero_matrices(const Zero *z, int unit, Each each) {
     const Span shard = param_shard(z->table, unit, z->nccl.rank, z->nccl.world);
     const floatX *kept = z->b.weights + zero_before(z, SLOT_WEIGHT, unit);
-    for (int i = 0; i < z->table->count; i++) {
-        const Param *p = &z->table->params[i];
+    PARAM_EACH(p, z->table) {
         const Span mine = span_overlap(shard, p->offset, p->size);
         if (p->unit == unit && p->role <= ROLE_FCPROJW && mine.count)
             each(p, mine.begin - z->table->unit_begin[unit], kept + (mine.begin - shard.begin), mine.count);
@@ -295,14 +290,14 @@ template <typename Each> static void zero_matrices(const Zero *z, int unit, Each
 }
 // Of all blocks: the absmax of their matrices, and their vectors, of which a shard has some and zeros elsewhere.
 static void zero_measure(Zero *z) {
-    const size_t blocks = (size_t)z->table->num_units - 2, matrices = blocks * FP8_LAYERS;
+    const size_t blocks = z->table->num_units - 2, matrices = blocks * FP8_LAYERS;
     const Span vectors = unit_vectors(z->table);
     const size_t size = blocks * vectors.count * sizeof(floatX);
     cudaStream_t stream = z->nccl.stream;
     z->measured = 1;
     zero_comm_follows(z);
-    cudaCheck(cudaMemsetAsync(z->b.absmax, 0, matrices * sizeof(float), stream));
-    cudaCheck(cudaMemsetAsync(z->b.vectors, 0, size, stream));
+    zero_async(z->b.absmax, matrices, stream);
+    zero_async(z->b.vectors, blocks * vectors.count, stream);
     for (int u = 1; u <= (int)blocks; u++) {
         const Span shard = param_shard(z->table, u, z->nccl.rank, z->nccl.world);
         const size_t begin = z->table->unit_begin[u] + vectors.begin;
@@ -312,8 +307,8 @@ static void zero_measure(Zero *z) {
             absmax_tensor(zero_absmax(z, p), x, n, stream);
         });
         if (mine.count)
-            cudaCheck(cudaMemcpyAsync(zero_vectors(z, u) + (mine.begin - begin), kept + (mine.begin - shard.begin),
-                                      mine.count * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
+            copy_async(zero_vectors(z, u) + (mine.begin - begin), kept + (mine.begin - shard.begin), mine.count,
+                       stream);
     }
     nccl_bundle_begin(&z->nccl, "largest weights, norms, biases", matrices * sizeof(float) + size);
     nccl_max(&z->nccl, z->b.absmax, matrices);
@@ -330,16 +325,14 @@ static void zero_gather_fp8(Zero *z, int unit, Fp8Count *count) {
 // The matrices of a gathered block, transposed.
 static void zero_transpose(Zero *z, int unit) {
     const ParamTable *t = z->table;
-    for (int i = 0; i < t->count; i++) {
-        const Param *p = &t->params[i];
+    PARAM_EACH(p, t) {
         // the rest of a packed one
         if (p->unit != unit || p->role > ROLE_FCPROJW || p->offset != param_at(t, unit, p->role)) continue;
         const size_t at = p->offset - t->unit_begin[unit],
                      next = p->role == ROLE_FCPROJW ? unit_vectors(t).begin
                                                     : param_at(t, unit, (Role)(p->role + 1)) - t->unit_begin[unit],
                      size = next - at;
-        transpose_fp8(z->b.fp8_transposed + at, zero_fp8(z, unit) + at, (int)(size / (size_t)p->cols), p->cols,
-                      z->compute);
+        transpose_fp8(z->b.fp8_transposed + at, zero_fp8(z, unit) + at, (int)(size / p->cols), p->cols, z->compute);
     }
 }
 

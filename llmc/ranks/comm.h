@@ -378,9 +378,8 @@ static int comm_threads(const Comm *c) {
         HostName host;
         cpu_set_t cores;
     } Place;
-    Place mine;
+    Place mine = {};
     int sharing = 0;
-    memset(&mine, 0, sizeof mine);
     memcpy(mine.host, c->host, sizeof mine.host);
     if (sched_getaffinity(0, sizeof mine.cores, &mine.cores) != 0) CPU_SET(0, &mine.cores);
     Place *all = (Place *)comm_gathered(c, &mine, sizeof mine);

@@ -25,9 +25,8 @@ typedef struct {
 #define comm_hash fnv1a
 // What is known without a model or a device. The build is identified by a hash of the program file.
 static HandshakeRecord comm_record(const Comm *c) {
-    HandshakeRecord r;
+    HandshakeRecord r = {};
     int64_t bytes;
-    memset(&r, 0, sizeof r);
     snprintf(r.host, sizeof r.host, "%s", c->host);
     r.local_rank = c->local_rank;
     int fd = open_data_file(program_path(), "is /proc mounted?", &bytes);

@@ -118,7 +118,7 @@ static void zero_check(const Comm *job, const Comm *dp) {
 static int tp_is_partial(const Param *p, const ParamPart *q) { return q->copies > 1 && p->role != ROLE_WPE; }
 static size_t tp_most_partial(const ParamTable *t) {  // elements of the largest partial gradient
     size_t most = 0;
-    for (const Param *p = t->params; p < t->params + t->count; p++)
+    PARAM_EACH(p, t)
         for (int k = 0; k < p->num_parts; k++)
             if (tp_is_partial(p, &p->parts[k]) && p->parts[k].count > most) most = p->parts[k].count;
     return most;
@@ -126,7 +126,7 @@ static size_t tp_most_partial(const ParamTable *t) {  // elements of the largest
 // Adds up the copies of a unit's partial gradients over the group in the order of ranks: bitwise identical on all
 // ranks. grads: the unit's. scratch: (ranks, tp_most_partial).
 static void tp_sum_partial(const Comm *tp, const ParamTable *t, int unit, float *grads, float *scratch) {
-    for (const Param *p = t->params; p < t->params + t->count; p++)
+    PARAM_EACH(p, t)
         for (int k = 0; k < p->num_parts && p->unit == unit; k++) {
             const ParamPart *q = &p->parts[k];
             float *grad = grads + (p->offset - t->unit_begin[unit]) + q->begin,
@@ -144,7 +144,7 @@ enum { TP_MAX_SPANS = 64 };
 static int tp_counted(const Comm *dp, const ParamTable *t, int unit, Span *spans) {
     Span rest = param_shard(t, unit, dp->rank, dp->world);
     int count = 0;
-    for (const Param *p = t->params; p < t->params + t->count; p++)
+    PARAM_EACH(p, t)
         for (int k = 0; k < p->num_parts && p->unit == unit; k++) {
             const ParamPart *q = &p->parts[k];
             const Span out = span_overlap(rest, p->offset + q->begin, q->copy ? q->count : 0);

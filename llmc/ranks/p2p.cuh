@@ -212,9 +212,9 @@ inline void p2p_try(P2p *p, const P2pCard *, P2pCard *mine) {
     float *device = p->view.signals[rank]->test, x[P2P_TEST * P2P_RANKS];
     for (int kind = 0, wrong = 0; kind < P2P_KINDS; kind++) {
         for (int i = 0; i < all; i++) x[i] = (rank + 1) * (i + 1);
-        cudaCheck(cudaMemcpyAsync(device, x, sizeof x, cudaMemcpyHostToDevice, p->stream));
+        copy_async(device, x, COUNT_OF(x), p->stream);
         p2p_run(p, (P2pKind)kind, device, kind == P2P_ALL_REDUCE ? all : P2P_TEST);
-        cudaCheck(cudaMemcpyAsync(x, device, sizeof x, cudaMemcpyDeviceToHost, p->stream));
+        copy_async(x, device, COUNT_OF(x), p->stream);
         cudaCheck(cudaStreamSynchronize(p->stream));
         for (int i = 0, piece; i < all; i++) {
             piece = i / P2P_TEST;

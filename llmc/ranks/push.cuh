@@ -165,18 +165,18 @@ inline void push_open(Push *t, const P2p *p2p, size_t bytes) {
     cudaCheck(cudaDeviceGetStreamPriorityRange(&low, &high));
     for (cudaStream_t &stream : t->streams)
         cudaCheck(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, high));
-    cudaCheck(cudaEventCreateWithFlags(&t->ready, cudaEventDisableTiming));
+    event_open(&t->ready);
     for (PushState &s : t->states)
-        for (cudaEvent_t &event : s.pushed) cudaCheck(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+        for (cudaEvent_t &event : s.pushed) event_open(&event);
 }
 // All ranks of the group call it before p2p_close, whose barrier is behind the last push of all ranks.
 inline void push_close(Push *t) {
     if (!t->opened) return;
     cudaCheck(cudaDeviceSynchronize());
     for (cudaStream_t stream : t->streams) cudaCheck(cudaStreamDestroy(stream));
-    cudaCheck(cudaEventDestroy(t->ready));
+    event_close(&t->ready);
     for (PushState &s : t->states)
-        for (cudaEvent_t event : s.pushed) cudaCheck(cudaEventDestroy(event));
+        for (cudaEvent_t &event : s.pushed) event_close(&event);
     t->opened = 0;
 }
 

@@ -48,6 +48,7 @@ typedef struct {
 static const Comm *calls_dp(const Calls *c) { return &c->t->mesh.dp; }
 static size_t calls_own(const Calls *c) { return (size_t)c->t->o.batch_size * c->t->o.seq_len; }
 static size_t calls_all(const Calls *c) { return calls_own(c) * calls_dp(c)->world; }
+static size_t calls_first(const Calls *c) { return calls_own(c) * calls_dp(c)->rank; }
 
 // ---- messages
 
@@ -165,7 +166,7 @@ static void call_forward(Calls *c) {
     Trainer *t = c->t;
     const Call *q = &c->call;
     const int T = (int)q->x[0], without = q->x[1] == 0;
-    const size_t own = calls_own(c), all = calls_all(c), first = own * calls_dp(c)->rank;
+    const size_t all = calls_all(c), first = calls_first(c);
     if (T < 1 || t->o.seq_len % T)
         return calls_refuse(c, "rows of %d tokens\nuse --seq-len %lld, or a divisor of it", T, t->o.seq_len);
     // copies in fp8 are made in a step's first micro-step: these would be of other weights
@@ -180,9 +181,13 @@ static void call_forward(Calls *c) {
     model_losses(t->model, c->inputs + first, c->targets + first, T, c->values + first);
     if (without) model_scale_adapters(t->model, alpha);
     c->has_forward = T == t->o.seq_len && !without;
-    comm_all_gather(calls_dp(c), c->values, own * sizeof(float));
+    comm_all_gather(calls_dp(c), c->values, calls_own(c) * sizeof(float));
     calls_give(c, 2 * all * sizeof(int), c->values, all * sizeof(float));
     calls_answer(c, "ok");
+}
+static void calls_empty_step(Calls *c) {
+    c->kind = STEP_EMPTY;
+    c->micro = c->is_complete = c->has_forward = 0;
 }
 // Whether a step may get another micro-step of this kind.
 static int calls_may_add(Calls *c, StepKind kind) {
@@ -200,7 +205,7 @@ static int calls_may_add(Calls *c, StepKind kind) {
 // backward last: factors (R,T) of the losses
 static void call_backward(Calls *c) {
     Trainer *t = c->t;
-    const size_t own = calls_own(c), all = calls_all(c), first = own * calls_dp(c)->rank;
+    const size_t all = calls_all(c), first = calls_first(c);
     if (!c->has_forward)
         return calls_refuse(c, "backward needs the activations of its forward\ncall forward before each backward, with "
                                "rows of --seq-len tokens, adapters included and nothing between");
@@ -219,7 +224,7 @@ static void call_backward(Calls *c) {
 }
 static void call_train(Calls *c) {
     Trainer *t = c->t;
-    const size_t first = calls_own(c) * calls_dp(c)->rank;
+    const size_t first = calls_first(c);
     if (!calls_may_add(c, STEP_OF_LOSSES) || !calls_tokens(c, (int)t->o.seq_len)) return;
     model_micro_step(t->model, c->inputs + first, c->targets + first, c->micro, t->num_micro);
     c->kind = STEP_OF_LOSSES;
@@ -253,8 +258,7 @@ static void call_step(Calls *c) {
         r.loss_z = NAN;
     }
     r.more = c->call.text;
-    c->kind = STEP_EMPTY;
-    c->micro = c->is_complete = c->has_forward = 0;
+    calls_empty_step(c);
     t->state.step++;
     t->state.tokens += r.tokens;
     end_step(t, &r, &c->clock);
@@ -315,7 +319,6 @@ static int calls_generate(Calls *c, Sequence *sequences, int first, int mine) {
 static int calls_may_generate(const Calls *c) {
     static const char *const draws[] = {"--temperature", "--top-k", "--top-p"};
     const double *x = c->call.x, most = c->t->window;
-    const int seed = x[6] >= 0 && x[6] <= 0x1p53;
     int good = x[0] >= 1 && x[1] >= 1 && x[2] >= 1 && x[2] <= most && x[7] >= 0;
     if (!good)
         calls_refuse(c, "%g prompts, %g samples of each, %g tokens\ngive one at least, and %g tokens at most", x[0],
@@ -325,8 +328,9 @@ static int calls_may_generate(const Calls *c) {
         good = x[3 + i] >= o->low && x[3 + i] <= o->high;
         if (!good) calls_refuse(c, "%s %g is outside %.10g to %.10g\n%s", draws[i], x[3 + i], o->low, o->high, o->help);
     }
-    if (good && !seed) calls_refuse(c, "seed %g is outside 0 to 2^53\ngive a whole number there", x[6]);
-    return good && seed;
+    if (!good || (x[6] >= 0 && x[6] <= 0x1p53)) return good;
+    calls_refuse(c, "seed %g is outside 0 to 2^53\ngive a whole number there", x[6]);
+    return 0;
 }
 // Whether the prompts are, in so many ints: each has its length before it.
 static int calls_prompts(const Calls *c, int prompts, const int *given, int ints) {
@@ -375,11 +379,9 @@ static void call_generate(Calls *c) {
             s->most = length + most < t->window ? length + most : t->window;
             s->tokens = new_array(int, s->most);
             memcpy(s->tokens, given + at + 1, length * sizeof(int));
-            const Draw draw = {(float)x[3], (int)x[4], (float)x[5], (uint64_t)x[6], rand_stream(RAND_SAMPLE, i), 0};
-            s->draw = draw;
+            s->draw = (Draw){(float)x[3], (int)x[4], (float)x[5], (uint64_t)x[6], rand_stream(RAND_SAMPLE, i), 0};
             s->ends = &own;
-            records[i].made = made + i * record;
-            records[i].most = most;
+            records[i] = (Made){made + i * record, most};
             s->of = &records[i];
             if (i % n == (size_t)n - 1) at += 1 + length;
         }
@@ -422,8 +424,7 @@ static void call_load(Calls *c) {
     if (!good) return calls_refuse(c, "'%s' is no %s\nname the folder of one", folder, whole ? "checkpoint" : "model");
     checkpoint_require_intact(&t->comm, folder, whole ? 3 : 2);
     if (whole) {
-        TrainState s;
-        memset(&s, 0, sizeof s);
+        TrainState s = {};
         checkpoint_load_state(folder, &s);
         checkpoint_load(t->model, folder, &s);
         for (int i = 0; i < NUM_OPTIONS; i++) free(s.options[i]);
@@ -432,8 +433,7 @@ static void call_load(Calls *c) {
         t->state = s;
     } else
         model_load_weights(t->model, folder);
-    c->kind = STEP_EMPTY;
-    c->micro = c->is_complete = c->has_forward = 0;
+    calls_empty_step(c);
     calls_answer(c, "ok %lld %lld", (long long)t->state.step, (long long)t->state.tokens);
 }
 // weights|FILE\nNAME: of a tensor, or of all if the name is "", into a new safetensors file
@@ -443,7 +443,7 @@ static void call_weights(Calls *c) {
     const ParamTable *table = facts_of(t->model).table;
     int found = 0;
     if (name) *name++ = 0;
-    for (int i = 0; name && i < table->count; i++) found |= !*name || !strcmp(table->params[i].name, name);
+    PARAM_EACH(p, table) found |= name && (!*name || !strcmp(p->name, name));
     if (!found) return calls_refuse(c, "there is no tensor '%s'\nnames() has them all", name ? name : "");
     SlotFile f;
     int64_t progress = 0;
@@ -459,10 +459,9 @@ static void call_weights(Calls *c) {
 }
 // names -> the names of all tensors, a line each
 static void call_names(Calls *c) {
-    const ParamTable *table = facts_of(c->t->model).table;
     Text text;
     FILE *f = text_open(&text);
-    for (int i = 0; i < table->count; i++) fprintf(f, "%s\n", table->params[i].name);
+    PARAM_EACH(p, facts_of(c->t->model).table) fprintf(f, "%s\n", p->name);
     char *bytes = text_close(&text);
     const size_t length = strlen(bytes);
     if (calls_has_room(c, length)) {
@@ -535,8 +534,7 @@ static void calls_open(Calls *c) {
     t->saved_step = t->state.step;
     if (t->comm.rank > 0) return;
     signal(SIGPIPE, SIG_IGN);
-    struct sockaddr_un to;
-    memset(&to, 0, sizeof to);
+    struct sockaddr_un to = {};
     to.sun_family = AF_UNIX;
     snprintf(to.sun_path, sizeof to.sun_path, "%s", t->o.calls);
     c->socket = socket(AF_UNIX, SOCK_STREAM, 0);
@@ -582,7 +580,7 @@ static int answer_calls(Trainer *t) {
             calls_refuse(c, "there is no call '%s'\nuse the llmc package of this version", c->call.name);
     }
     save_finish(t);
-    logger_event(&t->log, "end", t->state.step, "reason %s status %d", "all calls done", EXIT_SUCCESS);
+    log_event(t, "end", "reason %s status %d", "all calls done", EXIT_SUCCESS);
     free(c->inputs);
     free(c->values);
     free(c);

@@ -180,8 +180,7 @@ static ValScore validation_score(Evaluation *e, Model *m, const Tokenizer *token
             "the first %ld rows of the validation data have no token that is learned\n"
             "use more --eval-steps, other --val-data, or --eval-every 0",
             rows);
-    const ValScore r = {total / tokens, text > 0 ? total / log(2) / text : NAN};
-    return r;
+    return (ValScore){total / tokens, text > 0 ? total / log(2) / text : NAN};
 }
 // Of a set, or (name NULL) of all; average: --ema's. Bits per byte of text (end-of-text has no bytes) compare models
 // with different tokenizers.
@@ -271,9 +270,7 @@ static ChoiceScore choice_score(Evaluation *e, const EvalSet *s, Model *m) {
     free(sums);
     for (int k = 0; k < 5; k++) total[k] = comm_sum(dp, total[k]);
     double n = s->num_examples;
-    const ChoiceScore r = {total[0] / n, total[1] / n, s->choices->characters ? total[2] / n : NAN,
-                           total[3] / total[4]};
-    return r;
+    return (ChoiceScore){total[0] / n, total[1] / n, s->choices->characters ? total[2] / n : NAN, total[3] / total[4]};
 }
 
 // ---- everything

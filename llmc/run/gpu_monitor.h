@@ -10,7 +10,7 @@
 
 typedef struct {
     unsigned sm_mhz, sm_mhz_most, memory_mhz, milliwatts, milliwatts_most, celsius;
-    unsigned long long held_back;  // bits, see gpu_held_back
+    char held_back[256];  // what holds the clocks back, for people
 } GpuState;
 
 static struct { void *nvml, *device; } gpu_monitor;
@@ -30,16 +30,27 @@ static void nvml_read_sensor(const char *name, int sensor, unsigned *value) {
     ((int (*)(void *, int, unsigned *))nvml_function(name))(gpu_monitor.device, sensor, value);
 }
 static GpuState gpu_monitor_read(void) {
+    static const struct {
+        unsigned long long bit;
+        const char *what;
+    } reasons[] = {
+        {0x2, "chosen clocks"}, {0x4, "power limit"},  {0x8, "hardware slowdown"},
+        {0x10, "other GPUs"},   {0x20, "temperature"}, {0x40, "temperature (hardware)"},
+        {0x80, "power brake"},  {0x100, "display"},
+    };
+    unsigned long long bits = 0;
     enum { CLOCK_SM = 1, CLOCK_MEMORY = 2, SENSOR_GPU = 0 };
-    GpuState s;
-    memset(&s, 0, sizeof s);
+    GpuState s = {};
     nvml_read_sensor("nvmlDeviceGetClockInfo", CLOCK_SM, &s.sm_mhz);
     nvml_read_sensor("nvmlDeviceGetClockInfo", CLOCK_MEMORY, &s.memory_mhz);
     nvml_read_sensor("nvmlDeviceGetMaxClockInfo", CLOCK_SM, &s.sm_mhz_most);
     nvml_read_sensor("nvmlDeviceGetTemperature", SENSOR_GPU, &s.celsius);
     nvml_read("nvmlDeviceGetPowerUsage", &s.milliwatts);
     nvml_read("nvmlDeviceGetEnforcedPowerLimit", &s.milliwatts_most);
-    nvml_read("nvmlDeviceGetCurrentClocksThrottleReasons", &s.held_back);
+    nvml_read("nvmlDeviceGetCurrentClocksThrottleReasons", &bits);
+    for (int i = 0; i < COUNT_OF(reasons); i++)
+        if (bits & reasons[i].bit) APPEND(s.held_back, "%s%s", *s.held_back ? ", " : "", reasons[i].what);
+    if (!*s.held_back) strcpy(s.held_back, "nothing");
     return s;
 }
 // uuid: that of the handshake, 32 hexadecimal digits. Stops with a message if the library is missing, lacks a function,
@@ -60,26 +71,9 @@ static void gpu_monitor_open(const char *uuid) {
             status);
     gpu_monitor_read();  // a function that is missing ends the run now, not later
 }
-static const char *gpu_held_back(unsigned long long bits, char *text, size_t size) {
-    static const struct {
-        unsigned long long bit;
-        const char *what;
-    } reasons[] = {
-        {0x2, "chosen clocks"}, {0x4, "power limit"},  {0x8, "hardware slowdown"},
-        {0x10, "other GPUs"},   {0x20, "temperature"}, {0x40, "temperature (hardware)"},
-        {0x80, "power brake"},  {0x100, "display"},
-    };
-    *text = 0;
-    for (int i = 0; i < COUNT_OF(reasons); i++)
-        if (bits & reasons[i].bit) append_text(text, size, "%s%s", *text ? ", " : "", reasons[i].what);
-    if (!*text) append_text(text, size, "nothing");
-    return text;
-}
 static void gpu_monitor_print(const GpuState *s) {
-    char text[256];
-    gpu_held_back(s->held_back, text, sizeof text);
     printf("gpu  SM %u MHz of %u | memory %u MHz | %.0f W of %.0f | %u C | clocks held back by: %s\n", s->sm_mhz,
-           s->sm_mhz_most, s->memory_mhz, 1e-3 * s->milliwatts, 1e-3 * s->milliwatts_most, s->celsius, text);
+           s->sm_mhz_most, s->memory_mhz, 1e-3 * s->milliwatts, 1e-3 * s->milliwatts_most, s->celsius, s->held_back);
 }
 
 #endif

@@ -50,7 +50,7 @@ static void end_diverged(Trainer *t, const char *reason) {
     if (save_is_due(t, 1)) save(t);
     save_finish(t);
     int saved = checkpoint_is_diverged(checkpoint_folder(t->o.output, t->state.step, "").text);
-    logger_event(&t->log, "end", t->state.step, "reason %s status %d", t->diverged, EXIT_FAILURE);
+    log_event(t, "end", "reason %s status %d", t->diverged, EXIT_FAILURE);
     comm_require(&t->comm, 0, "%s; %s. The weights are those of step %ld%s\nlower --learning-rate%s", t->diverged,
                  reason, t->state.step,
                  saved ? ", saved and marked as diverged: --resume 1 prefers an older checkpoint" : "",
@@ -173,7 +173,7 @@ static int end_training(Trainer *t, int64_t first, int stopped) {
                 t->o.output);
     if (status == EXIT_SUCCESS && *t->o.output && t->comm.rank == 0) write_done_file(t);
     const char *reason = stopped ? stop_signal_name(stopped) : is_out_of_patience(t) ? "patience" : "all steps done";
-    logger_event(&t->log, "end", step, "reason %s status %d", reason, status);
+    log_event(t, "end", "reason %s status %d", reason, status);
     return status;
 }
 static int train(Trainer *t) {

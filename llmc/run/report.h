@@ -30,8 +30,8 @@ static void report_sets(Trainer *t, int64_t row, int all) {
         printf("%s   %s: share %g of %g, %ld sequences of %ld: %.2f epochs\n", all ? "set    " : "ran out",
                at->patterns[i], at->shares[i] / SHARE_UNITS, at->total / SHARE_UNITS, taken, rows,
                taken / (double)rows);
-        logger_event(&t->log, all ? "set" : "epoch", t->state.step, "name %s sequences %ld epochs %g", at->patterns[i],
-                     taken, taken / (double)rows);
+        log_event(t, all ? "set" : "epoch", "name %s sequences %ld epochs %g", at->patterns[i], taken,
+                  taken / (double)rows);
     }
 }
 static void print_start(Trainer *t) {
@@ -95,7 +95,7 @@ static char *model_text(const Model *m, void (*print)(const Model *, FILE *)) {
 }
 static void log_start(Trainer *t) {
     char *plan = model_text(t->model, model_print_plan);
-    FILE *f = logger_begin(&t->log, "start", t->state.step);
+    FILE *f = log_begin(t, "start");
     if (f) {
         json_write_fields(f, "time %ld git %s device %s dtype %s messages %s build %s plan %s", time(NULL),
                           GIT_REVISION, model_device(t->model), model_dtype(t->model), model_carriers(t->model),
@@ -114,10 +114,9 @@ static void log_start(Trainer *t) {
 }
 static void report_gpu(Trainer *t) {
     const GpuState s = gpu_monitor_read();
-    char text[256];
     gpu_monitor_print(&s);
-    logger_event(&t->log, "gpu", t->state.step, "sm_mhz %d memory_mhz %d watts %g celsius %d held_back_by %s", s.sm_mhz,
-                 s.memory_mhz, 1e-3 * s.milliwatts, s.celsius, gpu_held_back(s.held_back, text, sizeof text));
+    log_event(t, "gpu", "sm_mhz %d memory_mhz %d watts %g celsius %d held_back_by %s", s.sm_mhz, s.memory_mhz,
+              1e-3 * s.milliwatts, s.celsius, s.held_back);
 }
 static void report_save(Trainer *t, const char *path, int64_t step, double seconds, double held) {
     printf("checkpoint %s | written in %.1f s, training stood still for %.2f s\n", path, seconds, held);
@@ -159,43 +158,48 @@ typedef struct {
     int64_t tokens;
     const char *more;  // fields of the log beside ours, as JSON: ,"reward":0.5; the line has the first
 } StepReport;
+// The line of a step on the console. skipped: why its update was, or NULL. mfu: NAN if it is not known.
+static void write_step_line(Trainer *t, const StepReport *r, double mfu, const char *skipped) {
+    const StepResult *x = &r->result;
+    char eta[32], name[24];
+    double value;
+    snprintf(t->step_line, sizeof t->step_line, "step %6ld", t->state.step);
+    if (t->steps) APPEND(t->step_line, "/%lld", t->steps);
+    APPEND(t->step_line, " | loss %.4f", x->loss);
+    if (r->more && sscanf(r->more, ",\"%23[^\"]\":%lf", name, &value) == 2)
+        APPEND(t->step_line, " | %s %.4g", name, value);
+    APPEND(t->step_line, " | norm %.4f", x->norm);
+    if (!isnan(r->loss_z)) APPEND(t->step_line, " (z %+.2f, %+.2f)", r->loss_z, r->norm_z);
+    if (x->busiest > 0) APPEND(t->step_line, " | experts %.2f to %.2f", x->idlest, x->busiest);
+    if (t->o.qk_clip) APPEND(t->step_line, " | qk %.1f", x->logit);
+    APPEND(t->step_line, " | lr %.2e | %.1f ms", r->lr, 1e3 * r->seconds);
+    if (!isnan(mfu)) APPEND(t->step_line, " | %.1f%% MFU", 100 * mfu);
+    APPEND(t->step_line, " | %.0f tok/s", (double)r->tokens / t->step_seconds);
+    duration_text((t->steps - t->state.step) * t->step_seconds, eta, sizeof eta);
+    if (t->steps) APPEND(t->step_line, " | ETA %s", eta);
+    if (skipped) APPEND(t->step_line, " | update skipped: %s", skipped);
+}
 static void report_step(Trainer *t, const StepReport *r) {
     // Why an update was skipped, by verdict; NULL: it was made.
     static const char *const reasons[] = {NULL, "loss or gradient norm is not finite", "loss is an outlier",
                                           "gradient norm is an outlier"};
-    float loss = r->result.loss, norm = r->result.norm;
-    const char *skipped = reasons[r->result.verdict];
+    const StepResult *x = &r->result;
+    const char *skipped = reasons[x->verdict];
     double tokens = (double)r->tokens, peak = t->comm.world * model_peak_flops(t->model);
     double flops =
         tokens * flops_per_token(&t->config, facts_of(t->model).table, facts_of(t->model).frozen, t->o.seq_len);
     double mfu = peak > 0 ? flops / (r->seconds * peak) : NAN;
     t->step_seconds = t->steps_timed++ < 2 ? r->seconds : 0.95 * t->step_seconds + 0.05 * r->seconds;
-    char eta[32], all[32] = "", left[40] = "", z[64] = "", share[32] = "", name[24], more[48] = "", experts[48] = "",
-                  qk[24] = "";
-    double value;
-    const StepResult *x = &r->result;
-    if (x->busiest > 0) snprintf(experts, sizeof experts, " | experts %.2f to %.2f", x->idlest, x->busiest);
-    if (t->o.qk_clip) snprintf(qk, sizeof qk, " | qk %.1f", x->logit);
-    if (r->more && sscanf(r->more, ",\"%23[^\"]\":%lf", name, &value) == 2)
-        snprintf(more, sizeof more, " | %s %.4g", name, value);
-    if (!isnan(r->loss_z)) snprintf(z, sizeof z, " (z %+.2f, %+.2f)", r->loss_z, r->norm_z);
-    if (peak > 0) snprintf(share, sizeof share, " | %.1f%% MFU", 100 * mfu);
-    duration_text((t->steps - t->state.step) * t->step_seconds, eta, sizeof eta);
-    if (t->steps) snprintf(all, sizeof all, "/%lld", t->steps);
-    if (t->steps) snprintf(left, sizeof left, " | ETA %s", eta);
-    snprintf(t->step_line, sizeof t->step_line,
-             "step %6ld%s | loss %.4f%s | norm %.4f%s%s%s | lr %.2e | %.1f ms%s | %.0f tok/s%s%s%s", t->state.step, all,
-             loss, more, norm, z, experts, qk, r->lr, 1e3 * r->seconds, share, tokens / t->step_seconds, left,
-             skipped ? " | update skipped: " : "", skipped ? skipped : "");
+    write_step_line(t, r, mfu, skipped);
     if (skipped || !console_columns() || t->state.step == t->steps) {
         puts(t->step_line);
         *t->step_line = 0;
     }
-    FILE *f = logger_begin(&t->log, "step", t->state.step);
+    FILE *f = log_begin(t, "step");
     if (!f) return;
-    json_write_fields(f, "loss %g norm %g lr %g ms %g tok_s %g mfu %g tokens %ld mem_gib %g skipped %s", loss, norm,
-                      r->lr, 1e3 * r->seconds, tokens / r->seconds, mfu, t->state.tokens, model_memory_gib(t->model),
-                      skipped);
+    json_write_fields(f, "loss %g norm %g lr %g ms %g tok_s %g mfu %g tokens %ld mem_gib %g skipped %s", x->loss,
+                      x->norm, r->lr, 1e3 * r->seconds, tokens / r->seconds, mfu, t->state.tokens,
+                      model_memory_gib(t->model), skipped);
     if (x->busiest > 0) json_write_fields(f, "balance %g idlest %g busiest %g", x->balance, x->idlest, x->busiest);
     if (t->o.qk_clip) json_write_fields(f, "qk_logit %g", x->logit);
     if (r->more) fputs(r->more, f);
@@ -206,7 +210,7 @@ static void report_choices(Trainer *t) {
     char *text = model_text(t->model, model_report);
     if (*text) {
         printf("%.*s\n", (int)strcspn(text, "\n"), text);
-        logger_event(&t->log, "choices", t->state.step, "text %s", text);
+        log_event(t, "choices", "text %s", text);
     }
     free(text);
 }
@@ -216,7 +220,7 @@ static void report_overlap(Trainer *t) {
     if (n.gathers + n.scatters + n.apart == 0) return;
     printf("tensor parallelism exchanged rows %d times: %d gathers and %d scatters under matmuls, %d with nothing\n",
            n.gathers + n.scatters + n.apart, n.gathers, n.scatters, n.apart);
-    logger_event(&t->log, "overlap", t->state.step, "gathers %d scatters %d apart %d", n.gathers, n.scatters, n.apart);
+    log_event(t, "overlap", "gathers %d scatters %d apart %d", n.gathers, n.scatters, n.apart);
 }
 // What rank 0's step rounded to fp8: the shares of its values that became 0, and that were above the largest.
 static void report_fp8(Trainer *t) {
@@ -231,18 +235,18 @@ static void report_fp8(Trainer *t) {
     printf("fp8, %% rounded to 0 and saturated: inputs %.3g and %.3g, weights %.3g and %.3g, gradients %.3g and %.3g\n",
            100 * flushed[FP8_INPUTS], 100 * saturated[FP8_INPUTS], 100 * flushed[FP8_WEIGHTS],
            100 * saturated[FP8_WEIGHTS], 100 * flushed[FP8_GRADIENTS], 100 * saturated[FP8_GRADIENTS]);
-    logger_event(&t->log, "fp8", t->state.step,
-                 "inputs_flushed %g inputs_saturated %g weights_flushed %g weights_saturated %g gradients_flushed %g "
-                 "gradients_saturated %g",
-                 flushed[FP8_INPUTS], saturated[FP8_INPUTS], flushed[FP8_WEIGHTS], saturated[FP8_WEIGHTS],
-                 flushed[FP8_GRADIENTS], saturated[FP8_GRADIENTS]);
+    log_event(t, "fp8",
+              "inputs_flushed %g inputs_saturated %g weights_flushed %g weights_saturated %g gradients_flushed %g "
+              "gradients_saturated %g",
+              flushed[FP8_INPUTS], saturated[FP8_INPUTS], flushed[FP8_WEIGHTS], saturated[FP8_WEIGHTS],
+              flushed[FP8_GRADIENTS], saturated[FP8_GRADIENTS]);
 }
 // The time of rank 0's step. What it waits for other ranks is the communication that overlaps with nothing.
 static void report_timing(Trainer *t) {
     model_timing_end(t->model);
     double flops = model_peak_flops(t->model), bytes = model_peak_bytes(t->model);
     timing_print(t->state.step, flops, bytes);
-    FILE *f = logger_begin(&t->log, "timing", t->state.step);
+    FILE *f = log_begin(t, "timing");
     if (!f) return;
     fputs(",\"groups\":{", f);
     for (int i = 0; i < timing.count; i++) {

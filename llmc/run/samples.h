@@ -49,8 +49,7 @@ static void find_ends(Trainer *t) {
     t->ends = &ends;
 }
 static Engine engine_of(Trainer *t) {
-    Engine e;
-    memset(&e, 0, sizeof e);
+    Engine e = {};
     e.m = t->model;
     e.draft = t->draft;
     e.drafted = (int)t->o.draft_tokens;
@@ -67,8 +66,7 @@ static Engine engine_of(Trainer *t) {
     return e;
 }
 static void sample(Trainer *t) {
-    Generation g;
-    memset(&g, 0, sizeof g);
+    Generation g = {};
     g.engine = engine_of(t);
     g.o = &t->o;
     if (t->talks) {
@@ -79,12 +77,11 @@ static void sample(Trainer *t) {
     }
     char *text = generate(&g, t->state.step, t->o.generate);
     engine_close(&g.engine);
-    if (text) logger_event(&t->log, "sample", t->state.step, "text %s", text);
+    if (text) log_event(t, "sample", "text %s", text);
     free(text);
 }
 static void serve_model(Trainer *t) {
-    Server s;
-    memset(&s, 0, sizeof s);
+    Server s = {};
     s.engine = engine_of(t);
     s.seed = t->o.seed;
     s.vocab = known_tokens(t);

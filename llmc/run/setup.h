@@ -54,6 +54,11 @@ typedef struct {
     char step_line[384];  // the last step's, shown on a terminal during the next step; "": it was printed for good
 } Trainer;
 
+// An event of the log, after the steps so far.
+#define log_begin(t, event) logger_begin(&(t)->log, event, (t)->state.step)
+#define log_event(t, event, ...) logger_event(&(t)->log, event, (t)->state.step, __VA_ARGS__)
+static int is_resumed(const Trainer *t) { return *t->resumed_from.text != 0; }
+
 static void check_lora(const Options *o) {
     if (!o->lora) return;
     require(!forward_only(o), "--lora trains; a folder with adapters is opened by --model alone\nleave --lora out");
@@ -76,10 +81,10 @@ static int is_recordable(const char *text) {
 // Refuses combinations of options.
 static void check_options(const Options *o) {
     OPTION_EACH(p)
-    require(p->kind != OPTION_STR || forward_only(o) || p->offset == offsetof(Options, output) ||
-                is_recordable(option_text(o, p, NULL)),
-            "--%s '%s' has control characters or is not UTF-8: no checkpoint can record it\nrename the file", p->name,
-            option_text(o, p, NULL));
+        require(p->kind != OPTION_STR || forward_only(o) || p->offset == offsetof(Options, output) ||
+                    is_recordable(option_text(o, p, NULL)),
+                "--%s '%s' has control characters or is not UTF-8: no checkpoint can record it\nrename the file",
+                p->name, option_text(o, p, NULL));
     offloads(o);  // refuses what it does not know
     check_lora(o);
     const int compares = *o->val_data && o->eval_every && *o->output && o->save_every;
@@ -149,7 +154,7 @@ static void require_resumed_model(Trainer *t) {
 // Where the model comes from: the resumed checkpoint, a Hugging Face folder, or a preset. (A checkpoint of adapters has
 // no model.)
 static const char *model_source(const Trainer *t) {
-    return *t->resumed_from.text && !t->o.lora && !*t->adapters.text ? t->resumed_from.text : t->o.model;
+    return is_resumed(t) && !t->o.lora && !*t->adapters.text ? t->resumed_from.text : t->o.model;
 }
 // Model sizes: those of the resumed checkpoint, of a Hugging Face folder, or of a preset. A preset without vocab= takes
 // the vocabulary of the data.
@@ -167,8 +172,8 @@ static void choose_config(Trainer *t, int argc, char **argv) {
             model, model);
     const char *data = t->o.overfit || t->o.evaluate || *t->o.calls ? t->o.val_data : t->o.train_data;
     if (is_directory(model)) {
-        if (!*t->resumed_from.text) checkpoint_require_intact(&t->comm, model, 2);
-        if (!*t->resumed_from.text && *t->adapters.text)
+        if (!is_resumed(t)) checkpoint_require_intact(&t->comm, model, 2);
+        if (!is_resumed(t) && *t->adapters.text)
             checkpoint_require_intact(&t->comm, t->adapters.text,
                                       file_bytes(t->adapters.text, "optimizer.safetensors") < 0 ? 2 : 3);
         t->config = config_from_json(model);
@@ -188,7 +193,7 @@ static void choose_config(Trainer *t, int argc, char **argv) {
     // texts have the model's context, unless the command line or the resumed run says another
     Options said = options_default();
     said.seq_len = 0;
-    if (t->o.generate && !*t->resumed_from.text && !options_parse_over(said, argc, argv).seq_len)
+    if (t->o.generate && !is_resumed(t) && !options_parse_over(said, argc, argv).seq_len)
         t->o.seq_len = t->config.max_seq_len;
     if (*t->o.draft) t->draft_config = config_from_json(t->o.draft);
     t->o.window = config_window(&t->config, t->o.window, t->o.seq_len);
@@ -301,10 +306,7 @@ static void open_tokenizer(Trainer *t) {
     }
 }
 
-static TokenizerId tokenizer_id(const Tokenizer *t) {
-    const TokenizerId id = {t->kind, t->vocab_size, t->hash};
-    return id;
-}
+static TokenizerId tokenizer_id(const Tokenizer *t) { return (TokenizerId){t->kind, t->vocab_size, t->hash}; }
 // Of the model in a folder, according to its tokenizer.bin or its checkpoint. Hash 0: neither says.
 static TokenizerId tokenizer_of_folder(const char *folder) {
     const Path bin = path_of("%s/tokenizer.bin", folder), state = path_of("%s/train_state.json", folder);
@@ -332,7 +334,7 @@ static TokenizerId tokenizer_of_data(const Trainer *t) {
 // Ids of another tokenizer than the model's are noise. The next checkpoints record the tokenizer of this run's data.
 static void compare_tokenizers(Trainer *t) {
     const char *folder = model_source(t);
-    const int from_folder = !*t->resumed_from.text && is_directory(folder);
+    const int from_folder = !is_resumed(t) && is_directory(folder);
     const TokenizerId model = from_folder ? tokenizer_of_folder(folder) : t->state.tokenizer;
     const TokenizerId data = tokenizer_of_data(t);
     char models[96], datas[96];
@@ -404,11 +406,9 @@ static void use_adapters(Trainer *t, const char *folder) {
 // say where its tokenizer is and what its tokens see. The command line has precedence.
 static void take_options(Trainer *t, int argc, char **argv) {
     char why[WHY_BYTES];
-    const char *folder = *t->resumed_from.text ? t->resumed_from.text
-                         : *t->adapters.text   ? t->adapters.text
-                                               : t->o.model;
-    int named = !*t->resumed_from.text && (t->o.generate || *t->o.calls) && checkpoint_is_whole(folder, -1, why);
-    if (!*t->resumed_from.text && !named) return;
+    const char *folder = is_resumed(t) ? t->resumed_from.text : *t->adapters.text ? t->adapters.text : t->o.model;
+    int named = !is_resumed(t) && (t->o.generate || *t->o.calls) && checkpoint_is_whole(folder, -1, why);
+    if (!is_resumed(t) && !named) return;
     checkpoint_load_state(folder, &t->state);
     Options o = options_default();
     OPTION_EACH(p) {
@@ -431,12 +431,10 @@ static void take_options(Trainer *t, int argc, char **argv) {
             folder, folder);
     if (*t->newest.text) t->o.model = t->newest.text;
     if (*t->base.text) t->o.model = t->base.text;
-    if (forward_only(&t->o) && *t->resumed_from.text && t->o.lora) use_adapters(t, t->resumed_from.text);
+    if (forward_only(&t->o) && is_resumed(t) && t->o.lora) use_adapters(t, t->resumed_from.text);
     if (*t->newest_draft.text) t->o.draft = t->newest_draft.text;
     watchdog.timeout = t->o.timeout;
-    if (!named || !*t->o.calls) return;
-    state_free(&t->state);  // a run of its own
-    memset(&t->state, 0, sizeof t->state);
+    if (named && *t->o.calls) state_free(&t->state);  // a run of its own
 }
 
 // --val-data auto: the shards beside those of each training set with "val" for the last "train" in their name, with the
@@ -557,30 +555,24 @@ static void handshake(const Trainer *t) {
 static void load_or_init(Trainer *t) {
     watchdog_beat(PHASE_LOAD, -1);
     if (t->o.lora) model_load_frozen(t->model, t->o.model);
-    if (*t->adapters.text) {
+    if (*t->adapters.text)
         model_load_merged(t->model, t->o.model, t->adapters.text);
-    } else if (*t->resumed_from.text && forward_only(&t->o)) {
+    else if (is_resumed(t) && (forward_only(&t->o) || t->o.reset_optimizer))
         model_load_weights(t->model, t->resumed_from.text);
-    } else if (*t->resumed_from.text) {
-        if (t->o.reset_optimizer) {
-            model_load_weights(t->model, t->resumed_from.text);
-            t->state.optimizer_begin = t->state.step;
-        } else
-            checkpoint_load(t->model, t->resumed_from.text, &t->state);
-        // --debug overfit always trains on the first batch
-        if (t->train.num_shards && !t->o.overfit)
-            dataloader_seek(&t->train, t->state.epoch, state_row(&t->state, t->o.seq_len));
-    } else {
-        if (is_directory(t->o.model) && !t->o.lora)
-            model_load_weights(t->model, t->o.model);
-        else
-            init_weights(t->model, t->o.seed);
-        t->state.seed = t->o.seed;
-    }
-    if (model_has_slot(t->model, SLOT_AVERAGE) && (!*t->resumed_from.text || t->o.reset_optimizer))
-        model_average(t->model, 1);
+    else if (is_resumed(t))
+        checkpoint_load(t->model, t->resumed_from.text, &t->state);
+    else if (is_directory(t->o.model) && !t->o.lora)
+        model_load_weights(t->model, t->o.model);
+    else
+        init_weights(t->model, t->o.seed);
+    if (is_resumed(t) && t->o.reset_optimizer) t->state.optimizer_begin = t->state.step;
+    if (!is_resumed(t)) t->state.seed = t->o.seed;
+    // --debug overfit always trains on the first batch
+    if (is_resumed(t) && t->train.num_shards && !t->o.overfit)
+        dataloader_seek(&t->train, t->state.epoch, state_row(&t->state, t->o.seq_len));
+    if (model_has_slot(t->model, SLOT_AVERAGE) && (!is_resumed(t) || t->o.reset_optimizer)) model_average(t->model, 1);
     record_options(t);
-    if (*t->resumed_from.text && !forward_only(&t->o)) report_changed_options(t);
+    if (is_resumed(t) && !forward_only(&t->o)) report_changed_options(t);
     if (t->train.num_shards && !t->o.overfit) compare_data(t);
 }
 

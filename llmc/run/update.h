@@ -11,8 +11,7 @@ static Moments window_moments(const StateWindow *w) {
     for (int i = 0; i < STATE_WINDOW; i++) mean += w->values[i] / STATE_WINDOW;
     for (int i = 0; i < STATE_WINDOW; i++) variance += (w->values[i] - mean) * (w->values[i] - mean) / STATE_WINDOW;
     if (w->count < STATE_WINDOW) mean = variance = NAN;
-    const Moments m = {mean, sqrt(variance)};
-    return m;
+    return (Moments){mean, sqrt(variance)};
 }
 // How many standard deviations x lies above the window's mean. x then joins the window.
 static double window_zscore(StateWindow *w, double x) {
@@ -34,16 +33,15 @@ static void update_numbers(const Options *o, double lr, double x[UPDATE_NUMBERS]
     memcpy(x, given, sizeof given);
 }
 static UpdateParams update_params(const Trainer *t, const double x[UPDATE_NUMBERS]) {
-    const UpdateParams p = {(float)x[0],
-                            (float)x[1],
-                            (float)x[2],
-                            (float)x[3],
-                            (float)x[4],
-                            x[5],
-                            window_limit(&t->state.loss, t->o.skip_loss_z),
-                            window_limit(&t->state.norm, t->o.skip_norm_z),
-                            (int)(t->state.step + 1 - t->state.optimizer_begin)};
-    return p;
+    return (UpdateParams){(float)x[0],
+                          (float)x[1],
+                          (float)x[2],
+                          (float)x[3],
+                          (float)x[4],
+                          x[5],
+                          window_limit(&t->state.loss, t->o.skip_loss_z),
+                          window_limit(&t->state.norm, t->o.skip_norm_z),
+                          (int)(t->state.step + 1 - t->state.optimizer_begin)};
 }
 
 // Judges the run by the loss and the norm of a step.
@@ -64,8 +62,7 @@ static void judge_step(Trainer *t, const StepResult *r) {
 }
 // The gradients of a step of so many tokens are complete. lr: for the report.
 static StepReport update(Trainer *t, const UpdateParams *p, double lr, int64_t tokens) {
-    StepReport r;
-    memset(&r, 0, sizeof r);
+    StepReport r = {};
     r.lr = lr;
     r.tokens = tokens;
     r.result = model_update(t->model, p);

@@ -152,8 +152,7 @@ static int chat_ask(Chat *c, const char *text) {
 static void chat_answer(Chat *c) {
     Engine *e = &c->g->engine;
     const Options *o = c->g->o;
-    Sequence s;
-    memset(&s, 0, sizeof s);
+    Sequence s = {};
     s.count = c->count;
     s.most = c->style ? e->window : c->count + (int)o->sample_tokens;
     s.draw = generation_draw(o, c->count);

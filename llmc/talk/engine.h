@@ -293,10 +293,7 @@ static void engine_prompt(Engine *e) {
 
 // ---- steps
 
-static DecodeRow engine_row(const Sequence *s, int token) {
-    const DecodeRow row = {s->slot, token, s->draw, 0};
-    return row;
-}
+static DecodeRow engine_row(const Sequence *s, int token) { return (DecodeRow){s->slot, token, s->draw, 0}; }
 // --debug kv-cache=0: the keys and values of a slot anew, by rows as they were made.
 static void engine_recompute(Engine *e, Sequence *s) {
     DecodeRow rows[DECODE_ROWS];

@@ -53,9 +53,8 @@ static int generation_rows(const Options *o) {
     return rows > DECODE_FEW_ROWS ? rows : most < DECODE_FEW_ROWS ? most : DECODE_FEW_ROWS;
 }
 static Draw generation_draw(const Options *o, uint64_t part) {
-    const Draw d = {
+    return (Draw){
         (float)o->temperature, (int)o->top_k, (float)o->top_p, (uint64_t)o->seed, rand_stream(RAND_SAMPLE, part), 0};
-    return d;
 }
 // The text of a sequence from one of its tokens on, where `said` begins. free() it.
 static char *generation_text(const Generation *g, const Sequence *s, int from, int escape) {

@@ -52,6 +52,13 @@ static FILE *serve_event(Server *s, const char *event, const char *id) {
     json_write_string(s->out, id);
     return s->out;
 }
+// An event with such fields alone.
+#define serve_say(s, event, id, ...) \
+    do { \
+        FILE *event_line = serve_event(s, event, id); \
+        json_write_fields(event_line, __VA_ARGS__); \
+        fputs("}\n", event_line); \
+    } while (0)
 // The request with this id; NULL: it does not run.
 static const Request *serve_find(const Server *s, const char *id) {
     for (const Sequence *q = s->engine.first; q; q = q->next)
@@ -68,9 +75,7 @@ __attribute__((format(printf, 3, 4))) static int serve_refuse(Server *s, const c
     va_end(args);
     char *hint = strrchr(message, '\n');
     *hint++ = 0;
-    FILE *f = serve_event(s, "error", id && serve_find(s, id) ? NULL : id);
-    json_write_fields(f, "message %s hint %s", message, hint);
-    fputs("}\n", f);
+    serve_say(s, "error", id && serve_find(s, id) ? NULL : id, "message %s hint %s", message, hint);
     return 0;
 }
 // The bytes of a token, in hexadecimal digits.
@@ -124,9 +129,7 @@ static int serve_hear(void *server, Sequence *q, const Drawn *drawn, SequenceEnd
     Server *s = (Server *)server;
     Request *r = (Request *)q->of;
     if (end == SEQUENCE_NOT_FINITE && !r->failed) {
-        FILE *f = serve_event(s, "error", r->id);
-        json_write_fields(f, "message %s hint %s status %d", NOT_FINITE, NOT_FINITE_HINT, 500);
-        fputs("}\n", f);
+        serve_say(s, "error", r->id, "message %s hint %s status %d", NOT_FINITE, NOT_FINITE_HINT, 500);
         r->failed = 1;
         serve_end(s, r, NULL);
     }
@@ -170,9 +173,8 @@ static int asked_field(const Json *j, int value, const char *key, Asked *a) {
 }
 // Returns 0 if the line was refused.
 static int asked_read(Server *s, const Json *j, Asked *a) {
-    const Asked nothing = {
+    *a = (Asked){
         json_string(j, json_get(j, 0, "id")), NULL, JSON_NONE, JSON_NONE, 0, 0, 1 << 30, 1, 0, 1, -1, 1, -1, -1};
-    *a = nothing;
     if (!json_is(j, 0, JSON_OBJECT)) return serve_refuse(s, NULL, "a line is no JSON object\nsend one object a line");
     if (!a->id || !*a->id || strlen(a->id) > SERVE_ID)
         return serve_refuse(s, NULL, "a request has no id that can be used\ngive an id of 1 to %d bytes",
@@ -213,9 +215,7 @@ static void serve_add(Server *s, const Asked *a, const int *prompt, int count, E
     r->bytes = a->logprobs >= 0;
     r->ends = ends;
     r->sequences = (Sequence *)(r + 1);
-    FILE *f = serve_event(s, "start", r->id);
-    json_write_fields(f, "prompt_tokens %d", count);
-    fputs("}\n", f);
+    serve_say(s, "start", r->id, "prompt_tokens %d", count);
     int *tokens = new_array(int, (n * most));
     for (int i = 0; i < n; i++) {
         Sequence *q = &r->sequences[i];
