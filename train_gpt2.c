@@ -70,7 +70,7 @@ void bias_backward_cpu(float *dbias /*+=*/, const float *dout, int N, int OC) {
     enum { BLOCK = 128 };  // columns of one task
     PARALLEL_FOR
     for (int begin = 0; begin < OC; begin += BLOCK) {
-        int end = min_int(begin + BLOCK, OC);
+        int end = smaller(begin + BLOCK, OC);
         for (int n = 0; n < N; n++)
             #pragma omp simd
             for (int i = begin; i < end; i++) dbias[i] += dout[area(n, OC) + i];
@@ -96,7 +96,7 @@ void embedding_backward_cpu(float *dwte /*+=*/, float *dwpe /*+=, NULL: none*/, 
     enum { BLOCK = 64 };
     PARALLEL_FOR
     for (int begin = 0; begin < C; begin += BLOCK) {
-        int end = min_int(begin + BLOCK, C);
+        int end = smaller(begin + BLOCK, C);
         for (int n = 0; n < B * T; n++) {
             const float *d = dout + area(n, C);
             float *word = tokens[n] < 0 ? NULL : dwte + area(tokens[n], C);
@@ -224,9 +224,9 @@ static void attend(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, float *l
         int b = task / NH, h = task % NH;
         size_t head = b * kv.sequence + h / (NH / NKV) * kv.head;
         const int *sees_from = first ? first + area(b, T) : NULL;
-        float *p = new_array(float, area(min_int(T, QUERIES), at + T)), most = 0;  // p (rows, keys)
+        float *p = new_array(float, area(smaller(T, QUERIES), at + T)), most = 0;  // p (rows, keys)
         for (int t0 = 0; t0 < T; t0 += QUERIES) {
-            int rows = min_int(T - t0, QUERIES), begin = first ? sees_from[t0] : 0, keys = at + t0 + rows - begin;
+            int rows = smaller(T - t0, QUERIES), begin = first ? sees_from[t0] : 0, keys = at + t0 + rows - begin;
             Matrix q = matrix(qkv + (area(b, T) + t0) * row + area(h, HD), row);
             Matrix k = transposed(kv.keys + head + begin * kv.token, kv.token);
             Matrix v = matrix(kv.values + head + begin * kv.token, kv.token);
@@ -271,7 +271,7 @@ void attention_backward_cpu(float *dqkv /*=*/, const float *dout, const float *q
         for (int t = 0; t < T; t++)
             for (int i = 0; i < HD; i++) dk[t * row + i] = dv[t * row + i] = 0;
         for (int step = 0; step < group * T;) {
-            int h = kv * group + step / T, t0 = step % T, rows = min_int(T - t0, QUERIES);
+            int h = kv * group + step / T, t0 = step % T, rows = smaller(T - t0, QUERIES);
             const int *sees_from = first ? first + area(b, T) + t0 : NULL;
             int begin = first ? sees_from[0] : 0, keys = t0 + rows - begin;
             float *dk0 = dk + begin * row, *dv0 = dv + begin * row;
@@ -385,7 +385,7 @@ static LogitSums classifier_sums(const float *x, int target /*< 0: in none of th
     #pragma omp simd reduction(max : highest)
     for (int i = 0; i < V; i++) highest = x[i] > highest ? x[i] : highest;
     for (int begin = 0; begin < V; begin += BLOCK) {
-        int end = min_int(V, begin + BLOCK);
+        int end = smaller(V, begin + BLOCK);
         float part = 0;
         #pragma omp simd reduction(+ : part)
         for (int i = begin; i < end; i++) part += fast_exp(x[i] - highest);
@@ -463,7 +463,7 @@ static double sum_of_squares(const float *x, size_t n) {
     double total = 0, *sums = new_array(double, pieces);
     #pragma omp parallel for schedule(static) if (pieces > 128)
     for (int p = 0; p < pieces; p++) {
-        size_t begin = area(p, PIECE), end = begin + PIECE < n ? begin + PIECE : n;
+        size_t begin = area(p, PIECE), end = smaller(begin + PIECE, n);
         float sum = 0;
         #pragma omp simd reduction(+ : sum)
         for (size_t i = begin; i < end; i++) sum += x[i] * x[i];
@@ -477,12 +477,12 @@ static double sum_of_squares(const float *x, size_t n) {
 // x (rows,cols) with its singular values set to about 1; scratch: (rows,cols) and two small squares. rounds: whatever
 // is stored is rounded to bf16, as on a GPU.
 static inline size_t newton_schulz_scratch(int rows, int cols) {
-    const int small = min_int(rows, cols);
+    const int small = smaller(rows, cols);
     return area(rows, cols) + 2 * area(small, small);
 }
 static void muon_even_cpu(float *x, int rows, int cols);
 void newton_schulz_cpu(float *x, float *scratch, int rows, int cols, const Muon *muon, int rounds) {
-    const int tall = rows > cols, small = min_int(rows, cols), large = tall ? rows : cols;
+    const int tall = rows > cols, small = smaller(rows, cols), large = tall ? rows : cols;
     const size_t size = area(rows, cols), square = area(small, small);
     float *next = scratch, *gram = scratch + size, *p = gram + square;
     const float norm = sqrt(sum_of_squares(x, size)), inverse = 1 / (muon->safety * norm + 1e-7f);
@@ -826,7 +826,7 @@ static void head(Model *m, const Pass *p, const int *targets, float dloss, const
     Linear l = head_of(m, backward ? UNIT_BACKWARD : UNIT_FORWARD);
     const float *h_all = all_rows(m, p, m->h_final);
     for (int n0 = 0; n0 < p->N; n0 += m->head_rows) {
-        int rows = min_int(p->N - n0, m->head_rows);
+        int rows = smaller(p->N - n0, m->head_rows);
         const float *h = h_all + area(n0, l.in), *f = factors ? factors + n0 : NULL;
         watchdog_beat(PHASE_FORWARD, m->config.num_layers);
         linear_product(&l, m->logits, NULL, h, rows);
@@ -1710,7 +1710,7 @@ void model_decode_open(Model *m, int slots, int rows, int room, int known, int p
     }
     k->cos_sin = rope_of(m, room);
     k->positions = floats(m, area(most_rows(m), position_is_rotary(c->position) ? c->head_dim : c->channels));
-    k->parts = floats(m, m->mesh->tp.world * area(min_int(most_rows(m), rows), c->padded_vocab_size));
+    k->parts = floats(m, m->mesh->tp.world * area(smaller(most_rows(m), rows), c->padded_vocab_size));
     k->logits = floats(m, area(rows, m->config.vocab_size));
     k->length = integers(m, slots);
     k->drawn = integers(m, slots);
@@ -1736,7 +1736,7 @@ static void next_logits(Model *m, float *logits, int N) {
     comm_all_gather(tp, parts, area(N, Vp) * sizeof(float));
     for (int n = 0; n < N; n++, logits += V) {
         for (int r = 0; r * Vp < V; r++)
-            copy_floats(logits + r * Vp, parts + area(r * N + n, Vp), min_int(V - r * Vp, Vp));
+            copy_floats(logits + r * Vp, parts + area(r * N + n, Vp), smaller(V - r * Vp, Vp));
         softcap_row(logits, m->config.logit_softcap, V);
     }
 }
@@ -1744,7 +1744,7 @@ static void next_logits(Model *m, float *logits, int N) {
 static void cached_forward(Model *m, const int *tokens, const KvPlace *places, int N, float *logits) {
     watchdog_beat(PHASE_SAMPLE, -1);
     for (int i = 0, n; i < N; i += n) {
-        n = min_int(N - i, most_rows(m));
+        n = smaller(N - i, most_rows(m));
         Pass p = pass_of(m, 1, n);
         p.rows = n;
         p.cache = m->cache;
@@ -1822,8 +1822,7 @@ static void describe_device(Model *m) {
     #ifdef _OPENMP
     threads = omp_get_max_threads();
     #endif
-    snprintf(m->device, sizeof m->device, "%s, %d thread%s, %d-bit vectors", name, threads, threads == 1 ? "" : "s",
-             32 * LANES);
+    FORMAT(m->device, "%s, %d thread%s, %d-bit vectors", name, threads, threads == 1 ? "" : "s", 32 * LANES);
 }
 void model_identify(HandshakeRecord *r) { (void)r; }
 
@@ -1892,7 +1891,7 @@ static BlockActs block_acts(Model *m, int N, int rows, int l) {
 }
 static void open_operands(Model *m, const Options *o) {
     const Config *c = &m->local;
-    int C = c->channels, wide = qkv_width(c) > fc_width(c) ? qkv_width(c) : fc_width(c), widest = C > wide ? C : wide;
+    int C = c->channels, wide = larger(qkv_width(c), fc_width(c)), widest = C > wide ? C : wide;
     int rounds = strcmp(o->matmul_dtype, "native") != 0;
     OperandDtype other = rounds ? OPERANDS_BF16 : OPERANDS_NATIVE;
     Operands *p = &m->operands, *head = &m->head_operands;
@@ -1916,19 +1915,19 @@ static void open_muon(Model *m) {
     for (int i = muon_matrices(&m->table, tp, 1, 1, matrices); i-- > 0;) {
         const int rows = matrices[i].rows, cols = matrices[i].cols;
         const size_t needed = area(rows, cols) + newton_schulz_scratch(rows, cols);
-        most = needed > most ? needed : most;
+        most = larger(needed, most);
     }
     m->directions = floats(m, tp * param_unit(&m->table, 1).count);
     m->scratch = floats(m, most);
 }
 static void open_activations(Model *m, const Options *o) {
     const Config *c = &m->local;
-    int tp = m->mesh->tp.world, dp = m->mesh->dp.world, most = tp > dp ? tp : dp;
+    int tp = m->mesh->tp.world, dp = m->mesh->dp.world, most = larger(tp, dp);
     int N = m->B * m->T, rows = N / tp, fit = (1 << 26) / c->padded_vocab_size, of_mlp = N * token_mlps(c);
-    int heads = c->num_heads * c->head_dim, branch = heads > c->channels ? heads : c->channels;
+    int heads = c->num_heads * c->head_dim, branch = larger(heads, c->channels);
     size_t stream = area(rows, c->channels);
     // without --head-chunks: as many as 256 MiB of logits allow, but at least 64
-    m->head_rows = o->head_chunks ? (int)head_rows(o, m->B, m->T) : min_int(N, fit > 64 ? fit : 64);
+    m->head_rows = o->head_chunks ? (int)head_rows(o, m->B, m->T) : smaller(N, larger(fit, 64));
     m->x_embedding = m->x_tokens = floats(m, stream);
     if (c->embedding_norm) m->x_tokens = floats(m, stream);
     m->embedding_norm = (Norm){.rstd = floats(m, c->embedding_norm ? rows : 0), .x = m->x_tokens};

@@ -924,7 +924,7 @@ void model_prompt(Model *m, int slot, const int *tokens, int n) {
     assert(*length + n <= m->decoder.cache.room);
     begin_turn(m);
     for (int i = 0, count; i < n; i += count) {
-        count = n - i < most ? n - i : most;
+        count = smaller(n - i, most);
         watchdog_beat(PHASE_SAMPLE, -1);
         const Pass p = prompt_pass(m, slot, *length, count);
         upload_tokens(m, tokens + i, NULL, count, count);

@@ -398,8 +398,7 @@ static int config_parse(const char *descriptor, Config *c) {
     if (!c->num_heads) c->num_heads = heads % base.channels ? base.num_heads : heads / base.channels;
     if (!c->num_kv_heads) c->num_kv_heads = c->num_heads % group ? c->num_heads : c->num_heads / group;
     if (!c->ffn_dim) c->ffn_dim = round_up((size_t)c->channels * base.ffn_dim / base.channels, 8);
-    if (!c->active_experts)
-        c->active_experts = base.active_experts < c->num_experts ? base.active_experts : c->num_experts;
+    if (!c->active_experts) c->active_experts = smaller(base.active_experts, c->num_experts);
     config_finish(c, NULL);
     return vocab_given != 0;
 }

@@ -35,7 +35,7 @@ static uint64_t checksum(const void *data, size_t bytes, uint64_t offset) {
     uint64_t sum = 0;
     for (size_t n; bytes > 0; p += n, bytes -= n, offset += n) {
         size_t first = offset / 4 % CHECKSUM_KEYS, room = CHECKSUM_KEYS - first;
-        size_t words = bytes / 4 < room ? bytes / 4 : room;
+        size_t words = smaller(bytes / 4, room);
         uint64_t block = 0;
         n = offset % 4 || words == 0 ? 1 : 4 * words;
         if (n == 1) block = ((uint64_t)*p << 8 * (offset % 4)) * checksum_keys[first];  // part of a word

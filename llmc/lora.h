@@ -39,7 +39,7 @@ static int lora_name(const Config *c, int kind, int expert, LoraName *name) {
     const char *full = k->rows == DIM_1 || k->role == ROLE_ROUTERW ? NULL : kind_name(c, k);
     if (!full) return 0;
     const char *number = strstr(full, "%d.");
-    snprintf(name->text, sizeof name->text, expert < 0 && number ? number + strlen("%d.") : full, expert);
+    FORMAT(name->text, expert < 0 && number ? number + strlen("%d.") : full, expert);
     name->text[strlen(name->text) - strlen(".weight")] = 0;
     return 1;
 }
@@ -97,7 +97,7 @@ static void lora_add(ParamTable *t, const Config *c, const Lora *l, int kind, in
     char in_block[80];
     Param p = {};
     lora_name(c, kind, expert, &name);
-    snprintf(in_block, sizeof in_block, "%s.lora_%c.weight", name.text, is_b ? 'B' : 'A');
+    FORMAT(in_block, "%s.lora_%c.weight", name.text, is_b ? 'B' : 'A');
     params_name(&p, c, layer, in_block, 0);
     memmove(p.name + strlen(LORA_PREFIX), p.name, sizeof p.name - strlen(LORA_PREFIX));
     memcpy(p.name, LORA_PREFIX, strlen(LORA_PREFIX));

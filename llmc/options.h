@@ -249,7 +249,7 @@ __attribute__((constructor)) static void options_name(void) {
         if (p->kind == OPTION_SECTION) group = p->group;
         p->group = group;
         to_dashes(p->name);
-        snprintf(p->word, sizeof p->word, "--%s%s", group == OPTIONS_DEBUG ? "debug " : "", p->name);
+        FORMAT(p->word, "--%s%s", group == OPTIONS_DEBUG ? "debug " : "", p->name);
     }
 }
 // Between an option's word and its value.
@@ -358,8 +358,8 @@ static void help_text(FILE *f, const char *text, int column) {
 static void help_row(FILE *f, const OptionInfo *o, int column) {
     const RecipeRow *row = recipe_row(o->name);
     char text[512];
-    snprintf(text, sizeof text, *o->default_text ? "%s [%s%s%s]" : "%s", o->help, o->default_text,
-             row ? "; modern:124M " : "", row ? row->value : "");
+    FORMAT(text, *o->default_text ? "%s [%s%s%s]" : "%s", o->help, o->default_text, row ? "; modern:124M " : "",
+           row ? row->value : "");
     int at = fprintf(f, *o->letters ? "%c -%s, " : "%c     ", o->effect, o->letters);
     help_text(f, text, at + fprintf(f, "%s%-*s", o->group == OPTIONS_DEBUG ? "  " : "--", column - at, o->name));
 }
@@ -369,7 +369,7 @@ static int help_shows(const OptionInfo *o, const char *word) {
         " train-data val-data model output batch-size seq-len total-batch max-steps epochs schedule learning-rate "
         "warmup weight-decay lora eval-every sample-every generate prompt temperature save-every resume matmul-dtype "
         "recompute threads zero-stage ";
-    if (!*word) return strstr(first_page, path_of(" %s ", o->name).text) != NULL;
+    if (!*word) return has_word(first_page, o->name);
     if (!strcmp(word, "all")) return o->group != OPTIONS_LETTERS;
     return strcasestr(o->word, word) || strcasestr(o->help, word);
 }
@@ -436,8 +436,8 @@ static const char *const *option_gone(const char *name) {
 static int name_likeness(const char *a, const char *b) {
     char x[80], y[80];
     int pairs = 0;
-    snprintf(x, sizeof x, "-%s-", a);
-    snprintf(y, sizeof y, "-%s-", b);
+    FORMAT(x, "-%s-", a);
+    FORMAT(y, "-%s-", b);
     for (const char *p = y; p[1]; p++) {
         const char pair[] = {p[0], p[1], 0};
         pairs += strstr(x, pair) != NULL;
@@ -460,7 +460,7 @@ __attribute__((noreturn)) static void option_unknown(const char *program, const 
     const int in_debug = !strncmp(argument, debug, strlen(debug));
     const size_t before = in_debug ? strlen(debug) : strspn(argument, "-");
     char typed[64], names[160] = "", known[512] = "";
-    snprintf(typed, sizeof typed, "%.*s", (int)(length - before), argument + before);
+    FORMAT(typed, "%.*s", (int)(length - before), argument + before);
     to_dashes(typed);
     const char *const *gone = option_gone(typed);
     require(!gone, "option '%.*s' is gone\n%s", (int)length, argument, gone[2]);
@@ -486,7 +486,7 @@ static void options_debug(Options *o, const char *program, const char *list) {
     for (const char *at = list; *at; at += *at == ',') {
         const size_t length = strcspn(at, ","), name = strcspn(at, ",=");
         char word[64];
-        snprintf(word, sizeof word, "--debug %.*s", (int)name, at);
+        FORMAT(word, "--debug %.*s", (int)name, at);
         const OptionInfo *p = option_find(word, strlen(word));
         if (!p) option_unknown(program, word, strlen(word));
         require(name < length || option_is_switch(p), "%s needs a value\n%s", word, p->help);

@@ -106,7 +106,7 @@ static size_t param_at(const ParamTable *t, int unit, Role role) { return t->fir
 // Elements [begin, begin + count) of the parameter buffer.
 typedef struct { size_t begin, count; } Span;
 static Span span_overlap(Span a, size_t begin, size_t count) {
-    size_t end = a.begin + a.count < begin + count ? a.begin + a.count : begin + count;
+    size_t end = smaller(a.begin + a.count, begin + count);
     if (a.begin < begin) a.begin = begin;
     a.count = end > a.begin ? end - a.begin : 0;
     return a;
@@ -288,7 +288,7 @@ static void param_split(Param *p, const Config *c, int tp, int rank) {
         int pieces = p->split == SPLIT_NONE ? 1 : heads ? sizes[i] / c->head_dim : sizes[i];
         int copies = vocab || pieces >= tp ? 1 : tp / pieces;
         int share = vocab ? vocab_rows(c, tp) : sizes[i] / (tp / copies), begin = rank / copies * share;
-        int mine = sizes[i] - begin < share ? sizes[i] - begin : share;
+        int mine = smaller(sizes[i] - begin, share);
         assert(vocab || (sizes[i] % (tp / copies) == 0 && tp % copies == 0));
         const ParamPart part = {
             *along * across, mine * across, by_rows ? first + begin : 0, by_rows ? 0 : first + begin,
@@ -354,7 +354,7 @@ static int kind_count(const Config *c, const ParamKind *k) {
 }
 static void params_name(Param *p, const Config *c, int layer, const char *name, int expert) {
     const char *block = config_is(c, "gpt2") ? "transformer.h.%d." : "model.layers.%d.";
-    const int n = snprintf(p->name, sizeof p->name, block, layer);
+    const int n = FORMAT(p->name, block, layer);
     snprintf(p->name + n, sizeof p->name - n, name, expert);
 }
 static void params_add_kind(ParamTable *t, const Config *c, const ParamKind *k, int in_block, int expert) {
@@ -364,7 +364,7 @@ static void params_add_kind(ParamTable *t, const Config *c, const ParamKind *k, 
     if (in_block)
         params_name(&p, c, t->num_units - 1, name, expert);
     else
-        snprintf(p.name, sizeof p.name, "%s", name);
+        FORMAT(p.name, "%s", name);
     p.role = k->role;
     p.rows = dim_size(c, k->rows);
     p.file_rows = k->rows == DIM_V ? c->vocab_size : p.rows;
@@ -424,8 +424,7 @@ static size_t param_run(const Param *p, size_t at, size_t left) {
     const ParamPart *q = param_part_at(p, at);
     if (!q) return left;
     size_t width = param_width(p, q);
-    size_t run = param_is_dense(p) ? q->begin + q->count - at : width - (at - q->begin) % width;
-    return run < left ? run : left;
+    return smaller(left, param_is_dense(p) ? q->begin + q->count - at : width - (at - q->begin) % width);
 }
 
 // Initial values of elements [begin, begin + count) of a rank's tensor. They depend on the seed, the tensor's index and

@@ -67,12 +67,15 @@ HOST_DEVICE static inline float bits_float(uint32_t u) {
 #define GIT_REVISION "unknown"  // the Makefile passes -DGIT_REVISION='"..."'
 #endif
 
+// Writes a text into an array: as much of it as has room.
+#define FORMAT(array, ...) snprintf(array, sizeof(array), __VA_ARGS__)
+
 // The rank that messages name, -1 for a single process; and what die calls before it exits.
 static int die_rank = -1;
 static void (*die_hook)(void) = NULL;
 static const char *rank_prefix(void) {
     static __thread char text[32];
-    if (die_rank >= 0) snprintf(text, sizeof text, "[rank %d] ", die_rank);
+    if (die_rank >= 0) FORMAT(text, "[rank %d] ", die_rank);
     return text;
 }
 
@@ -95,7 +98,7 @@ __attribute__((noreturn, cold, format(printf, 3, 4))) static void die_at(const c
     va_copy(again, args);
     vsnprintf(text, sizeof text, format, args);
     // Message and hint are split at the newline of the format: a file name may contain newlines, too.
-    snprintf(what, sizeof what, "%.*s", (int)strcspn(format, "\n"), format);
+    FORMAT(what, "%.*s", (int)strcspn(format, "\n"), format);
     int length = vsnprintf(NULL, 0, what, again);
     va_end(args);
     va_end(again);
@@ -253,6 +256,12 @@ static void make_directory(const char *path) {
 
 // ---- text
 
+// Whether a word is one of a text of words, with a space before and behind each.
+static int has_word(const char *words, const char *word) {
+    char spaced[128];
+    FORMAT(spaced, " %s ", word);
+    return strstr(words, spaced) != NULL;
+}
 // Bytes of the UTF-8 character that begins with this byte; 0: none does.
 static int utf8_bytes(unsigned char first) {
     return first < 0x80 ? 1 : first < 0xc2 ? 0 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : first < 0xf5 ? 4 : 0;
@@ -299,6 +308,9 @@ static double now_seconds(void) {
 #define PARALLEL_FOR
 #endif
 
+// Of two whole numbers.
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 static size_t ceil_div(size_t n, size_t d) { return (n + d - 1) / d; }
 

@@ -19,6 +19,12 @@ __attribute__((unused, format(printf, 2, 3))) static int check(int condition, co
     return condition;
 }
 
+// Texts behind each other. free() it.
+__attribute__((unused)) static char *joined(const char *a, const char *b, const char *c) {
+    char *text = new_array(char, strlen(a) + strlen(b) + strlen(c) + 1);
+    return strcat(strcat(strcpy(text, a), b), c);
+}
+
 // die's status, without the leak report that a stopped process would give
 static void check_end_child(void) { _exit(EXIT_FAILURE); }
 // Runs f(argument) in a child; returns its wait status and what it wrote to stderr.

@@ -533,7 +533,7 @@ static int is_good(const char *folder, int files) {
 }
 // How many of 50 single flipped bits of a file are noticed: the first and the last one, and others anywhere.
 static int flips_noticed(const char *folder, int file) {
-    char *path = st_text(folder, "/", checkpoint_files[file]);
+    char *path = joined(folder, "/", checkpoint_files[file]);
     const int64_t bits = 8 * file_bytes(folder, checkpoint_files[file]);
     int noticed = 0;
     for (int i = 0; i < 50; i++) {
@@ -981,7 +981,7 @@ static void test_many_options(Model *m) {
     FILE *f = fopen_or_die(at("many/step_00000001/train_state.json"), "rb", "check the disk");
     require(fread(text, 1, 1 << 20, f) > 0, "cannot read\ncheck the disk");
     fclose(f);
-    char *options = strstr(text, "\"options\": {") + 12, *rest = st_text(options, "", ""), *to = options;
+    char *options = strstr(text, "\"options\": {") + 12, *rest = joined(options, "", ""), *to = options;
     for (int i = 0; i < 80000; i++) to += sprintf(to, "\"option-%d\": \"%d\",", i, i);
     strcpy(to, rest);
     write_sealed(at("many/step_00000001/train_state.json"), text);

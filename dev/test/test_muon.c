@@ -59,7 +59,7 @@ static void orthonormal(double *q, int rows, int cols, uint64_t seed) {
 }
 // x (rows,cols) with singular values from 1 down to `least`, and its polar factor: what they all being 1 would give.
 static void known_matrix(double *x, double *polar, int rows, int cols, double least, uint64_t seed) {
-    const int small = min_int(rows, cols);
+    const int small = smaller(rows, cols);
     double *u = (double *)malloc_or_die(area(small, rows + cols) * sizeof *u), *v = u + area(small, rows);
     orthonormal(u, small, rows, seed);
     orthonormal(v, small, cols, seed + 1);

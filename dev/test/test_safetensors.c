@@ -300,7 +300,7 @@ static void test_random_damage(void) {
     const char *header = "{\"__metadata__\":{\"format\":\"pt\"},\"a\":" T_("F32", "[2,3]", "0", "24") ",\"b\":" T_(
         "BF16", "[4]", "24", "32") ",\"c\":" T_("I64", "[]", "32", "40") "}";
     const char *pool = "0123456789-\",:[]{}aF\x80";
-    char *path = in_folder("damaged.safetensors"), *text = st_text(header, "", ""), message[8192];
+    char *path = in_folder("damaged.safetensors"), *text = joined(header, "", ""), message[8192];
     int opened = 0, refused = 0, other = 0;
     for (uint64_t round = 0; round < 400; round++) {
         strcpy(text, header);
@@ -432,7 +432,7 @@ int main(void) {
     check(write_example("/dev/full", 1, 0, 1, NULL) == ENOSPC, "a full disk is told to whoever writes");
     check(write_example(in_folder("absent/x.safetensors"), 1, 0, 1, NULL) == ENOENT,
           "so is a place that does not exist");
-    char *remove = st_text("rm -r '", folder, "'");
+    char *remove = joined("rm -r '", folder, "'");
     if (system(remove) != 0) fprintf(stderr, "warning: '%s' is left\n", folder);
     free(remove);
     return checks_report("test_safetensors");

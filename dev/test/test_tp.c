@@ -154,11 +154,11 @@ static void test_classifier(float softcap) {
     check(memcmp(logits, same, sizeof logits) == 0 && memcmp(losses, losses_one, sizeof losses) == 0,
           "the classifier of a split vocabulary, softcap %g, on one rank: the same bits", (double)softcap);
     for (int r = 0; r < RANKS; r++)
-        classifier_sums_cpu(sums + r * N, parts[r], targets, r, N, min_int(V - r * Vp / RANKS, Vp / RANKS), Vp / RANKS,
+        classifier_sums_cpu(sums + r * N, parts[r], targets, r, N, smaller(V - r * Vp / RANKS, Vp / RANKS), Vp / RANKS,
                             softcap);
     for (int r = 0; r < RANKS; r++) {
         classifier_ranks_cpu(parts[r], losses_three, sums, targets, 0.3f, NULL, RANKS, r, N,
-                             min_int(V - r * Vp / RANKS, Vp / RANKS), Vp / RANKS, 1, softcap);
+                             smaller(V - r * Vp / RANKS, Vp / RANKS), Vp / RANKS, 1, softcap);
         for (int n = 0; n < N; n++) worst_loss = fmax(worst_loss, fabs(losses[n] - losses_three[n]));
         for (int i = 0; i < N * Vp / RANKS; i++)
             worst =

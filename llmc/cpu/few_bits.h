@@ -21,7 +21,7 @@ static void matmul_quant_cpu(float *out, const float *x, const float *inp, const
     const int part = most ? most : TILE_N;
     float *wide = new_array(float, area(part, cols));
     for (int n = 0, size; n < rows; n += size) {
-        size = min_int(rows - n, part);
+        size = smaller(rows - n, part);
         Product p = {out + n,
                      x ? x + n : NULL,
                      bias ? bias + n : NULL,

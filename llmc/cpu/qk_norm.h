@@ -52,7 +52,7 @@ void qk_norm_backward_cpu(float *dqkv, const float *qkv, HeadNorm norm, int N, i
     float *sums = new_zeros(float, tasks *gained);
     PARALLEL_FOR
     for (int task = 0; task < tasks; task++)
-        for (int i = task * ROWS * groups; i < min_int((task + 1) * ROWS, N) * groups; i++) {
+        for (int i = task * ROWS * groups; i < smaller((task + 1) * ROWS, N) * groups; i++) {
             const NormGroup g = norm_group(norm, i % groups, NH, NKV, HD);
             const float *x = qkv + i / groups * row + g.at, *gains = norm.gains + g.gains;
             float *d = dqkv + i / groups * row + g.at, *sum = sums + task * gained + g.gains, squares = 0, dot = 0;

@@ -60,7 +60,6 @@ static float softmax(float *x, int n, float scale) {
     for (int s = 0; s < n; s++) x[s] *= 1 / sum;
     return highest * scale + logf(sum);
 }
-static int min_int(int a, int b) { return a < b ? a : b; }
 static size_t area(int rows, int cols) { return (size_t)rows * cols; }  // elements; int would overflow
 static void copy_floats(float *to, const float *from, size_t n) { memcpy(to, from, n * sizeof(float)); }
 
@@ -185,14 +184,14 @@ static void multiply_block(Product p, int by_block) {
     static __thread float panels[BLOCK_K * BLOCK_N] __attribute__((aligned(64))), strips[BLOCK_K * BLOCK_M];
     int packed = p.a.col != 1;  // else rows are read in place, but for the last few
     for (int n = 0; n < p.N; n += TILE_N)
-        pack_panel(panels + n * p.K, submatrix(p.b, 0, n), p.K, min_int(p.N - n, TILE_N));
+        pack_panel(panels + n * p.K, submatrix(p.b, 0, n), p.K, smaller(p.N - n, TILE_N));
     for (int m = 0; m < p.M; m += TILE_M) {
-        Product strip = part_of(p, m, 0, min_int(p.M - m, TILE_M), p.N);
+        Product strip = part_of(p, m, 0, smaller(p.M - m, TILE_M), p.N);
         int at = packed ? m % BLOCK_M : 0, few = strip.M < TILE_M;
-        if (packed ? at == 0 : few) pack_strips(strips, strip.a, packed ? min_int(p.M - m, BLOCK_M) : strip.M, p.K);
+        if (packed ? at == 0 : few) pack_strips(strips, strip.a, packed ? smaller(p.M - m, BLOCK_M) : strip.M, p.K);
         if (packed || few) strip.a = transposed(strips + at * p.K, TILE_M);
         for (int n = 0; n < p.N; n += TILE_N) {
-            Product tile = part_of(strip, 0, n, strip.M, min_int(p.N - n, TILE_N));
+            Product tile = part_of(strip, 0, n, strip.M, smaller(p.N - n, TILE_N));
             if (few || tile.N < TILE_N)
                 multiply_edge(tile, panels + n * p.K, by_block);
             else
@@ -206,9 +205,9 @@ static void multiply_serial(Product p) {
         Product slice = p;
         slice.a = submatrix(p.a, 0, k);
         slice.b = submatrix(p.b, k, 0);
-        slice.K = min_int(p.K - k, BLOCK_K);
+        slice.K = smaller(p.K - k, BLOCK_K);
         for (int n = 0; n < p.N; n += BLOCK_N)
-            multiply_block(part_of(slice, 0, n, p.M, min_int(p.N - n, BLOCK_N)), p.K > LONG_SUM);
+            multiply_block(part_of(slice, 0, n, p.M, smaller(p.N - n, BLOCK_N)), p.K > LONG_SUM);
         p.init = p.c;
         p.bias = NULL;
     }
@@ -237,8 +236,8 @@ static inline void multiply_vectors(Product p) {
     PARALLEL_FOR
     for (int t = 0; t < across * down; t++) {
         int x = t % across, y = t / across;
-        int m0 = strips * y / down * TILE_M, m1 = min_int(p.M, strips * (y + 1) / down * TILE_M);
-        int n0 = panels * x / across * TILE_N, n1 = min_int(p.N, panels * (x + 1) / across * TILE_N);
+        int m0 = strips * y / down * TILE_M, m1 = smaller(p.M, strips * (y + 1) / down * TILE_M);
+        int n0 = panels * x / across * TILE_N, n1 = smaller(p.N, panels * (x + 1) / across * TILE_N);
         multiply_serial(part_of(p, m0, n0, m1 - m0, n1 - n0));
     }
 }

@@ -369,7 +369,7 @@ struct Range {
     explicit Range(const char *name) { nvtxRangePushA(name); }
     Range(const char *name, int layer) {
         char text[64];
-        snprintf(text, sizeof text, "%s %d", name, layer);
+        FORMAT(text, "%s %d", name, layer);
         nvtxRangePushA(text);
     }
     ~Range() { nvtxRangePop(); }

@@ -134,7 +134,7 @@ static void fill_order(ShuffleKey *order, int64_t n, int shuffle, uint64_t seed,
 static uint64_t shard_hash(int fd, int64_t bytes, const char *path) {
     unsigned char samples[SHARD_SAMPLES * SHARD_SAMPLE_BYTES];
     int64_t at[SHARD_SAMPLES];
-    int64_t block = bytes < SHARD_SAMPLE_BYTES ? bytes : (int64_t)SHARD_SAMPLE_BYTES;
+    int64_t block = smaller(bytes, SHARD_SAMPLE_BYTES);
     posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);  // else the system reads up to megabytes around each block
     for (int i = 0; i < SHARD_SAMPLES; i++) {
         at[i] = i * (bytes - block) / (SHARD_SAMPLES - 1);
@@ -192,7 +192,7 @@ static int64_t shard_pack(DataLoader *d, const Shard *s, int fd, Packing *p) {
     int64_t begin = 0, cut = 0;
     packing_free(p);
     for (int64_t at = 0, n; at < s->tokens; at += n) {
-        n = s->tokens - at < SCAN_TOKENS ? s->tokens - at : SCAN_TOKENS;
+        n = smaller(s->tokens - at, SCAN_TOKENS);
         pread_or_die(fd, d->raw, n * d->token_bytes, HEADER_BYTES + at * d->token_bytes, s->path);
         for (int64_t i = 0; i < n; i++) {
             if (!begins_document(d, raw_token(d, d->raw, i))) continue;

@@ -132,7 +132,7 @@ static void eval_open(EvalSet *s, const char *path, int T, int vocab_size) {
         eval_check_tokens(path, c->example, c->tokens, c->length, vocab_size);
         s->num_cut += x->context_len + c->length > T + 1;
     }
-    snprintf(s->name, sizeof s->name, "%s", file_name(path));
+    FORMAT(s->name, "%s", file_name(path));
     static const char *const ends[2] = {".bin", "_val"};
     for (int k = 0; k < 2; k++) {
         size_t n = strlen(s->name), m = strlen(ends[k]);
@@ -151,8 +151,7 @@ static void eval_close(EvalSet *s) {
 // Positions that a row of this choice needs, at most T. The last token of the ending is a target only.
 static int eval_row_length(const EvalSet *s, int choice, int T) {
     const EvalChoice *c = &s->choices[choice];
-    int all = s->examples[c->example].context_len + c->length - 1;
-    return all < T ? all : T;
+    return smaller(s->examples[c->example].context_len + c->length - 1, T);
 }
 // One row (T), where T is at least eval_row_length for the T of eval_open. Targets that are not scored are -1.
 static void eval_row(const EvalSet *s, int choice, int T, int *inputs, int *targets) {

@@ -56,7 +56,7 @@ static int packing_assign(const Piece *pieces, int64_t n, int T, int *row) {
     uint64_t *rooms = new_zeros(uint64_t, (size_t)T / 64 + 1);  // that rows have
     for (int64_t i = 0; i < n; i++) {
         const int length = pieces[i].length, room = smallest_in_set(rooms, length, T + 1);
-        const int left = (room > T ? T : room) - length;
+        const int left = smaller(room, T) - length;
         if (room > T) {
             row[i] = rows++;
         } else {

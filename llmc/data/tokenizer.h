@@ -204,7 +204,7 @@ static void tokenizer_close(Tokenizer *t) {
 static const char *tokenizer_name(const TokenizerId *id, char *text, size_t size) {
     static const char *const kinds[] = {"a tokenizer of unknown kind", "bytes", "gpt2", "llama3", "qwen2"};
     char tokens[32] = "";
-    if (id->vocab_size > 0) snprintf(tokens, sizeof tokens, "%d tokens, ", id->vocab_size);
+    if (id->vocab_size > 0) FORMAT(tokens, "%d tokens, ", id->vocab_size);
     snprintf(text, size, "%s (%shash %016lx)", kinds[id->kind], tokens, id->hash);
     return text;
 }

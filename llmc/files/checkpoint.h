@@ -186,7 +186,7 @@ static int checksum_span(int fd, int64_t begin, int64_t end, uint64_t *sum) {
     char buffer[1 << 17];
     for (ssize_t n = 0; begin < end; begin += n) {
         size_t left = end - begin;
-        n = pread(fd, buffer, left < sizeof buffer ? left : sizeof buffer, begin);
+        n = pread(fd, buffer, smaller(left, sizeof buffer), begin);
         if (n < 0 && errno == EINTR)
             n = 0;
         else if (n <= 0)
@@ -354,7 +354,7 @@ static int file_has_checksum(const Comm *c, const char *path, int64_t bytes, uin
         PARALLEL_FOR
         for (int k = 0; k < PIECES; k++) {
             int64_t from = begin + k * PIECE;
-            errors[k] = checksum_span(fd, from, from + PIECE < bytes ? from + PIECE : bytes, &sums[k]);
+            errors[k] = checksum_span(fd, from, smaller(from + PIECE, bytes), &sums[k]);
         }
         for (int k = 0; k < PIECES; k++) {
             sum += sums[k];
@@ -445,9 +445,10 @@ static int losses_have_diverged(const StateWindow *w) {
 }
 // Marks a checkpoint, also one that is still being written. If that fails, a warning says so and there is no mark.
 static void checkpoint_mark_diverged(const char *folder, const char *why) {
-    char *line = st_text(why, "\n", "");
-    write_text_file(folder, DIVERGED_MARK, line, NULL);
-    free(line);
+    Text line;
+    fprintf(text_open(&line), "%s\n", why);
+    write_text_file(folder, DIVERGED_MARK, text_close(&line), NULL);
+    free(line.bytes);
 }
 static int checkpoint_is_diverged(const char *folder) { return file_bytes(folder, DIVERGED_MARK) >= 0; }
 

@@ -37,9 +37,6 @@ static Path adapter_base(const char *folder) {
 static const char adapter_keys[] =
     " auto_mapping base_model_name_or_path eva_config fan_in_fan_out inference_mode lora_alpha lora_dropout "
     "megatron_core peft_type peft_version qalora_group_size r revision target_modules task_type use_rslora ";
-static int adapter_has_word(const char *words, const char *word) {
-    return strstr(words, path_of(" %s ", word).text) != NULL;
-}
 // The other keys, of which peft invents new ones, must be null, false, "none" or empty. init_lora_weights must not have
 // changed the base, as pissa, olora, corda, loftq and lora_ga do.
 static void adapter_require_plain(const Json *j, const char *path, int key) {
@@ -47,8 +44,8 @@ static void adapter_require_plain(const Json *j, const char *path, int key) {
     const int is_init = !strcmp(name, "init_lora_weights");
     int used = json_is(j, key + 1, JSON_NUMBER) || json_items(j, key + 1);
     if (json_bool(j, key + 1, &used)) used &= !is_init;
-    if (text) used = *text && !adapter_has_word(is_init ? " gaussian eva orthogonal " : " none ", text);
-    require(!used || adapter_has_word(adapter_keys, name),
+    if (text) used = *text && !has_word(is_init ? " gaussian eva orthogonal " : " none ", text);
+    require(!used || has_word(adapter_keys, name),
             "'%s' uses %s, which these adapters have not\nmerge it with peft's merge_and_unload instead", path, name);
 }
 static Lora adapter_config_read(const char *folder, const Config *c) {
@@ -126,7 +123,7 @@ static void adapters_merge(const Adapters *adapters, int index, const Param *p, 
     const size_t width = param_width(p, part);
     for (size_t k = 0, n; k < count; k += n) {
         const size_t in_part = at + k - part->begin, col = in_part % width, row = part->row + in_part / width;
-        n = width - col < count - k ? width - col : count - k;
+        n = smaller(width - col, count - k);
         lora_merge_row(w + k, n, adapters->values + a->offset + part->col + col, a->cols,
                        adapters->values + b->offset + row * b->cols, adapters->lora.rank, lora_scale(&adapters->lora));
     }

@@ -44,10 +44,11 @@ static void param_file_span(const ParamFile *f, size_t begin, size_t count, floa
 // part. They are whole rows, or the rest of one row.
 static size_t param_piece(const Param *p, size_t at, size_t left) {
     const ParamPart *q = param_part_at(p, at);
-    size_t most = left < HF_PIECE ? left : HF_PIECE;
+    size_t most = smaller(left, HF_PIECE);
     if (q && q->begin + q->count - at < most) most = q->begin + q->count - at;
     const size_t cols = q ? param_width(p, q) : (size_t)p->cols, rest = cols - (at - (q ? q->begin : 0)) % cols;
-    return rest < cols || most < cols ? (most < rest ? most : rest) : most / cols * cols;
+    if (rest < cols || most < cols) return smaller(most, rest);
+    return most / cols * cols;
 }
 // Moves elements [at, at + count) of a rank's tensor between `values` and the file; `count` as param_piece says.
 // `scratch` is as large as `values`.
@@ -131,7 +132,7 @@ static void slots_declare(SlotFile *f, const Model *m, const SlotName *slots, in
             uint64_t shape[2];
             char name[112];
             int dims = param_shape(p, shape);
-            snprintf(name, sizeof name, "%s%s", slots[k].prefix, p->name);
+            FORMAT(name, "%s%s", slots[k].prefix, p->name);
             st_declare(&f->file, name, model_slot_is_bf16(m, slots[k].slot) ? ST_BF16 : ST_F32, dims, shape);
         }
 }
@@ -189,7 +190,7 @@ static ShapeText shape_text(int dims, const uint64_t *shape) {
 // A tensor by its full name, or by GPT-2's without "transformer.", as the base model saves it.
 static const StTensor *find_param(const StReader *r, const char *prefix, const Param *p) {
     char name[112];
-    snprintf(name, sizeof name, "%s%s", prefix, p->name);
+    FORMAT(name, "%s%s", prefix, p->name);
     const StTensor *t = st_find(r, name);
     return t || *prefix || strncmp(p->name, "transformer.", 12) != 0 ? t : st_find(r, p->name + 12);
 }

@@ -35,7 +35,7 @@ static int utf8_length(const char *s) {
 // ---- reading
 
 static int json_fail(Json *j, const char *what) {
-    snprintf(j->error, sizeof j->error, "%s at byte %d", what, j->at);
+    FORMAT(j->error, "%s at byte %d", what, j->at);
     return 0;
 }
 static void json_space(Json *j) {
@@ -197,7 +197,7 @@ static char *json_read(Json *j, const char *path, size_t *length) {
     if (other)
         strcpy(j->error, "not a file");
     else if (!f || fstat(fileno(f), &s) != 0)
-        snprintf(j->error, sizeof j->error, "%s", strerror(errno));
+        FORMAT(j->error, "%s", strerror(errno));
     else if (s.st_size > JSON_MAX_BYTES)
         strcpy(j->error, "more than 100 MiB of JSON");
     else {
@@ -289,7 +289,7 @@ static void json_write_string(FILE *f, const char *s) {
 static void json_write_number(FILE *f, double x, int as_float) {
     char text[40] = "null";
     for (int digits = 6; isfinite(x) && digits <= 17; digits++) {
-        snprintf(text, sizeof text, "%.*g", digits, x);
+        FORMAT(text, "%.*g", digits, x);
         double back = strtod(text, NULL);
         if (as_float ? (float)back == (float)x : back == x) break;
     }

@@ -50,11 +50,6 @@ typedef struct {
     uint64_t sum;       // checksum of what this process wrote. The sums of all ranks add up to the file's checksum
 } StWriter;
 
-static char *st_text(const char *a, const char *b, const char *c) {
-    char *text = new_array(char, strlen(a) + strlen(b) + strlen(c) + 1);
-    return strcat(strcat(strcpy(text, a), b), c);
-}
-
 // ---- conversions
 
 static float st_float_of_half(uint16_t h) {
@@ -232,7 +227,7 @@ static void st_read_floats(const StReader *r, const StTensor *t, uint64_t begin,
     }
     uint16_t raw[ST_PIECE_BYTES / 2];
     for (uint64_t i = 0, n; i < count; i += n) {
-        n = count - i < ST_PIECE_BYTES / 2 ? count - i : ST_PIECE_BYTES / 2;
+        n = smaller(count - i, ST_PIECE_BYTES / 2);
         pread_or_die(f->fd, raw, n * 2, t->begin + (begin + i) * 2, f->path.text);
         if (t->type == ST_BF16)
             for (uint64_t k = 0; k < n; k++) out[i + k] = bf16_widen(raw[k]);
@@ -251,7 +246,7 @@ static int st_same(const StReader *r, const StTensor *a, const StTensor *b) {
     char x[ST_PIECE_BYTES], y[ST_PIECE_BYTES];
     int same = a->type == b->type && a->count == b->count;
     for (uint64_t at = 0, n; at < a->bytes && same; at += n) {
-        n = a->bytes - at < ST_PIECE_BYTES ? a->bytes - at : (size_t)ST_PIECE_BYTES;
+        n = smaller(a->bytes - at, ST_PIECE_BYTES);
         pread_or_die(p->fd, x, n, a->begin + at, p->path.text);
         pread_or_die(q->fd, y, n, b->begin + at, q->path.text);
         same = memcmp(x, y, n) == 0;
@@ -355,7 +350,7 @@ static void st_write_floats(StWriter *w, int tensor, uint64_t begin, uint64_t co
     assert(t->type == ST_BF16);
     uint16_t raw[ST_PIECE_BYTES / 2];
     for (uint64_t i = 0, n; i < count; i += n) {
-        n = count - i < ST_PIECE_BYTES / 2 ? count - i : ST_PIECE_BYTES / 2;
+        n = smaller(count - i, ST_PIECE_BYTES / 2);
         for (uint64_t k = 0; k < n; k++) raw[k] = bf16_nearest(source[i + k]);
         st_write(w, raw, n * 2, t->begin + (begin + i) * 2);
     }

@@ -277,7 +277,7 @@ static int cache_pages(const Comm *tp, int asked, int slots, int room, size_t fi
     int *of_ranks, least = asked ? asked : full;
     if (fit < (size_t)least) least = (int)fit;
     of_ranks = (int *)comm_gathered(tp, &least, sizeof least);
-    for (int r = 0; r < tp->world; r++) least = of_ranks[r] < least ? of_ranks[r] : least;
+    for (int r = 0; r < tp->world; r++) least = smaller(of_ranks[r], least);
     free(of_ranks);
     return least;
 }

@@ -574,8 +574,7 @@ static void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     memory_alias(m, &b->dqkv, "dqkv; attention follows", &b->region, p->N * qkv_width(c));
     memory_alias(m, &b->df, df, &b->region, plan_mlp_rows(p) * (region.da ? fc_width(c) : c->ffn_dim));
     memory_request(m, &b->dx, "residual gradient (B,T,C)", p->rows * c->channels);
-    memory_request(m, &b->branch, "branch and its gradient (B,T,C)",
-                   p->N * (c->channels > heads ? c->channels : heads));
+    memory_request(m, &b->branch, "branch and its gradient (B,T,C)", p->N * larger(c->channels, heads));
     if (c->num_experts) {
         memory_request(m, &b->expert_rows, "experts' rows (R,C)", plan_mlp_rows(p) * c->channels);
         memory_request(m, &b->router_logits, "router's logits (B,T,E)", p->N * c->num_experts);
@@ -631,7 +630,7 @@ static void request_tokens(const Plan *p, Buffers *b, Memory *m) {
     memory_request(m, &b->losses, "losses (B,T)", p->N);
     if (*p->options.calls) memory_request(m, &b->factors, "factors of losses (B,T)", p->N);
     memory_request(m, &b->step, "loss, norm, clipping", 1);
-    memory_request(m, &b->gathered_step, "loss, norm of all ranks", STEP_SUMS * (ranks > world ? ranks : world));
+    memory_request(m, &b->gathered_step, "loss, norm of all ranks", STEP_SUMS * larger(ranks, world));
     if (p->ranged) memory_request(m, &b->ranges, "what each sees (3,B,T)", 3 * p->N);
     if (p->compacts_rows) memory_request(m, &b->order, "learned rows first, and back (2,B,T)", 2 * p->N);
     memory_request_pinned(m, &b->host_tokens, "two buffers of inputs, targets", 2 * plan_token_buffer(p));

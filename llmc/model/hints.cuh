@@ -190,21 +190,20 @@ static void fit_print(const Plan *p, const Options *chosen, MemoryBytes room, do
     other.fp8_copies = p->options.fp8_copies;
     options_that_differ(&other, &p->options, with, sizeof with);
     if (chosen->recompute_blocks != other.recompute_blocks)
-        append_text(with, sizeof with, "%s %lld of %d blocks made again %s", *with ? "," : "", chosen->recompute_blocks,
-                    p->config.num_layers, made_again(!chosen->recompute_attention));
-    if (chosen->fp8_copies != other.fp8_copies)
-        append_text(with, sizeof with, "%s fp8 copies of a block at a time", *with ? "," : "");
+        APPEND(with, "%s %lld of %d blocks made again %s", *with ? "," : "", chosen->recompute_blocks,
+               p->config.num_layers, made_again(!chosen->recompute_attention));
+    if (chosen->fp8_copies != other.fp8_copies) APPEND(with, "%s fp8 copies of a block at a time", *with ? "," : "");
     if (!*with) return;
     const int one = run_fits(p, &p->options, 1, room), B = one ? batch_that_fits(p, room) : 0;
-    if (B) append_text(text, sizeof text, " --batch-size %d", B);
+    if (B) APPEND(text, " --batch-size %d", B);
     other = p->options;
     other.state_dtype = "bf16";
     const int states = p->trains && !p->bf16_states && run_fits(p, &other, p->B, room);
-    if (states) append_text(text, sizeof text, "%s --state-dtype bf16", *text ? " or" : "");
+    if (states) APPEND(text, "%s --state-dtype bf16", *text ? " or" : "");
     other = p->options;
     other.head_chunks = 8;
     const int head = p->options.head_chunks < 8 && run_fits(p, &other, p->B, room);
-    if (head) append_text(text, sizeof text, "%s --head-chunks 8", *text ? " or" : "");
+    if (head) APPEND(text, "%s --head-chunks 8", *text ? " or" : "");
     fprintf(f, "fits      with%s: a step takes some %.0f%% longer%s%s\n", with, 100 * fit_cost(p, chosen, peak),
             *text ? "; not with" : "", text);
 }

@@ -138,7 +138,7 @@ static void comm_end_launcher(void) {
     char path[64], name[32] = "";
     int known = 0;
     pid_t launcher = getppid();
-    snprintf(path, sizeof path, "/proc/%d/comm", launcher);
+    FORMAT(path, "/proc/%d/comm", launcher);
     int file = open(path, O_RDONLY | O_CLOEXEC);
     if (file >= 0 && read(file, name, sizeof name - 1) > 0) name[strcspn(name, "\n")] = 0;
     for (int i = 0; i < COUNT_OF(names); i++) known |= strcmp(name, names[i]) == 0;
@@ -161,11 +161,11 @@ static void *comm_share(const Comm *c, size_t bytes) {
     char found[128] = "";
     int own = -1;
     if (c->local_rank == 0) {
-        snprintf(shared.target, sizeof shared.target, "/memfd:llmc-%.9f", now_seconds());
+        FORMAT(shared.target, "/memfd:llmc-%.9f", now_seconds());
         own = memfd_create(shared.target + strlen("/memfd:"), MFD_CLOEXEC);
         require(own >= 0 && ftruncate(own, bytes) == 0,
                 "cannot make shared memory: %s\ncheck the memory limits of the job", strerror(errno));
-        snprintf(shared.path, sizeof shared.path, "/proc/%d/fd/%d", getpid(), own);
+        FORMAT(shared.path, "/proc/%d/fd/%d", getpid(), own);
     }
     if (c->local_world > 1) mpi_broadcast(1, &shared, sizeof shared);
     // In another container this path may name something else.
@@ -193,8 +193,6 @@ static void comm_abort(void) {
 
 // ---- collectives: all ranks of a group call them in the same order
 
-static size_t comm_part(size_t total, size_t at, size_t most) { return total - at < most ? total - at : most; }
-
 static void comm_barrier(const Comm *c) {
     if (c->world == 1) return;
     uint64_t op = watchdog_op_begin("barrier", 0, WATCHDOG_HOST);
@@ -206,7 +204,7 @@ static void comm_broadcast(const Comm *c, void *data, size_t bytes) {
     if (c->world == 1) return;
     uint64_t op = watchdog_op_begin("broadcast", bytes, WATCHDOG_HOST);
     for (size_t at = 0; at < bytes; at += COMM_MESSAGE)
-        mpi_broadcast(c->group, (char *)data + at, comm_part(bytes, at, COMM_MESSAGE));
+        mpi_broadcast(c->group, (char *)data + at, smaller(bytes - at, COMM_MESSAGE));
     watchdog_op_done(op);
 }
 // A few bytes, for which the other ranks may wait long: they sleep between two looks.
@@ -233,7 +231,7 @@ static void comm_all_gather(const Comm *c, void *data, size_t bytes_per_rank) {
     char *pieces = (char *)data;
     for (size_t at = 0; at < bytes_per_rank; at += COMM_MESSAGE)
         comm_rounds(c, pieces + c->rank * bytes_per_rank + at, 0, pieces + at, bytes_per_rank,
-                    comm_part(bytes_per_rank, at, COMM_MESSAGE));
+                    smaller(bytes_per_rank - at, COMM_MESSAGE));
     watchdog_op_done(op);
 }
 // all: (world, bytes)
@@ -249,7 +247,7 @@ static void comm_reduce_scatter(const Comm *c, float *data, size_t count_per_ran
     uint64_t op = watchdog_op_begin("reduce_scatter", stride * c->world, WATCHDOG_HOST);
     for (size_t at = 0; at < count_per_rank; at += COMM_PIECE) {
         float *mine = data + c->rank * count_per_rank + at;
-        size_t n = comm_part(count_per_rank, at, COMM_PIECE), bytes = n * sizeof(float);
+        size_t n = smaller(count_per_rank - at, COMM_PIECE), bytes = n * sizeof(float);
         comm_rounds(c, data + at, stride, scratch, COMM_PIECE * sizeof(float), bytes);
         memcpy(scratch + c->rank * COMM_PIECE, mine, bytes);
         memcpy(mine, scratch, bytes);
@@ -281,7 +279,7 @@ static int comm_or(const Comm *c, int flags) {  // any rank's flags become every
 static void comm_align(const Comm *job) {
     if (job->world == 1) return;
     uint64_t mine = watchdog_mine->ops, most = 0, *all = (uint64_t *)comm_gathered(job, &mine, sizeof mine);
-    for (int r = 0; r < job->world; r++) most = all[r] > most ? all[r] : most;
+    for (int r = 0; r < job->world; r++) most = larger(all[r], most);
     watchdog_mine->done = watchdog_mine->ops = most + 1;
     free(all);
 }

@@ -27,12 +27,12 @@ typedef struct {
 static HandshakeRecord comm_record(const Comm *c) {
     HandshakeRecord r = {};
     int64_t bytes;
-    snprintf(r.host, sizeof r.host, "%s", c->host);
+    FORMAT(r.host, "%s", c->host);
     r.local_rank = c->local_rank;
     int fd = open_data_file(program_path(), "is /proc mounted?", &bytes);
     char *program = new_array(char, bytes);
     pread_or_die(fd, program, bytes, 0, program_path());
-    snprintf(r.build, sizeof r.build, "%s, file %016lx", GIT_REVISION, comm_hash(COMM_HASH, program, bytes));
+    FORMAT(r.build, "%s, file %016lx", GIT_REVISION, comm_hash(COMM_HASH, program, bytes));
     close(fd);
     free(program);
     return r;
@@ -53,10 +53,9 @@ static void handshake_compare_files(const Comm *c, HandshakeRecord *mine, const 
     comm_broadcast(c, hashes, first * sizeof *hashes);
     while (i < count && i < first && hash_of_files(files + i, 1) == hashes[i]) i++;
     if (count != first)
-        snprintf(mine->other_file, sizeof mine->other_file, "its %d data files are not the %d", count, first);
+        FORMAT(mine->other_file, "its %d data files are not the %d", count, first);
     else if (i < count)
-        snprintf(mine->other_file, sizeof mine->other_file, "data file %d of %d, '%.150s', is not that", i + 1, count,
-                 files[i].name);
+        FORMAT(mine->other_file, "data file %d of %d, '%.150s', is not that", i + 1, count, files[i].name);
     free(hashes);
 }
 // What must be the same on all ranks.
@@ -64,11 +63,11 @@ enum { HANDSHAKE_FACTS = 5 };
 typedef struct { char text[HANDSHAKE_FACTS][112]; } HandshakeFacts;
 static HandshakeFacts handshake_facts(const HandshakeRecord *r) {
     HandshakeFacts f;
-    snprintf(f.text[0], sizeof f.text[0], "build %s", r->build);
-    snprintf(f.text[1], sizeof f.text[1], "a GPU of sm_%d", r->sm);
-    snprintf(f.text[2], sizeof f.text[2], "GPU driver %d", r->driver);
-    snprintf(f.text[3], sizeof f.text[3], "model configuration %016lx", r->config);
-    snprintf(f.text[4], sizeof f.text[4], "options %016lx", r->options);
+    FORMAT(f.text[0], "build %s", r->build);
+    FORMAT(f.text[1], "a GPU of sm_%d", r->sm);
+    FORMAT(f.text[2], "GPU driver %d", r->driver);
+    FORMAT(f.text[3], "model configuration %016lx", r->config);
+    FORMAT(f.text[4], "options %016lx", r->options);
     return f;
 }
 // files: all that this rank reads, in its order.

@@ -80,7 +80,7 @@ static Config tp_config(const Config *c, const Comm *tp) {
     local.num_kv_heads = c->num_kv_heads > tp->world ? c->num_kv_heads / tp->world : 1;
     local.ffn_dim /= tp->world;
     local.padded_vocab_size = vocab_rows(c, tp->world);
-    local.vocab_size = left < 0 ? 0 : left < local.padded_vocab_size ? left : local.padded_vocab_size;
+    local.vocab_size = left < 0 ? 0 : smaller(left, local.padded_vocab_size);
     return local;
 }
 
@@ -99,7 +99,7 @@ static size_t kept_before(const Comm *dp, const ParamTable *t, Keep keep, int un
     if (keep == KEEP_WHOLE || unit == 0) return begin[unit];
     if (keep == KEEP_SHARDS) return begin[unit] / world;
     const int last = t->num_units - 1;
-    const size_t blocks = begin[unit < last ? unit : last] - begin[1];
+    const size_t blocks = begin[smaller(unit, last)] - begin[1];
     return begin[unit] - blocks + blocks / world;
 }
 // Numbers of ranks that cannot share units stop with a message.

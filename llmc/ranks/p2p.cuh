@@ -222,10 +222,10 @@ inline void p2p_try(P2p *p, const P2pCard *, P2pCard *mine) {
             wrong += x[i] != (kind == P2P_ALL_GATHER ? piece + 1 : sum) * (i + 1);
         }
         if (wrong && !*mine->why)
-            snprintf(mine->why, sizeof mine->why,
-                     "the first %s came out wrong on rank %d: stores to another GPU's memory do not arrive there; look"
-                     " for IOMMU and PCIe ACS",
-                     p2p_names[kind], p2p_job_rank(p, rank));
+            FORMAT(mine->why,
+                   "the first %s came out wrong on rank %d: stores to another GPU's memory do not arrive there; look"
+                   " for IOMMU and PCIe ACS",
+                   p2p_names[kind], p2p_job_rank(p, rank));
     }
 }
 

@@ -344,12 +344,12 @@ inline void p2p_agree(const P2p *p, const P2pCard *mine, P2pCard *all, char *why
     }
 }
 inline void p2p_share(P2p *p, const P2pCard *, P2pCard *mine) {
-    snprintf(mine->host, sizeof mine->host, "%s", p->comm->host);
+    FORMAT(mine->host, "%s", p->comm->host);
     cudaError_t status = cudaIpcGetMemHandle(&mine->memory, p->memory);
     cudaGetLastError();
     if (status != cudaSuccess)
-        snprintf(mine->why, sizeof mine->why, "rank %d cannot share its memory (cudaIpcGetMemHandle: %s)",
-                 p2p_job_rank(p, p->view.rank), cudaGetErrorString(status));
+        FORMAT(mine->why, "rank %d cannot share its memory (cudaIpcGetMemHandle: %s)", p2p_job_rank(p, p->view.rank),
+               cudaGetErrorString(status));
 }
 inline void p2p_map(P2p *p, const P2pCard *all, P2pCard *mine) {
     p2p_place(p, p->view.rank, p->memory);
@@ -361,10 +361,10 @@ inline void p2p_map(P2p *p, const P2pCard *all, P2pCard *mine) {
         if (status == cudaSuccess)
             p2p_place(p, r, (char *)memory);
         else
-            snprintf(mine->why, sizeof mine->why,
-                     "rank %d cannot open the memory of rank %d (cudaIpcOpenMemHandle: %s); in containers,"
-                     " they must share IPC and process ids",
-                     p2p_job_rank(p, p->view.rank), p2p_job_rank(p, r), cudaGetErrorString(status));
+            FORMAT(mine->why,
+                   "rank %d cannot open the memory of rank %d (cudaIpcOpenMemHandle: %s); in containers,"
+                   " they must share IPC and process ids",
+                   p2p_job_rank(p, p->view.rank), p2p_job_rank(p, r), cudaGetErrorString(status));
     }
 }
 inline void p2p_unmap(P2p *p) {

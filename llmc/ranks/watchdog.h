@@ -308,8 +308,8 @@ static void *watchdog_thread(void *unused) {
         }
         int patience = watchdog_patience();
         if (timeout <= 0 || now - progress <= patience * timeout) continue;
-        snprintf(why, sizeof why, "no progress for %.0f s (--timeout %.0f%s)", now - progress, timeout,
-                 patience > 1 ? ", 4 times as long until the first step is done" : "");
+        FORMAT(why, "no progress for %.0f s (--timeout %.0f%s)", now - progress, timeout,
+               patience > 1 ? ", 4 times as long until the first step is done" : "");
         watchdog_end(why);
     }
     return unused;

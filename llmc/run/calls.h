@@ -92,7 +92,7 @@ static void calls_parse(Calls *c, const char *message) {
     int n = 0, read = 0;
     const char *bar = strchr(message, '|');
     memset(q->x, 0, sizeof q->x);
-    snprintf(q->text, sizeof q->text, "%s", bar ? bar + 1 : "");
+    FORMAT(q->text, "%s", bar ? bar + 1 : "");
     sscanf(message, "%15[^ |]%n", q->name, &n);
     for (int i = 0; i < CALL_NUMBERS && sscanf(message + n, "%lf%n", &q->x[i], &read) == 1; i++) n += read;
     calls_map(c);
@@ -123,7 +123,7 @@ static int calls_next(Calls *c) {
     if (job->rank == 0) calls_parse(c, message);
     comm_broadcast(job, &c->call, offsetof(Call, text));
     comm_broadcast(job, &n, sizeof n);
-    comm_broadcast(job, c->call.text, n < CALL_TEXT ? n : CALL_TEXT);
+    comm_broadcast(job, c->call.text, smaller(n, CALL_TEXT));
     return 1;
 }
 // Bytes of the memory from `at` on, on all ranks.
@@ -376,7 +376,7 @@ static void call_generate(Calls *c) {
             Sequence *s = &sequences[i];
             const int length = given[at];
             s->count = length;
-            s->most = length + most < t->window ? length + most : t->window;
+            s->most = smaller(length + most, t->window);
             s->tokens = new_array(int, s->most);
             memcpy(s->tokens, given + at + 1, length * sizeof(int));
             s->draw = (Draw){(float)x[3], (int)x[4], (float)x[5], (uint64_t)x[6], rand_stream(RAND_SAMPLE, i), 0};
@@ -386,7 +386,7 @@ static void call_generate(Calls *c) {
             if (i % n == (size_t)n - 1) at += 1 + length;
         }
         const size_t first = together ? 0 : each * dp->rank, left = first < count ? count - first : 0;
-        const int stopped = calls_generate(c, sequences, (int)first, (int)(left < each ? left : each));
+        const int stopped = calls_generate(c, sequences, (int)first, (int)smaller(left, each));
         if (!together) comm_all_gather(dp, made, each * record * sizeof(int));
         calls_give(c, 0, made, count * record * sizeof(int));
         if (stopped)
@@ -536,7 +536,7 @@ static void calls_open(Calls *c) {
     signal(SIGPIPE, SIG_IGN);
     struct sockaddr_un to = {};
     to.sun_family = AF_UNIX;
-    snprintf(to.sun_path, sizeof to.sun_path, "%s", t->o.calls);
+    FORMAT(to.sun_path, "%s", t->o.calls);
     c->socket = socket(AF_UNIX, SOCK_STREAM, 0);
     require(c->socket >= 0 && !connect(c->socket, (struct sockaddr *)&to, sizeof to),
             "cannot connect to '%s': %s\n--debug calls is for programs: import llmc in Python", t->o.calls,

@@ -162,7 +162,7 @@ static ValScore validation_score(Evaluation *e, Model *m, const Tokenizer *token
     dataloader_begin_set(&e->val, set);
     for (int64_t row = 0; row < rows && evaluation_goes_on(e, m, MEET_ON); row += step) {
         // The last batch may continue in the next epoch.
-        int64_t left = rows - row - (int64_t)dp->rank * B, counted = (left < B ? left : B) * T;
+        int64_t left = rows - row - (int64_t)dp->rank * B, counted = smaller(left, B) * T;
         dataloader_next(&e->val);
         if (row + step < rows) dataloader_read_ahead(&e->val);
         model_losses(m, e->val.inputs, e->val.targets, T, losses);

@@ -60,7 +60,7 @@ static void gpu_monitor_open(const char *uuid) {
     typedef int Find(const char *, void **);
     char name[48];
     require(strlen(uuid) == 32, "--debug log-gpu-every: this run has no GPU\nleave it out");
-    snprintf(name, sizeof name, "GPU-%.8s-%.4s-%.4s-%.4s-%.12s", uuid, uuid + 8, uuid + 12, uuid + 16, uuid + 20);
+    FORMAT(name, "GPU-%.8s-%.4s-%.4s-%.4s-%.12s", uuid, uuid + 8, uuid + 12, uuid + 16, uuid + 20);
     gpu_monitor.nvml = dlopen("libnvidia-ml.so.1", RTLD_NOW);
     require(gpu_monitor.nvml, "--debug log-gpu-every: %s\n" NVML_HINT, dlerror());
     int status = ((Init *)nvml_function("nvmlInit_v2"))();

@@ -41,9 +41,8 @@ static void print_start(Trainer *t) {
     options_echo(o, stdout);
     const double trained = (double)facts_of(t->model).table->num_weights;
     char adapters[64] = "", experts[64] = "";
-    if (c->num_experts)
-        snprintf(experts, sizeof experts, " of each of %d experts (%d active)", c->num_experts, c->active_experts);
-    if (o->lora) snprintf(adapters, sizeof adapters, ", of which %.3gM in adapters are trained", 1e-6 * trained);
+    if (c->num_experts) FORMAT(experts, " of each of %d experts (%d active)", c->num_experts, c->active_experts);
+    if (o->lora) FORMAT(adapters, ", of which %.3gM in adapters are trained", 1e-6 * trained);
     printf("model     %s: %d layers, %d channels, %d heads (%d for keys and values), MLP %d%s, vocabulary %d, "
            "context %d: %.1fM parameters%s\n",
            c->model_type, c->num_layers, c->channels, c->num_heads, c->num_kv_heads, c->ffn_dim, experts, c->vocab_size,
@@ -139,8 +138,7 @@ static void report_failed_save(Trainer *t, const char *path, int64_t step, int e
 static void report_stop(const Trainer *t, const char *by) {
     const char *output = t->o.output, *quote = output[strcspn(output, " '\"$&()*;<>?[\\]`{|}~")] ? "'" : "";
     char launcher[32] = "";
-    if (t->comm.world > 1 && getenv("OMPI_COMM_WORLD_SIZE"))
-        snprintf(launcher, sizeof launcher, "mpirun -np %d ", t->comm.world);
+    if (t->comm.world > 1 && getenv("OMPI_COMM_WORLD_SIZE")) FORMAT(launcher, "mpirun -np %d ", t->comm.world);
     printf("stopped by %s after step %ld; ", by, t->state.step);
     if (!t->o.save_every)
         printf("nothing was saved (--save-every)\n");
@@ -163,7 +161,7 @@ static void write_step_line(Trainer *t, const StepReport *r, double mfu, const c
     const StepResult *x = &r->result;
     char eta[32], name[24];
     double value;
-    snprintf(t->step_line, sizeof t->step_line, "step %6ld", t->state.step);
+    FORMAT(t->step_line, "step %6ld", t->state.step);
     if (t->steps) APPEND(t->step_line, "/%lld", t->steps);
     APPEND(t->step_line, " | loss %.4f", x->loss);
     if (r->more && sscanf(r->more, ",\"%23[^\"]\":%lf", name, &value) == 2)

@@ -20,12 +20,12 @@ static Options options_of_model(Trainer *t) {
     enum { PIECE = 512 };
     #endif
     Options o = t->o;
-    int most = o.seq_len < t->config.max_seq_len ? o.seq_len : t->config.max_seq_len, longest = generation_longest(&o);
+    int most = smaller(o.seq_len, t->config.max_seq_len), longest = generation_longest(&o);
     if (*o.draft && t->draft_config.max_seq_len < most) most = t->draft_config.max_seq_len;
     if (o.window > 0 && o.window < most) most = (int)o.window;  // what a sample's token saw in training
     t->window = longest < most && !o.serve && !*o.calls && !t->talks ? longest : most;
     if (!o.generate) return o;
-    o.seq_len = t->window < PIECE ? t->window : PIECE;
+    o.seq_len = smaller(t->window, PIECE);
     o.batch_size = o.tp * ceil_div(generation_rows(&o), o.seq_len);  // each rank has all rows
     o.recompute = 3;
     o.head_chunks = o.seq_len;

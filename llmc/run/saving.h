@@ -31,7 +31,7 @@ static void save_finish(void *trainer) {
     int64_t step = t->saving.state.step, wait = t->o.save_every > 10 ? t->o.save_every / 10 : 1;
     int error = checkpoint_finish(&t->saving);
     double now = now_seconds();
-    t->retry_step = error ? (t->state.step + wait < t->steps ? t->state.step + wait : t->steps) : 0;
+    t->retry_step = error ? smaller(t->state.step + wait, t->steps) : 0;
     t->unrotated = !error;
     t->unproven &= !error;
     console_overwrite("");

@@ -72,7 +72,7 @@ static void check_lora(const Options *o) {
 }
 // Whether logs and checkpoints hold a text as it is, and give it back to a terminal.
 static int is_recordable(const char *text) {
-    char *shown = printable(st_text(text, "", ""), "\n\t");
+    char *shown = printable(strdup(text), "\n\t");
     int same = !strcmp(shown, text);
     free(shown);
     for (int n = 1; same && *text; text += n) same = (n = utf8_length(text)) > 0;
@@ -244,7 +244,7 @@ static void count_steps(Trainer *t) {
             "--total-batch %lld%s is not a multiple of batch-size * seq-len * ranks%s"
             " = %lld\nnearest: %lld; or choose another --batch-size",
             total, before && atoll(before) == total ? " of the resumed run" : "", o->tp > 1 ? " / tp" : "",
-            micro_tokens, (near < 1 ? 1 : near) * micro_tokens);
+            micro_tokens, larger(near, 1) * micro_tokens);
     t->num_micro = total / micro_tokens;
     if (*o->calls) {
         t->steps = o->max_steps != -1 ? o->max_steps : 0;
@@ -381,10 +381,9 @@ static void report_changed_options(Trainer *t) {
     TrainState *s = &t->state;
     OPTION_EACH(p) {
         const char *before = state_option(&t->before, p->name), *now = state_option(s, p->name);
-        if (!before || !strcmp(before, now) || !strcmp(p->name, "resume") || !strcmp(p->name, "output")) continue;
-        if (!strcmp(p->name, "calls")) continue;
+        if (!before || !strcmp(before, now) || has_word(" resume output calls ", p->name)) continue;
         printf("changed since the checkpoint: %s%c%s -> %s\n", p->word, option_separator(p), before, now);
-        if (!strcmp(p->name, "val-data") || !strcmp(p->name, "eval-steps") || !strcmp(p->name, "seq-len"))
+        if (has_word(" val-data eval-steps seq-len ", p->name))
             s->best_step = s->evaluated_step = s->worse_evaluations = 0;
     }
 }
@@ -413,11 +412,10 @@ static void take_options(Trainer *t, int argc, char **argv) {
     Options o = options_default();
     OPTION_EACH(p) {
         const char *value = state_option(&t->state, p->name);
-        const int kept =
-            !named || !strcmp(p->name, "tokenizer") || !strcmp(p->name, "train-data") || !strcmp(p->name, "window");
+        const int kept = !named || has_word(" tokenizer train-data window ", p->name);
         if (!value || !kept) continue;
-        if (!strcmp(p->name, "reset-optimizer") || !strcmp(p->name, "calls")) continue;  // of that one start
-        char *text = printable(st_text(value, "", ""), "\n\t");
+        if (has_word(" reset-optimizer calls ", p->name)) continue;  // of that one start
+        char *text = printable(strdup(value), "\n\t");
         state_set_option(&t->before, p->name, text);  // a copy: those of `state` change during the run
         free(text);
         option_set(&o, p, state_option(&t->before, p->name));
@@ -520,12 +518,11 @@ static void compare_data(Trainer *t) {
     free(files);
     int same_size = s->data_tokens == d->num_tokens && s->data_shards == d->num_shards;
     if (s->data_tokens && (!same_size || (s->data_hash && s->data_hash != hash))) {
-        snprintf(t->data_changed, sizeof t->data_changed,
-                 "%ld tokens in %ld shards -> %ld in %d%s; the order of sequences differs: from number %ld of "
-                 "%ld, where this run goes on, to the end of the epoch some are seen again and others not at all",
-                 s->data_tokens, s->data_shards, d->num_tokens, d->num_shards,
-                 same_size ? ", with other names, tokens or shares" : "", d->next % d->rows_per_epoch,
-                 d->rows_per_epoch);
+        FORMAT(t->data_changed,
+               "%ld tokens in %ld shards -> %ld in %d%s; the order of sequences differs: from number %ld of "
+               "%ld, where this run goes on, to the end of the epoch some are seen again and others not at all",
+               s->data_tokens, s->data_shards, d->num_tokens, d->num_shards,
+               same_size ? ", with other names, tokens or shares" : "", d->next % d->rows_per_epoch, d->rows_per_epoch);
         printf("changed since the checkpoint: the training data, %s\n", t->data_changed);
     }
     s->data_tokens = d->num_tokens;

@@ -49,13 +49,13 @@ static void judge_step(Trainer *t, const StepResult *r) {
     char why[100] = "";
     int finite = r->verdict != STEP_NOT_FINITE;
     if (!finite)
-        snprintf(why, sizeof why, ", gradient norm %g", r->norm);
+        FORMAT(why, ", gradient norm %g", r->norm);
     else if (losses_have_diverged(&t->state.loss))
         strcpy(why, " is far above the losses before it");
     else if (r->loss > 2 * log(t->config.vocab_size))
         strcpy(why, " is more than twice that of guessing");
     *t->diverged = 0;
-    if (*why) snprintf(t->diverged, sizeof t->diverged, "step %lld: loss %g%s", t->state.step + 1ll, r->loss, why);
+    if (*why) FORMAT(t->diverged, "step %lld: loss %g%s", t->state.step + 1ll, r->loss, why);
     t->not_finite_in_a_row = finite ? 0 : t->not_finite_in_a_row + 1;
     t->not_finite += !finite;
     prove_checkpoint(t);

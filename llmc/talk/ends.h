@@ -82,7 +82,7 @@ static char *stop_search(const Ends *e, StopSearch *s, const char *piece, int la
             of = i;
         }
         const int leaves = s->held + 1 - hold;  // the first of those held, or all and this one
-        if (s->held) to = (char *)mempcpy(to, e->texts[s->of].bytes, leaves < s->held ? leaves : s->held);
+        if (s->held) to = (char *)mempcpy(to, e->texts[s->of].bytes, smaller(leaves, s->held));
         if (leaves > s->held) *to++ = *piece;
         s->held = s->found ? 0 : hold;
         s->of = of;

@@ -138,7 +138,7 @@ static int engine_prompt_tokens(const Sequence *s) {
 }
 // Names the pages that the first `tokens` tokens of the slot fill, as far as they are a prompt's.
 static void engine_share(Engine *e, Sequence *s, int tokens) {
-    const int prompt = engine_prompt_tokens(s), last = tokens < prompt ? tokens : prompt;
+    const int prompt = engine_prompt_tokens(s), last = smaller(tokens, prompt);
     for (; (s->shares + 1) * KV_PAGE <= last; s->shares++)
         pages_name(&e->pages, engine_pages(e, s)[s->shares], engine_name(e, s, s->shares - 1),
                    s->tokens + s->begin + s->shares * KV_PAGE);
@@ -301,7 +301,7 @@ static void engine_recompute(Engine *e, Sequence *s) {
     const int alone = e->prompt_rows ? 0 : s->prompted - s->begin;  // else it rides in these steps, too
     model_set_length(e->m, s->slot, 0);
     if (alone > 0) model_prompt(e->m, s->slot, s->tokens + s->begin, alone);
-    for (int at = s->begin + (alone > 0 ? alone : 0), n; at < s->count - 1; at += n) {
+    for (int at = s->begin + larger(alone, 0), n; at < s->count - 1; at += n) {
         for (n = 0; n < e->rows && at + n < s->count - 1; n++) {
             rows[n] = engine_row(s, s->tokens[at + n]);
             rows[n].prompt = at + n < s->prompted;
@@ -321,8 +321,8 @@ static int engine_proposals(Engine *e, Sequence *s) {
     // of a sequence that had to wait: any keys and values do for a draft
     if (drafts < length - 1) model_prompt(e->draft, s->slot, s->tokens + s->begin + drafts, length - drafts);
     const int left = s->most - s->count - 1, fits = e->window - length - 1;
-    const int most = left < fits ? left : fits;
-    return most < e->drafted ? most : e->drafted;
+    const int most = smaller(left, fits);
+    return smaller(most, e->drafted);
 }
 // The draft draws token after token. First it runs on the tokens that it has not had: the last one, or, if all its
 // proposals were accepted, the last two.
@@ -354,7 +354,7 @@ static int engine_queue_rows(Engine *e, Sequence *s, DecodeRow *rows, int *n, in
     }
     const int length = model_length(e->m, s->slot), at = s->begin + length, drawn = s->ahead > 0;
     const int left = drawn ? 1 : s->count + s->proposed - at, most = 1 + s->proposed + spare;
-    const int count = left < most ? left : most;
+    const int count = smaller(left, most);
     if (!engine_grow(e, s, length + count)) return -1;
     for (int i = 0; i < count; i++) {
         const int counts = at + i >= s->count - 1;  // what the others draw is known
@@ -378,7 +378,7 @@ static void engine_queue_piece(Engine *e, DecodeRow *rows, int *n) {
     if (!s) return;
     engine_find_again(e, s);
     const int done = model_length(e->m, s->slot), left = engine_prompt_left(e, s), room = e->rows - *n;
-    const int count = left < room ? left : room, *tokens = s->tokens + s->begin + done;
+    const int count = smaller(left, room), *tokens = s->tokens + s->begin + done;
     if (e->draft) model_prompt(e->draft, s->slot, tokens, count);
     for (int i = 0; i < count; i++) {
         rows[*n] = engine_row(s, tokens[i]);

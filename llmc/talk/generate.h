@@ -50,7 +50,7 @@ static int generation_prompt_rows(const Options *o) {
 static int generation_rows(const Options *o) {
     const int rows = generation_slots(o) * generation_rows_each(o), most = generation_most_rows(o);
     if (generation_prompt_rows(o)) return most;
-    return rows > DECODE_FEW_ROWS ? rows : most < DECODE_FEW_ROWS ? most : DECODE_FEW_ROWS;
+    return rows > DECODE_FEW_ROWS ? rows : smaller(most, DECODE_FEW_ROWS);
 }
 static Draw generation_draw(const Options *o, uint64_t part) {
     return (Draw){
@@ -111,7 +111,7 @@ static void generation_print(const Generation *g, const Sequence *samples, int64
     }
     for (int i = 0; i < S && !g->streams; i++) {
         char *text = generation_text(g, &samples[i], 1, 1), which[48] = "";
-        if (S > 1) snprintf(which, sizeof which, ", %d of %d", i + 1, S);
+        if (S > 1) FORMAT(which, ", %d of %d", i + 1, S);
         printf("---- sample of step %ld%s (%d tokens, %.1f tokens/s)\n%s\n", step, which,
                samples[i].count - samples[i].prompt, rate / S, text);
         free(text);
