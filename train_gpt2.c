@@ -838,7 +838,7 @@ static void head(Model *m, const Pass *p, const int *targets, float dloss, const
         lap("classifier", 0);
         if (!backward) continue;
         linear_product_weight(&l, m->logits, h, rows, p->accumulate || n0 > 0);
-        if (l.w.dbias && !p->accumulate && n0 == 0) memset(l.w.dbias, 0, l.out * sizeof(float));
+        if (l.w.dbias && !p->accumulate && n0 == 0) zero_floats(l.w.dbias, l.out);
         if (l.w.dbias) bias_backward_cpu(l.w.dbias, m->logits, rows, l.out);
         linear_product_backward(&l, m->branch + area(n0, l.in), m->logits, rows);
     }
@@ -932,7 +932,7 @@ static void embed_backward(Model *m, const Pass *p, const int *tokens) {
     if (m->config.embedding_norm) {
         Norm *n = &m->embedding_norm;
         n->w = weights_at(&u, ROLE_LNEW, NUM_ROLES);
-        memset(m->branch, 0, area(p->rows, p->C) * sizeof(float));
+        zero_floats(m->branch, area(p->rows, p->C));
         norm_backward_cpu(m->config.norm, m->branch, n->w.dweight, n->w.dbias, m->dx, n->x, n->w.weight, n->mean,
                           n->rstd, p->rows, p->C);
         dx = m->branch;
@@ -973,7 +973,7 @@ static const int *read_marks(const Model *m, Pass *p, const int *inputs) {
 }
 static void clear_load(Model *m) {
     const size_t all = area(m->config.num_layers, m->config.num_experts);
-    if (all) memset(m->load, 0, all * sizeof(float));
+    if (all) zero_floats(m->load, all);
     m->balance = 0;
 }
 void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro) {
@@ -987,7 +987,7 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     for (int n = 0; n < p.N; n++) learned += targets[n] >= 0;
     p.balance = m->config.balance / m->config.num_layers * (float)(learned / m->tokens);  // step_share
     if (micro == 0) clear_load(m);
-    if (micro == 0 && m->largest) memset(m->largest, 0, area(m->config.num_layers, p.NH) * sizeof(float));
+    if (micro == 0 && m->largest) zero_floats(m->largest, area(m->config.num_layers, p.NH));
     model_forward(m, &p, inputs);
     head(m, &p, targets, 1 / m->tokens, NULL, 1);
     model_backward(m, &p, inputs);
@@ -1058,7 +1058,7 @@ static void muon_update_block(Model *m, int unit, const UpdateParams *p, float g
             newton_schulz_cpu(m->scratch, m->scratch + size, x->rows, x->cols, &m->muon, 0);
             lap("Muon", 2 * m->muon.steps * muon_cost(x));
         } else
-            memset(m->scratch, 0, size * sizeof(float));
+            zero_floats(m->scratch, size);
         ranks_copy_matrix(&m->ranks, m->group, x, m->directions, m->scratch, 1);
     }
     ranks_share_directions(&m->ranks, &m->table, m->directions, unit, 1);
@@ -1274,7 +1274,7 @@ static Unit unit_get(Model *m, int unit, UnitUse use) {
     if (use != UNIT_BACKWARD) return u;
     float *grads = m->grads + kept_of(m, SLOT_GRAD, unit);
     if (unit_is_block(t, unit) && m->block_grads)
-        grads = memset(m->block_grads, 0, param_unit(&m->table, unit).count * sizeof(float));
+        grads = zero_floats(m->block_grads, param_unit(&m->table, unit).count);
     if (m->lora.rank)
         u.adapter_grads = grads;
     else
@@ -1363,13 +1363,13 @@ static void unit_release(Model *m, const Pass *p, const Unit *u) {
 // Zeros where something is added: the stream's gradient; before the first micro-step also vectors and embeddings, but
 // for what unit_get clears and for the head's bias, whose backward has run.
 static void clear_gradients(Model *m, const Pass *p) {
-    memset(m->dx, 0, area(p->rows, p->C) * sizeof(float));
+    zero_floats(m->dx, area(p->rows, p->C));
     if (p->accumulate) return;
     PARAM_EACH(t, &m->table) {
         int is_embedding = t->role == ROLE_WPE || (t->role == ROLE_WTE && !m->config.tied);
         if (m->block_grads && unit_is_block(&m->table, t->unit)) continue;
         if ((t->is_vector && t->role != ROLE_HEADB) || is_embedding)
-            memset(owned(m, SLOT_GRAD, (Span){t->offset, t->size}), 0, t->size * sizeof(float));
+            zero_floats(owned(m, SLOT_GRAD, (Span){t->offset, t->size}), t->size);
     }
 }
 
@@ -1417,10 +1417,10 @@ static void count_load(Model *m, const Pass *p, Routing r, int l) {
     m->balance += route_balance_cpu(r, p->N, E);
 }
 static void clear_matrix_gradient(const Linear *l, int rank) {
-    if (l->w.dweight) memset(l->w.dweight, 0, area(l->out, l->in) * sizeof(float));
+    if (l->w.dweight) zero_floats(l->w.dweight, area(l->out, l->in));
     for (const Adapter *x = l->adapters; x < l->adapters + l->num_adapters; x++) {
-        memset(x->da, 0, area(rank, l->in) * sizeof(float));
-        memset(x->db, 0, area(x->rows, rank) * sizeof(float));
+        zero_floats(x->da, area(rank, l->in));
+        zero_floats(x->db, area(x->rows, rank));
     }
 }
 // As mlp_backward. Of several ranks each has a part of every gradient, and the first one the balance.
@@ -1509,22 +1509,14 @@ void model_read(const Model *m, Slot s, size_t offset, size_t count, float *valu
 void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, float *values) {
     slot_read(m, s, 1, offset, count, values);
 }
-// Whole rows of a tensor become a part of its matrix.
-static void write_quantised(const Model *m, const Param *t, const QuantMatrix *q, size_t offset, size_t count,
-                            const float *values) {
-    const size_t cols = q->cols, first = (offset - param_at(base_table(m), t->unit, t->role)) / cols;
-    int refused = 0;
-    assert((offset - t->offset) % cols == 0 && count % cols == 0 && offset + count <= t->offset + t->size);
-    #pragma omp parallel for schedule(static) reduction(| : refused) if (count > 1 << 14)
-    for (size_t i = 0; i < count / cols; i++)
-        refused |=
-            !quant_row(q->format, quant_codes(q, first + i), quant_scales(q, first + i), values + i * cols, cols);
-    require(!refused, "%s has weights that are not finite or above 2^100\nonly --weights native takes them", t->name);
-}
 void model_write(Model *m, Slot s, size_t offset, size_t count, const float *values) {
     const Param *t = s == base_slot(m) && m->quantised ? param_of(base_table(m), offset) : NULL;
     const QuantMatrix *q = t ? quant_matrix(m->quantised, &m->config, t->unit, t->role) : NULL;
-    if (q) write_quantised(m, t, q, offset, count, values);
+    if (q) {  // whole rows of a tensor
+        const size_t first = param_row(base_table(m), t, offset, count);
+        quant_write(q, t->name, count / q->cols, values, quant_codes(q, first), quant_row_bytes(q->format, q->cols),
+                    quant_scales(q, first));
+    }
     if (q && t->role != ROLE_WTE) return;
     void *place = slot_place(m, s, 0, offset, count);
     uint16_t *narrow = place;
@@ -1850,9 +1842,6 @@ static void open_quantised(Model *m, WeightFormat f) {
     const int E = block_mlps(c);
     const int sizes[][2] = {
         {qkv_width(c), C}, {C, Q}, {E * fc_width(c), C}, {E * C, c->ffn_dim}, {c->padded_vocab_size, C}};
-    quant_check(f, "channels", C);
-    quant_check(f, "columns of all heads", Q);
-    quant_check(f, "columns of the MLP", c->ffn_dim);
     m->quantised = room(m, (4 * L + 1) * sizeof(QuantMatrix));
     for (int i = 0; i <= 4 * L; i++) {
         const int *size = sizes[i < 4 * L ? i % 4 : 4];
@@ -1976,7 +1965,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     open_tables(c, o, &m->lora, &mesh->tp, &m->table, &m->frozen);
     int units = m->table.num_units;
     m->cache_format = cache_is_fp8(o) ? WEIGHTS_FP8 : WEIGHTS_FP32;
-    if (weights_are_quantised(o)) open_quantised(m, quant_format(o->weights));
+    if (weights_are_quantised(o)) open_quantised(m, weights_format(o, &m->local));
     m->weights = floats(m, kept_of(m, SLOT_WEIGHT, units));
     if (m->ranks.zero_stage >= 3 || m->lora.rank) m->block_weights = floats(m, param_unit(base_table(m), 1).count);
     if (m->lora.rank) m->frozen_weights = floats(m, kept_of(m, SLOT_FROZEN, units));

@@ -55,8 +55,7 @@ typedef struct {
     Unit unit;
     Norm norm1, norm2;
     Linear qkv, proj, fc, fcproj;
-    floatX *h1, *q_k_v, *y, *x_mid, *h2, *a, *x_out;
-    float *lse;
+    BlockActs a;
     Experts experts;  // of a mixture, in place of fc and fcproj
     ActivationGradient activation;
     AttentionProblem attention;
@@ -104,19 +103,19 @@ static int block_keeps_input(const Plan *p, int l) {
     return p->recomputes_activation && (l >= p->whole_blocks || p->fcproj.gradient == EPILOGUE_GRADIENT_FROM_INPUT);
 }
 // fc and fcproj of a block are the layers of all its experts. Prompts have the activation where training has it.
-static Experts experts_of(const Model *m, const Pass *p, const Block *of, const BlockActs *a, int l) {
+static Experts experts_of(const Model *m, const Pass *p, const Block *of, int l) {
     const Config *c = &m->config;
     const Buffers *b = &m->b;
     const Unit *u = &of->unit;
     const size_t E = c->num_experts;
-    Experts x = {c->renormalise, a->experts, of->fc, of->fcproj};
+    Experts x = {c->renormalise, of->a.experts, of->fc, of->fcproj};
     x.rows.N = p->N;
     x.rows.R = (int)experts_room(p->N, c->num_experts, c->active_experts);
     x.fc.epilogue = m->plan.fc.epilogue;
     x.router = unit_param(u, u->weights, ROLE_ROUTERW);
     x.drouter = unit_param(u, u->grads, ROLE_ROUTERW);
     x.by_rows = of->qkv.kept.weight != NULL;
-    x.a = a->a;
+    x.a = of->a.a;
     x.da = b->da;
     x.logits = b->router_logits;
     x.wide = b->expert_rows;
@@ -127,11 +126,11 @@ static Experts experts_of(const Model *m, const Pass *p, const Block *of, const 
 }
 // In fp8: where forward keeps what weights' gradients read, and where who makes a gradient raises its absmax. A norm
 // makes the gradient of the branch below it, which is the output of the layer before.
-static void block_fp8(const Model *m, const Pass *p, const BlockActs *a, int l, Block *b) {
+static void block_fp8(const Model *m, const Pass *p, int l, Block *b) {
     if (!p->cache) {
-        b->qkv.in_transposed = a->h1_transposed;
-        b->fc.in_transposed = a->h2_transposed;
-        b->fcproj.in_transposed = a->a_transposed;
+        b->qkv.in_transposed = b->a.h1_transposed;
+        b->fc.in_transposed = b->a.h2_transposed;
+        b->fcproj.in_transposed = b->a.a_transposed;
     }
     if (!b->qkv.tensor_gradient) return;
     b->attention.dabsmax = b->qkv.output == LINEAR_QK_NORM ? NULL : b->qkv.dout_absmax;
@@ -156,6 +155,7 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     };
     Block b = {};
     b.unit = u;
+    b.a = *a;
     b.norm1 = norm_of(m, &u, ROLE_LN1W, ROLE_LN1B, a->mean1, a->rstd1, block_input(m, l));
     b.norm2 = norm_of(m, &u, ROLE_LN2W, ROLE_LN2B, a->mean2, a->rstd2, a->x_mid);
     b.qkv = layer(&plan->qkv, ROLE_QKVW, ROLE_QKVB, attention, normalises_qk && !in_attention ? a->qkv_product : NULL);
@@ -165,27 +165,19 @@ static Block block_get(Model *m, const Pass *p, int l, UnitUse use) {
     if (fc.epilogue == EPILOGUE_ACTIVATION_KEEPS_INPUT && !fc.keeps_input) fc.epilogue = EPILOGUE_ACTIVATION;
     b.fc = layer(&fc, ROLE_FCW, ROLE_FCB, df_sums, a->f);
     b.fcproj = layer(&plan->fcproj, ROLE_FCPROJW, ROLE_FCPROJB, stream, NULL);
-    if (m->config.num_experts) b.experts = experts_of(m, p, &b, a, l);
+    if (m->config.num_experts) b.experts = experts_of(m, p, &b, l);
     m->b.merged_block = u.number;
-    b.h1 = a->h1;
-    b.q_k_v = a->q_k_v;
-    b.y = a->y;
-    b.lse = a->lse;
     if (p->cache && p->cache->prompt) {
-        b.q_k_v = p->cache->qkv + (size_t)p->cache->at * b.qkv.out;
-        b.y = p->cache->y + (size_t)p->cache->at * b.proj.in;
+        b.a.q_k_v = p->cache->qkv + (size_t)p->cache->at * b.qkv.out;
+        b.a.y = p->cache->y + (size_t)p->cache->at * b.proj.in;
     }
-    b.x_mid = a->x_mid;
-    b.h2 = a->h2;
-    b.a = a->a;
-    b.x_out = a->x_out;
     b.activation.slopes = a->f;
     b.activation.out = plan->fcproj.gradient == EPILOGUE_GRADIENT_FROM_INPUT ? a->f : m->b.df;
     b.activation.activated = a->a;
     b.activation.dactivated = m->b.da;
     b.activation.sums = df_sums;
     b.attention = p->attention;
-    block_fp8(m, p, a, l, &b);
+    block_fp8(m, p, l, &b);
     return b;
 }
 
@@ -200,9 +192,9 @@ static void residual_norm(const Pass *p, const Norm *n, floatX *out, floatX *sum
 static void attend_piece(const Pass *p, const Block *b, int l, int NH, int NKV, int HD) {
     const KvCache *k = p->cache;
     const size_t width = (size_t)(NH + 2 * NKV) * HD, out = (size_t)NH * HD;
-    kv_prompt(k, b->q_k_v + k->first * width, l, k->piece, p->attention.T, NH, NKV, HD, p->stream);
+    kv_prompt(k, b->a.q_k_v + k->first * width, l, k->piece, p->attention.T, NH, NKV, HD, p->stream);
     attention_forward(&p->attention, k->y, k->lse, k->qkv, p->stream);
-    copy_async(b->y + k->first * out, k->y + k->at * out, k->piece * out, p->stream);
+    copy_async(b->a.y + k->first * out, k->y + k->at * out, k->piece * out, p->stream);
 }
 static void attend(const Model *m, const Pass *p, const Block *b, int l) {
     const Config *c = &m->plan.local;
@@ -210,13 +202,13 @@ static void attend(const Model *m, const Pass *p, const Block *b, int l) {
     if (!p->cache) {
         AttentionProblem a = p->attention;
         if (a.largest) a.largest += l * NH;
-        attention_forward(&a, b->y, b->lse, b->q_k_v, p->stream);
+        attention_forward(&a, b->a.y, b->a.lse, b->a.q_k_v, p->stream);
         return;
     }
     const KvCache *k = p->cache;
     if (!k->prompt) {
         const int normalises = b->qkv.output == LINEAR_QK_NORM && !b->qkv.aux;
-        attention_rows(b->y, k, l, b->q_k_v, normalises ? &b->qkv.qk_norm : NULL,
+        attention_rows(b->a.y, k, l, b->a.q_k_v, normalises ? &b->qkv.qk_norm : NULL,
                        normalises || b->qkv.output == LINEAR_ROPE ? p->cos_sin : NULL, p->N, NH, NKV, HD, p->stream);
         if (k->piece) attend_piece(p, b, l, NH, NKV, HD);
         return;
@@ -226,17 +218,17 @@ static void attend(const Model *m, const Pass *p, const Block *b, int l) {
 }
 static void mlp_inside(const Model *m, const Pass *p, const Block *b) {
     if (m->config.num_experts)
-        experts_forward(p, &b->experts, b->h2);
+        experts_forward(p, &b->experts, b->a.h2);
     else
-        linear_forward(p, &b->fc, b->a, b->h2);
+        linear_forward(p, &b->fc, b->a.a, b->a.h2);
 }
 // A block up to its activation: all that backward reads of it, so all that --recompute 3 makes again.
 static void block_inside(const Model *m, const Pass *p, const Block *b, int l, Residual *x) {
-    residual_norm(p, &b->norm1, b->h1, l ? block_acts(m, p, l - 1)->x_out : NULL, x);
-    linear_forward(p, &b->qkv, b->q_k_v, b->h1);
+    residual_norm(p, &b->norm1, b->a.h1, l ? block_acts(m, p, l - 1)->x_out : NULL, x);
+    linear_forward(p, &b->qkv, b->a.q_k_v, b->a.h1);
     attend(m, p, b, l);
-    x->branch = linear_project(p, &b->proj, b->y);
-    residual_norm(p, &b->norm2, b->h2, b->x_mid, x);
+    x->branch = linear_project(p, &b->proj, b->a.y);
+    residual_norm(p, &b->norm2, b->a.h2, b->a.x_mid, x);
     mlp_inside(m, p, b);
 }
 // The norm in front of a product of few rows.
@@ -257,18 +249,18 @@ static void block_few(const Model *m, const Pass *p, const Block *b, int l, Resi
         q.result = result;
         return q;
     };
-    FewProduct qkv = product(&b->qkv, b->qkv.aux ? b->qkv.aux : b->q_k_v), proj = product(&b->proj, p->branch),
+    FewProduct qkv = product(&b->qkv, b->qkv.aux ? b->qkv.aux : b->a.q_k_v), proj = product(&b->proj, p->branch),
                router = experts_router(p, &b->experts);
     few_norm(&qkv, &b->norm1, NULL, block_acts(m, p, 0)->x_out, x);
     decode_few(&qkv, p->stream);
-    linear_output(p, &b->qkv, b->q_k_v);
+    linear_output(p, &b->qkv, b->a.q_k_v);
     attend(m, p, b, l);
-    proj.a = b->y;
+    proj.a = b->a.y;
     decode_few(&proj, p->stream);
     x->branch = p->branch;
-    few_norm(&router, &b->norm2, b->h2, b->x_mid, x);
+    few_norm(&router, &b->norm2, b->a.h2, b->a.x_mid, x);
     decode_few(&router, p->stream);
-    experts_few(p, &b->experts, b->h2);
+    experts_few(p, &b->experts, b->a.h2);
     x->branch = p->branch;
 }
 static void block_forward(Model *m, const Pass *p, int l, Residual *x) {
@@ -279,7 +271,7 @@ static void block_forward(Model *m, const Pass *p, int l, Residual *x) {
         block_few(m, p, &b, l, x);
     } else {
         block_inside(m, p, &b, l, x);
-        x->branch = m->config.num_experts ? experts_project(p, &b.experts) : linear_project(p, &b.fcproj, b.a);
+        x->branch = m->config.num_experts ? experts_project(p, &b.experts) : linear_project(p, &b.fcproj, b.a.a);
     }
     input_release(&m->offload, p, l);
     unit_release(m, p, &b.unit, UNIT_FORWARD);
@@ -397,33 +389,33 @@ static void block_recompute(Model *m, const Pass *p, const Block *b, int l) {
     Residual x = {b->norm1.x, NULL}, x_mid = {b->norm2.x, NULL};
     if (l < plan->whole_blocks) {
         if (plan->keeps_attention) {
-            residual_norm(p, &b->norm1, b->h1, NULL, &x);
-            linear_forward(p, &b->qkv, b->q_k_v, b->h1);
-            residual_norm(p, &b->norm2, b->h2, NULL, &x_mid);
+            residual_norm(p, &b->norm1, b->a.h1, NULL, &x);
+            linear_forward(p, &b->qkv, b->a.q_k_v, b->a.h1);
+            residual_norm(p, &b->norm2, b->a.h2, NULL, &x_mid);
             mlp_inside(m, p, b);
         } else {
             block_inside(m, p, b, l, &x);
         }
-        linear_store_fp8_input(p, &b->fcproj, b->a);
+        linear_store_fp8_input(p, &b->fcproj, b->a.a);
         return;
     }
     if (plan->recomputes_norms) {
-        if (plan_normalises_qk(plan)) linear_output(p, &b->qkv, b->q_k_v);
-        residual_norm(p, &b->norm1, b->h1, NULL, &x);
-        residual_norm(p, &b->norm2, b->h2, NULL, &x_mid);
+        if (plan_normalises_qk(plan)) linear_output(p, &b->qkv, b->a.q_k_v);
+        residual_norm(p, &b->norm1, b->a.h1, NULL, &x);
+        residual_norm(p, &b->norm2, b->a.h2, NULL, &x_mid);
     }
     // A fused product makes it beside its gradient, and so does a mixture's.
     if (plan->recomputes_activation && plan->fcproj.gradient == EPILOGUE_PLAIN && !m->config.num_experts)
-        activation_forward(m->config.mlp, b->a, b->activation.slopes, b->activation.slopes, p->N, m->plan.local.ffn_dim,
-                           p->stream);
+        activation_forward(m->config.mlp, b->a.a, b->activation.slopes, b->activation.slopes, p->N,
+                           m->plan.local.ffn_dim, p->stream);
 }
 // m->b.dx: the gradient of the MLP's output. Returns that of its input.
 static const floatX *mlp_backward(Model *m, const Pass *p, const Block *b) {
     const OutputGradient dfcproj = linear_backward_activation(p, &b->fcproj, &b->activation, m->b.dx);
-    linear_fetch_input(p, &b->fc, b->h2);
-    linear_backward_weight(p, &b->fcproj, dfcproj, b->a);
+    linear_fetch_input(p, &b->fc, b->a.h2);
+    linear_backward_weight(p, &b->fcproj, dfcproj, b->a.a);
     const OutputGradient dfc = linear_backward_input(p, &b->fc, b->activation.out);
-    linear_backward_weight(p, &b->fc, dfc, b->h2);
+    linear_backward_weight(p, &b->fc, dfc, b->a.h2);
     return linear_input_gradient(p, &b->fc);
 }
 // m->b.dx is the gradient of the block's output on entry and of its input on return. Weight gradients hide what is on
@@ -434,15 +426,15 @@ static void block_backward(Model *m, const Pass *p, int l) {
     const Block b = block_get(m, p, l, UNIT_BACKWARD);
     block_recompute(m, p, &b, l);
     const int mixes = m->config.num_experts > 0;
-    norm_gradient(m, p, &b.norm2, mixes ? experts_backward(p, &b.experts, m->b.dx, b.h2) : mlp_backward(m, p, &b));
+    norm_gradient(m, p, &b.norm2, mixes ? experts_backward(p, &b.experts, m->b.dx, b.a.h2) : mlp_backward(m, p, &b));
     const OutputGradient dproj = linear_backward_project(p, &b.proj, p->branch, m->b.dx);
-    linear_fetch_input(p, &b.qkv, b.h1);
-    linear_backward_weight(p, &b.proj, dproj, b.y);
-    attention_backward(&b.attention, m->b.dqkv, b.qkv.dbias ? b.qkv.sums.partial : NULL, p->branch, b.q_k_v, b.y, b.lse,
-                       p->stream);
+    linear_fetch_input(p, &b.qkv, b.a.h1);
+    linear_backward_weight(p, &b.proj, dproj, b.a.y);
+    attention_backward(&b.attention, m->b.dqkv, b.qkv.dbias ? b.qkv.sums.partial : NULL, p->branch, b.a.q_k_v, b.a.y,
+                       b.a.lse, p->stream);
     linear_backward_output(p, &b.qkv, m->b.dqkv);
     const OutputGradient dqkv = linear_backward_input(p, &b.qkv, m->b.dqkv);
-    linear_backward_weight(p, &b.qkv, dqkv, b.h1);
+    linear_backward_weight(p, &b.qkv, dqkv, b.a.h1);
     norm_gradient(m, p, &b.norm1, linear_input_gradient(p, &b.qkv));
     unit_release(m, p, &b.unit, UNIT_BACKWARD);
 }

@@ -115,6 +115,23 @@ static Span param_unit(const ParamTable *t, int unit) {
     return (Span){t->unit_begin[unit], t->unit_begin[unit + 1] - t->unit_begin[unit]};
 }
 static int unit_is_block(const ParamTable *t, int unit) { return unit > 0 && unit + 1 < t->num_units; }
+// Elements of a block's matrices, which come first in it; of the last unit's, the head.
+static size_t param_matrices(const ParamTable *t, int unit) {
+    const size_t norm = param_at(t, unit, unit_is_block(t, unit) ? ROLE_LN1W : ROLE_LNFW),
+                 router = param_at(t, unit, ROLE_ROUTERW);
+    return (router == NO_PARAM ? norm : router) - t->unit_begin[unit];
+}
+// Of the blocks' matrices, but for routers, and the head, in the order of use; -1: another tensor.
+static int matrix_number(const Config *c, int unit, Role role) {
+    const int block = unit >= 1 && unit <= c->num_layers && role >= ROLE_QKVW && role <= ROLE_FCPROJW;
+    if (block) return 4 * (unit - 1) + (int)role - ROLE_QKVW;
+    return role == (c->tied ? ROLE_WTE : ROLE_HEADW) ? 4 * c->num_layers : -1;
+}
+// Whole rows of a tensor, elements [offset, offset + count): the first one's place among those that it is packed with.
+static size_t param_row(const ParamTable *t, const Param *p, size_t offset, size_t count) {
+    assert((offset - p->offset) % p->cols == 0 && count % p->cols == 0 && offset + count <= p->offset + p->size);
+    return (offset - param_at(t, p->unit, p->role)) / p->cols;
+}
 static int param_unit_of(const ParamTable *t, size_t offset) {
     int u = 0;
     while (offset >= t->unit_begin[u + 1]) u++;

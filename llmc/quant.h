@@ -146,6 +146,17 @@ static inline int quant_row(WeightFormat f, void *codes, void *scales, const flo
     return 1;
 }
 
+// Rows of q from `values`, of a tensor with this name. width: bytes from row to row of the codes.
+static inline void quant_write(const QuantMatrix *q, const char *name, size_t rows, const float *values, uint8_t *codes,
+                               size_t width, uint8_t *scales) {
+    const size_t scale = quant_scale_bytes(q->format, q->cols);
+    int refused = 0;
+    #pragma omp parallel for schedule(static) reduction(| : refused) if (rows * q->cols > 1 << 14)
+    for (size_t i = 0; i < rows; i++)
+        refused |= !quant_row(q->format, codes + i * width, scales + i * scale, values + i * q->cols, q->cols);
+    require(!refused, "%s has weights that are not finite or above 2^100\nonly --weights native takes them", name);
+}
+
 // x = the values of a row, in fp32. Each format has its own loop, which becomes vectors.
 static inline void quant_widen(WeightFormat f, float *x, const void *codes, const void *scales, int cols) {
     const uint8_t *bytes = (const uint8_t *)codes;

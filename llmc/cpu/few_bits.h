@@ -43,15 +43,12 @@ static void matmul_quant_cpu(float *out, const float *x, const float *inp, const
 // Of the matrices of a model that are in few bits (each block's four in the order of roles, and the head's; NULL: none)
 // the one of a role; NULL: it is in fp32. The embedding is kept in fp32, too, if it is the head's weight.
 static QuantMatrix *quant_matrix(QuantMatrix *matrices, const Config *c, int unit, Role role) {
-    const int block = unit >= 1 && unit <= c->num_layers && role >= ROLE_QKVW && role <= ROLE_FCPROJW;
-    if (!matrices || (!block && role != (c->tied ? ROLE_WTE : ROLE_HEADW))) return NULL;
-    return matrices + 4 * (block ? unit - 1 : c->num_layers) + (block ? (int)role - ROLE_QKVW : 0);
+    const int number = matrix_number(c, unit, role);
+    return matrices && number >= 0 ? matrices + number : NULL;
 }
 // Elements of a unit that are not in fp32: the matrices, which come first.
 static size_t quant_elements(const QuantMatrix *matrices, const ParamTable *t, int unit) {
-    if (!matrices || unit == 0) return 0;
-    const Role router = param_at(t, unit, ROLE_ROUTERW) == NO_PARAM ? ROLE_LN1W : ROLE_ROUTERW;
-    return param_at(t, unit, unit_is_block(t, unit) ? router : ROLE_LNFW) - t->unit_begin[unit];
+    return matrices && unit > 0 ? param_matrices(t, unit) : 0;
 }
 
 #endif

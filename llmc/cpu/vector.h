@@ -62,6 +62,7 @@ static float softmax(float *x, int n, float scale) {
 }
 static size_t area(int rows, int cols) { return (size_t)rows * cols; }  // elements; int would overflow
 static void copy_floats(float *to, const float *from, size_t n) { memcpy(to, from, n * sizeof(float)); }
+static float *zero_floats(float *to, size_t n) { return (float *)memset(to, 0, n * sizeof(float)); }
 
 // ---- matrices
 

@@ -14,6 +14,7 @@
 
 #include "../fp8.h"
 #include "../lora.h"
+#include "../quant.h"
 #include "../ranks/handshake.h"
 #include "../ranks/mesh.h"
 #include "../sampler.h"
@@ -126,6 +127,14 @@ static void open_tables(const Config *c, const Options *o, const Lora *l, const 
     params_set_optimiser(table, o);
 }
 static int weights_are_quantised(const Options *o) { return strcmp(o->weights, "native") != 0; }
+// Whether the sizes of one rank allow --weights.
+static WeightFormat weights_format(const Options *o, const Config *local) {
+    const WeightFormat f = quant_format(o->weights);
+    quant_check(f, "channels", local->channels);
+    quant_check(f, "columns of all heads", local->num_heads * local->head_dim);
+    quant_check(f, "columns of the MLP", local->ffn_dim);
+    return f;
+}
 static int writes_text(const Options *o) { return o->generate || *o->calls || (o->sample_every && !o->evaluate); }
 static int cache_is_fp8(const Options *o) { return strcmp(o->cache_dtype, "native") != 0; }
 // Whether checkpoints are written during training, from a copy in host memory. One at the end of a run needs no copy.

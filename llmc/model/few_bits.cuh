@@ -21,29 +21,18 @@ typedef struct {
 static size_t elements_before(const Plan *p, int unit, Role role) {
     return param_at(p->base, unit, role) - p->base->unit_begin[unit];
 }
-// Elements of a block's four matrices, which come first.
-static size_t block_matrices(const Plan *p) {
-    return elements_before(p, 1, p->config.num_experts ? ROLE_ROUTERW : ROLE_LN1W);
-}
 // Elements of a unit that are quantised, which come first. The embedding is kept besides.
 static size_t quantised_elements(const Plan *p, int unit) {
-    if (p->weights == WEIGHTS_FP32 || unit == 0) return 0;
-    return unit_is_block(p->base, unit) ? block_matrices(p) : elements_before(p, unit, ROLE_LNFW);
+    return p->weights == WEIGHTS_FP32 || unit == 0 ? 0 : param_matrices(p->base, unit);
 }
 static int quantised_count(const Plan *p) { return 4 * p->config.num_layers + 1; }
-// Of the blocks' matrices and the head, in the order of use; -1: another tensor.
-static int weight_number(const Plan *p, int unit, Role role) {
-    if (unit_is_block(p->base, unit) && role >= ROLE_QKVW && role <= ROLE_FCPROJW)
-        return 4 * (unit - 1) + (role - ROLE_QKVW);
-    return role == (p->config.tied ? ROLE_WTE : ROLE_HEADW) ? quantised_count(p) - 1 : -1;
-}
 // Whether a matrix is that of a mixture's experts.
 static int is_of_experts(const Plan *p, int number) {
     return p->config.num_experts && number < quantised_count(p) - 1 && number % 4 >= 2;
 }
 // The matrix of a role; -1: it is native.
 static int quantised_number(const Plan *p, int unit, Role role) {
-    return p->weights == WEIGHTS_FP32 ? -1 : weight_number(p, unit, role);
+    return p->weights == WEIGHTS_FP32 ? -1 : matrix_number(&p->config, unit, role);
 }
 static QuantMatrix quantised_matrix(const Plan *p, int number) {
     const Linear *layers[] = {&p->qkv, &p->proj, &p->fc, &p->fcproj};
@@ -73,11 +62,11 @@ static int is_merged(const Plan *p, int number) {
 }
 // Elements of a block's matrices of which that is so.
 static size_t merged_matrices(const Plan *p) {
-    return is_merged(p, 3) ? block_matrices(p) : elements_before(p, 1, ROLE_FCW);
+    return is_merged(p, 3) ? param_matrices(p->base, 1) : elements_before(p, 1, ROLE_FCW);
 }
 // Elements of the buffer for matrices that are widened or merged: those of a block, and the head.
 static size_t merged_elements(const Plan *p) {
-    const size_t block = p->weights == WEIGHTS_FP32 ? merged_matrices(p) : block_matrices(p),
+    const size_t block = p->weights == WEIGHTS_FP32 ? merged_matrices(p) : param_matrices(p->base, 1),
                  head = (size_t)p->head.out * p->head.in;
     // The head is widened for all but steps that read it as it is.
     const int has_kernel = plan_has_decode_kernel(p) && plan_has_rows_kernel(p) && !plan_is_split(p);
@@ -103,13 +92,9 @@ static void quantised_place(const Plan *p, Quantised *q) {
 // Whole rows, from row `first` on, of the matrix that `t` is a part of. Waits for the device.
 static void quantised_write(const QuantMatrix *q, const Param *t, size_t first, size_t rows, const float *values,
                             cudaStream_t stream) {
-    const size_t cols = q->cols, width = quantised_row_bytes(q), scale = quant_scale_bytes(q->format, q->cols);
+    const size_t width = quantised_row_bytes(q), scale = quant_scale_bytes(q->format, q->cols);
     uint8_t *codes = new_zeros(uint8_t, (rows * width)), *scales = new_zeros(uint8_t, (rows * scale));
-    int refused = 0;
-    #pragma omp parallel for schedule(static) reduction(| : refused)
-    for (size_t i = 0; i < rows; i++)
-        refused |= !quant_row(q->format, codes + i * width, scales + i * scale, values + i * cols, q->cols);
-    require(!refused, "%s has weights that are not finite or above 2^100\nonly --weights native takes them", t->name);
+    quant_write(q, t->name, rows, values, codes, width, scales);
     copy_async(q->codes + first * width, codes, rows * width, stream);
     copy_async(q->scales + first * scale, scales, rows * scale, stream);
     cudaCheck(cudaStreamSynchronize(stream));

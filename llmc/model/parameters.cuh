@@ -30,10 +30,9 @@ static int weight_write_quantised(const Plan *p, const Buffers *b, size_t offset
     const int number = quantised_number(p, t->unit, t->role);
     if (number < 0) return 0;
     const QuantMatrix *q = &b->quantised.matrix[number];
-    const size_t cols = q->cols, first = (offset - param_at(p->base, t->unit, t->role)) / cols;
-    assert((offset - t->offset) % cols == 0 && count % cols == 0 && offset + count <= t->offset + t->size);
+    const size_t first = param_row(p->base, t, offset, count);
     gpu_wait(gpu);
-    quantised_write(q, t, first, count / cols, values, gpu->compute);
+    quantised_write(q, t, first, count / q->cols, values, gpu->compute);
     return t->role != ROLE_WTE;
 }
 // Waits for all streams.

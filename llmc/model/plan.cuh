@@ -153,14 +153,10 @@ static int plan_fp8_each_pass(const Plan *p, const Options *o) {
     return p->fp8_blocks && o->fp8_copies == 0 && zero_stage_of(o, &p->mesh->dp) < 3;
 }
 static WeightFormat plan_weights(const Plan *p) {
-    const Config *c = &p->local;
     if (!weights_are_quantised(&p->options)) return WEIGHTS_FP32;
-    const WeightFormat f = quant_format(p->options.weights);
+    const WeightFormat f = weights_format(&p->options, &p->local);
     require(f != WEIGHTS_BF16 || sizeof(floatX) == 2,
             "--weights bf16 needs a bf16 build\nleave it out: this build is for exact numbers");
-    quant_check(f, "channels", c->channels);
-    quant_check(f, "columns of all heads", c->num_heads * c->head_dim);
-    quant_check(f, "columns of the MLP", c->ffn_dim);
     return f == WEIGHTS_BF16 ? WEIGHTS_FP32 : f;
 }
 // What follows an update reads and writes fp32 weights.

@@ -95,7 +95,7 @@ static const floatX *merged_weight(const Plan *plan, Buffers *b, const Pass *p, 
 // Fills in what products read as the layer's weight, by the table at the top; what is not there yet is made.
 static void weight_operand(const Plan *plan, Buffers *b, const Pass *p, const Unit *u, Role role, Linear *l) {
     if (p->cache && !p->cache->prompt && p->cache->kept) {
-        l->kept = p->cache->kept[weight_number(plan, u->number, role)];
+        l->kept = p->cache->kept[matrix_number(&plan->config, u->number, role)];
         if (l->kept.weight) l->dtype = MATMUL_FLOATX;
         if (l->kept.weight) return;
     }

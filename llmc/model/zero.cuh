@@ -105,8 +105,7 @@ static size_t zero_largest_unit(const ParamTable *t) {
 
 // A block's vectors, with a router before them, from its first element on, in whole 16-byte vectors.
 static Span unit_vectors(const ParamTable *t) {
-    const size_t block = t->unit_begin[1],
-                 begin = std::min(param_at(t, 1, ROLE_ROUTERW), param_at(t, 1, ROLE_LN1W)) - block;
+    const size_t block = t->unit_begin[1], begin = param_matrices(t, 1);
     size_t end = 0;
     PARAM_EACH(p, t)
         if (p->unit == 1) end = p->offset + p->size - block;
