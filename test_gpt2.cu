@@ -466,9 +466,9 @@ static void test_memory_hint(void) {
         o.generate = c.generate;
         o.batch_size = c.B;
         o.seq_len = c.T;
-        ParamTable table = params_table(&config);
+        ParamTable table = params_of_rank(&config, 1, 0);
         Plan p = plan_make(&config, &o, &one_rank, &table);
-        run_memory_hint(text, sizeof text, free_bytes, NULL, &p);
+        run_memory_hint(text, sizeof text, free_bytes, &p);
         const size_t bytes = run_bytes(&p, &o, c.B).device;
         const MemoryBytes room = {free_bytes.device - run_reserve(&p), free_bytes.host};
         const int named = atoi(text + strcspn(text, "0123456789"));

@@ -53,17 +53,16 @@ static void multiply(Product p) { (LLMC_PLAIN ? multiply_plain : multiply_vector
 // out (N, OC) = [x (N, OC) +] inp (N, C) weight (OC, C)^T [+ bias (OC)]
 void matmul_forward_cpu(float *out, const float *x /*NULL: none*/, const float *inp, const float *weight,
                         const float *bias /*NULL: none*/, int N, int C, int OC) {
-    multiply((Product){out, x, bias, (size_t)OC, matrix(inp, C), transposed(weight, C), N, OC, C});
+    multiply((Product){out, x, bias, OC, matrix(inp, C), transposed(weight, C), N, OC, C});
 }
 // dinp (N, C) = dout (N, OC) weight (OC, C)
 void matmul_backward_input_cpu(float *dinp /*=*/, const float *dout, const float *weight, int N, int C, int OC) {
-    multiply((Product){dinp, NULL, NULL, (size_t)C, matrix(dout, OC), matrix(weight, C), N, C, OC});
+    multiply((Product){dinp, NULL, NULL, C, matrix(dout, OC), matrix(weight, C), N, C, OC});
 }
 // dweight (OC, C) = [dweight +] dout (N, OC)^T inp (N, C)
 void matmul_backward_weight_cpu(float *dweight, const float *dout, const float *inp, int accumulate, int N, int C,
                                 int OC) {
-    multiply((Product){dweight, accumulate ? dweight : NULL, NULL, (size_t)C, transposed(dout, OC), matrix(inp, C), OC,
-                       C, N});
+    multiply((Product){dweight, accumulate ? dweight : NULL, NULL, C, transposed(dout, OC), matrix(inp, C), OC, C, N});
 }
 // dbias (OC) += sum over rows of dout (N, OC)
 void bias_backward_cpu(float *dbias /*+=*/, const float *dout, int N, int OC) {
@@ -210,14 +209,14 @@ enum { QUERIES = 64 };
 // The keys and values that queries see. Distances, in elements: from one sequence, head and token to the next.
 typedef struct {
     const float *keys, *values;
-    size_t sequence, head, token;
+    int64_t sequence, head, token;
 } KeysValues;
 
 // T queries in each of B sequences. The i-th is the token at + i of its sequence: it sees the keys up to its own.
 // largest (NH): raised to each head's largest score; NULL: not wanted.
 static void attend(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, float *largest, const float *qkv, KeysValues kv,
                    const int *first, int at, int B, int T, int NH, int NKV, int HD) {
-    size_t row = area(NH + 2 * NKV, HD), out_row = area(NH, HD);
+    int64_t row = area(NH + 2 * NKV, HD), out_row = area(NH, HD);
     float scale = 1.0f / sqrtf(HD);
     #pragma omp parallel for schedule(dynamic)
     for (int task = 0; task < B * NH; task++) {
@@ -231,7 +230,7 @@ static void attend(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, float *l
             Matrix k = transposed(kv.keys + head + begin * kv.token, kv.token);
             Matrix v = matrix(kv.values + head + begin * kv.token, kv.token);
             float *o = out + (area(b, T) + t0) * out_row + area(h, HD);
-            multiply((Product){p, NULL, NULL, (size_t)keys, q, k, rows, keys, HD});
+            multiply((Product){p, NULL, NULL, keys, q, k, rows, keys, HD});
             for (int i = 0; i < rows; i++) {
                 float *x = p + area(i, keys);
                 int unseen = first ? sees_from[t0 + i] - begin : 0, end = at + t0 + i + 1 - begin;
@@ -249,8 +248,8 @@ static void attend(float *out /*(B,T,NH*HD)*/, float *lse /*(B,NH,T)*/, float *l
 }
 void attention_forward_cpu(float *out, float *lse, const float *qkv, const int *first, int B, int T, int NH, int NKV,
                            int HD, float *largest) {
-    size_t row = area(NH + 2 * NKV, HD);
-    KeysValues kv = {qkv + area(NH, HD), qkv + area(NH + NKV, HD), T * row, (size_t)HD, row};
+    int64_t row = area(NH + 2 * NKV, HD);
+    KeysValues kv = {qkv + area(NH, HD), qkv + area(NH + NKV, HD), T * row, HD, row};
     attend(out, lse, largest, qkv, kv, first, 0, B, T, NH, NKV, HD);
 }
 // ---- backward of attention
@@ -259,7 +258,7 @@ void attention_forward_cpu(float *out, float *lse, const float *qkv, const int *
 // A task is one key/value head with its group of query heads: no two threads add to the same dk, dv.
 void attention_backward_cpu(float *dqkv /*=*/, const float *dout, const float *qkv, const float *out, const float *lse,
                             const int *first, int B, int T, int NH, int NKV, int HD) {
-    size_t row = area(NH + 2 * NKV, HD), out_row = area(NH, HD);
+    int64_t row = area(NH + 2 * NKV, HD), out_row = area(NH, HD);
     float scale = 1.0f / sqrtf(HD);
     #pragma omp parallel for schedule(dynamic)
     for (int task = 0; task < B * NKV; task++) {
@@ -279,8 +278,8 @@ void attention_backward_cpu(float *dqkv /*=*/, const float *dout, const float *q
             const float *o = out + (area(b, T) + t0) * out_row + area(h, HD), *d = dout + (o - out);
             const Matrix Q = matrix(q, row), K = matrix(k + begin * row, row), D = matrix(d, out_row);
             const Matrix Kt = transposed(K.at, row), Vt = transposed(v + begin * row, row);
-            multiply((Product){p, NULL, NULL, (size_t)keys, Q, Kt, rows, keys, HD});
-            multiply((Product){ds, NULL, NULL, (size_t)keys, D, Vt, rows, keys, HD});
+            multiply((Product){p, NULL, NULL, keys, Q, Kt, rows, keys, HD});
+            multiply((Product){ds, NULL, NULL, keys, D, Vt, rows, keys, HD});
             for (int i = 0; i < rows; i++) {
                 float *x = p + area(i, keys), *dx = ds + area(i, keys), dot = 0;
                 float log_sum = lse[area(b * NH + h, T) + t0 + i];
@@ -491,9 +490,9 @@ void newton_schulz_cpu(float *x, float *scratch, int rows, int cols, const Muon 
     for (int step = 0; step < muon->steps; step++) {
         const MuonPolynomial q = muon->polynomials[step];
         const Matrix X = matrix(x, cols), Xt = transposed(x, cols), G = matrix(gram, small), P = matrix(p, small);
-        multiply((Product){gram, NULL, NULL, (size_t)small, tall ? Xt : X, tall ? X : Xt, small, small, large});
+        multiply((Product){gram, NULL, NULL, small, tall ? Xt : X, tall ? X : Xt, small, small, large});
         if (rounds) bf16_round_cpu(gram, gram, square);
-        multiply((Product){p, NULL, NULL, (size_t)small, G, G, small, small, small});
+        multiply((Product){p, NULL, NULL, small, G, G, small, small, small});
         if (rounds) bf16_round_cpu(p, p, square);
         // all three terms in one matrix, so that one product is left: x = (a + b gram + c gram^2) x
         #pragma omp parallel for schedule(static) if (small > 256)
@@ -503,7 +502,7 @@ void newton_schulz_cpu(float *x, float *scratch, int rows, int cols, const Muon 
                 p[at] = q.b * gram[at] + q.c * p[at] + (i == j ? q.a : 0);
             }
         if (rounds) bf16_round_cpu(p, p, square);
-        multiply((Product){next, NULL, NULL, (size_t)cols, tall ? X : P, tall ? P : X, rows, cols, small});
+        multiply((Product){next, NULL, NULL, cols, tall ? X : P, tall ? P : X, rows, cols, small});
         copy_floats(x, next, size);
         if (rounds) bf16_round_cpu(x, x, size);
     }
@@ -1104,9 +1103,9 @@ StepResult model_update(Model *m, const UpdateParams *p) {
 void attention_prompt_cpu(float *out /*(T,NH*HD)*/, float *lse /*(NH,T)*/, const float *qkv, const KvLayer *c,
                           KvPlace first, int T) {
     const int seen = first.at + T;
-    const size_t head = area(seen, c->HD), all = c->NKV * head;
+    const int64_t head = area(seen, c->HD), all = c->NKV * head;
     float *rows = new_array(float, 2 * all);
-    const KeysValues kv = {rows, rows + all, 0, head, (size_t)c->HD};
+    const KeysValues kv = {rows, rows + all, 0, head, c->HD};
     kv_load_slot(rows, c, &c->keys, first.slot, seen);
     kv_load_slot(rows + all, c, &c->values, first.slot, seen);
     attend(out, lse, NULL, qkv, kv, NULL, first.at, 1, T, c->NH, c->NKV, c->HD);
@@ -1243,7 +1242,9 @@ static void fill_block(Model *m, const Unit *u) {
     if (m->block_here == u->number) return;
     m->block_here = u->number;
     if (!m->lora.rank) {
-        ranks_gather_shards(&m->ranks, u->weights, ranks_shard(&m->ranks, t, u->number), m->block_weights);
+        const size_t shard = ranks_shard(&m->ranks, t, u->number);
+        comm_gather_all(&m->mesh->dp, u->weights, shard * sizeof(float), m->block_weights);
+        ranks_lap();
         return;
     }
     copy_floats(m->block_weights + skipped, u->weights, param_unit(t, u->number).count - skipped);
@@ -1252,7 +1253,7 @@ static void fill_block(Model *m, const Unit *u) {
         float *matrix = m->block_weights + param_at(t, u->number, role) - begin;
         Adapter adapters[LORA_MOST_PAIRS];
         if (q) quant_widen_rows(q, 0, q->rows, matrix);
-        const int layers = role < ROLE_FCW ? 1 : block_mlps(&m->config);
+        const int layers = role_count(&m->config, role);
         for (int layer = 0; layer < layers; layer++) {
             const int count = adapters_of(t, &m->table, u->number, role, layer, layers, 0, u->adapters, NULL, adapters);
             for (int i = 0; i < count; i++) adapter_merge(&m->lora, &adapters[i], matrix);
@@ -1329,7 +1330,7 @@ static Block block_get(Model *m, int l, UnitUse use) {
         .norm1 = {weights_at(&u, ROLE_LN1W, ROLE_LN1B), a->mean1, a->rstd1, l == 0 ? m->x_embedding : a[-1].x_out},
         .norm2 = {weights_at(&u, ROLE_LN2W, ROLE_LN2B), a->mean2, a->rstd2, a->x_mid},
         .qkv = linear_at(m, &u, ROLE_QKVW, ROLE_QKVB, C, qkv_width(c)),
-        .proj = linear_at(m, &u, ROLE_PROJW, ROLE_PROJB, c->num_heads * c->head_dim, C),
+        .proj = linear_at(m, &u, ROLE_PROJW, ROLE_PROJB, heads_width(c), C),
         .fc = layer_at(m, &u, ROLE_FCW, ROLE_FCB, 0, layers, C, fc_width(c)),
         .fcproj = layer_at(m, &u, ROLE_FCPROJW, ROLE_FCPROJB, 0, layers, c->ffn_dim, C),
         .router = router_of(m, &u),
@@ -1838,7 +1839,7 @@ static void check_run(const Config *c, const Options *o, const Mesh *mesh) {
 // --weights other than native: the blocks' matrices and the head's.
 static void open_quantised(Model *m, WeightFormat f) {
     const Config *c = &m->local;
-    const int C = c->channels, Q = c->num_heads * c->head_dim, L = c->num_layers;
+    const int C = c->channels, Q = heads_width(c), L = c->num_layers;
     const int E = block_mlps(c);
     const int sizes[][2] = {
         {qkv_width(c), C}, {C, Q}, {E * fc_width(c), C}, {E * C, c->ffn_dim}, {c->padded_vocab_size, C}};
@@ -1872,7 +1873,7 @@ static BlockActs block_acts(Model *m, int N, int rows, int l) {
         a.attended = a.qkv;
     else if (level < 2)
         a.attended = floats(m, area(N, qkv_width(c)));
-    a.y = floats(m, area(N, c->num_heads * c->head_dim));
+    a.y = floats(m, area(N, heads_width(c)));
     a.lse = floats(m, area(N, c->num_heads));
     a.f = floats(m, area(of_mlp, fc_width(c)));
     if (c->num_experts) a.routing = open_routing(m, N);
@@ -1913,7 +1914,7 @@ static void open_activations(Model *m, const Options *o) {
     const Config *c = &m->local;
     int tp = m->mesh->tp.world, dp = m->mesh->dp.world, most = larger(tp, dp);
     int N = m->B * m->T, rows = N / tp, fit = (1 << 26) / c->padded_vocab_size, of_mlp = N * token_mlps(c);
-    int heads = c->num_heads * c->head_dim, branch = larger(heads, c->channels);
+    int heads = heads_width(c), branch = larger(heads, c->channels);
     size_t stream = area(rows, c->channels);
     // without --head-chunks: as many as 256 MiB of logits allow, but at least 64
     m->head_rows = o->head_chunks ? (int)head_rows(o, m->B, m->T) : smaller(N, larger(fit, 64));

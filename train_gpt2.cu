@@ -631,13 +631,13 @@ static void sum_over_ranks(Model *m) {
     cudaStream_t s = m->gpu.compute;
     if (mesh->tp.rank > 0) zero_async(&step->loss, 1, s);
     if (m->masked > 0 && mesh->tp.rank == 0) step_masked(step, m->masked, s);
-    if (mesh->job.world == 1 || links_sum(&m->links, "loss and norm", &step->loss, STEP_SUMS)) return;
+    if (mesh->job.world == 1 || links_sum(&m->links, &step->loss)) return;
     if (mesh->tp.world > 1) {
         nccl_all_gather(&m->links.rows.nccl, "loss and norm", all, &step->loss, STEP_SUMS);
         step_sum(step, all, mesh->tp.world, s);
     }
     if (mesh->dp.world > 1) {
-        zero_gather_small(&m->links.zero, "loss and norm", all, &step->loss, STEP_SUMS);
+        zero_gather_small(&m->links.zero, all, &step->loss, STEP_SUMS);
         step_sum(step, all, mesh->dp.world, s);
     }
 }

@@ -96,6 +96,7 @@ static int mlp_is_gated(MlpKind kind) {  // two matrices lead into it: gate and 
 }
 // Rows of the packed matrices [q | k | v] and [gate | up].
 static int qkv_width(const Config *c) { return (c->num_heads + 2 * c->num_kv_heads) * c->head_dim; }
+static int heads_width(const Config *c) { return c->num_heads * c->head_dim; }
 // What q is multiplied with, so that a softmax of scale 1 / sqrt(HD) has the model's own.
 static float query_scale(const Config *c) {
     return c->softmax_scale > 0 ? c->softmax_scale * sqrtf((float)c->head_dim) : 1;

@@ -80,7 +80,8 @@ static int lora_weight(const Config *c, int layer, int kind, int expert) {
     int before = 0, in_block = 0, together = 0;
     for (int i = 0; i < COUNT_OF(embedding_kinds); i++) before += kind_name(c, &embedding_kinds[i]) != NULL;
     for (int i = 0; i < NUM_BLOCK_KINDS; i++) {
-        const int is_there = kind_name(c, &block_kinds[i]) != NULL, count = is_there * kind_count(c, &block_kinds[i]);
+        const int is_there = kind_name(c, &block_kinds[i]) != NULL,
+                  count = is_there * role_count(c, block_kinds[i].role);
         const int is_together = block_kinds[i].role == block_kinds[kind].role;
         in_block += count;
         together += is_together * is_there;
@@ -109,11 +110,10 @@ static void lora_add(ParamTable *t, const Config *c, const Lora *l, int kind, in
     p.init_std = is_b ? 0 : 1 / sqrtf(3.0f * (float)p.cols);
     params_add(t, c, &p);
 }
-static void lora_add_role(ParamTable *t, const Config *c, const Lora *l, int role, int is_b) {
-    const int experts = role == ROLE_FCW || role == ROLE_FCPROJW ? block_mlps(c) : 1;
-    for (int expert = 0; expert < experts; expert++)
+static void lora_add_role(ParamTable *t, const Config *c, const Lora *l, Role role, int is_b) {
+    for (int expert = 0; expert < role_count(c, role); expert++)
         for (int kind = 0; kind < NUM_BLOCK_KINDS; kind++)
-            if (l->targets >> kind & 1 && (int)block_kinds[kind].role == role) lora_add(t, c, l, kind, expert, is_b);
+            if (l->targets >> kind & 1 && block_kinds[kind].role == role) lora_add(t, c, l, kind, expert, is_b);
 }
 // Of one rank of a tensor-parallel group of tp.
 static ParamTable lora_table(const Config *c, const Lora *l, int tp, int rank) {
@@ -121,7 +121,7 @@ static ParamTable lora_table(const Config *c, const Lora *l, int tp, int rank) {
     params_end_unit(&t);
     for (int layer = 0; layer < c->num_layers; layer++) {
         for (int role = ROLE_QKVW; role <= ROLE_FCPROJW; role++)
-            for (int is_b = 0; is_b < 2; is_b++) lora_add_role(&t, c, l, role, is_b);
+            for (int is_b = 0; is_b < 2; is_b++) lora_add_role(&t, c, l, (Role)role, is_b);
         params_end_unit(&t);
     }
     params_end_unit(&t);

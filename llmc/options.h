@@ -580,14 +580,13 @@ static void options_echo(const Options *o, FILE *f) {
     }
 }
 // " --name value" of each option in which a differs from b.
-static char *options_that_differ(const Options *a, const Options *b, char *text, size_t size) {
+static void options_that_differ(const Options *a, const Options *b, char *text, size_t size) {
     char number[OPTION_NUMBER];
     *text = 0;
     OPTION_EACH(p) {
         const char *value = option_change(a, b, p, number);
         if (value) append_text(text, size, " %s%c%s", p->word, option_separator(p), value);
     }
-    return text;
 }
 
 #endif

@@ -237,7 +237,7 @@ static int dim_size(const Config *c, Dim dim) {
     case DIM_V: return c->padded_vocab_size;
     case DIM_T: return c->max_seq_len;
     case DIM_C: return c->channels;
-    case DIM_Q: return c->num_heads * c->head_dim;
+    case DIM_Q: return heads_width(c);
     case DIM_KV: return c->num_kv_heads * c->head_dim;
     case DIM_QKV: return qkv_width(c);
     case DIM_F: return c->ffn_dim;
@@ -365,14 +365,14 @@ static const char *kind_name(const Config *c, const ParamKind *k) {
     if (i >= 0 && c->num_experts) return mixture_names[i][!config_is(c, "mixtral")];
     return config_is(c, "gpt2") ? k->gpt2 : k->other;
 }
-// How many tensors of this kind a block has: one, or one for each expert.
-static int kind_count(const Config *c, const ParamKind *k) {
-    return k->role == ROLE_FCW || k->role == ROLE_FCPROJW ? block_mlps(c) : 1;
+// How many tensors of a kind of this role a block has: one, or one for each expert.
+static int role_count(const Config *c, Role role) {
+    return role == ROLE_FCW || role == ROLE_FCPROJW ? block_mlps(c) : 1;
 }
 static void params_name(Param *p, const Config *c, int layer, const char *name, int expert) {
     const char *block = config_is(c, "gpt2") ? "transformer.h.%d." : "model.layers.%d.";
-    const int n = FORMAT(p->name, block, layer);
-    snprintf(p->name + n, sizeof p->name - n, name, expert);
+    FORMAT(p->name, block, layer);
+    APPEND(p->name, name, expert);
 }
 static void params_add_kind(ParamTable *t, const Config *c, const ParamKind *k, int in_block, int expert) {
     const char *name = kind_name(c, k);
@@ -398,7 +398,7 @@ static void params_add_unit(ParamTable *t, const Config *c, const ParamKind *kin
     const int in_block = kinds == block_kinds;
     for (const ParamKind *k = kinds, *next; k < kinds + count; k = next) {
         for (next = k + 1; next < kinds + count && next->role == k->role;) next++;
-        for (int expert = 0; expert < kind_count(c, k); expert++)
+        for (int expert = 0; expert < role_count(c, k->role); expert++)
             for (const ParamKind *one = k; one < next; one++) params_add_kind(t, c, one, in_block, expert);
     }
     params_end_unit(t);
@@ -412,7 +412,6 @@ static ParamTable params_of_rank(const Config *c, int tp, int rank) {
     params_add_unit(&t, c, KINDS(head_kinds));
     return t;
 }
-static ParamTable params_table(const Config *c) { return params_of_rank(c, 1, 0); }
 static void params_free(ParamTable *t) {
     free(t->params);
     free(t->unit_begin);

@@ -35,10 +35,6 @@ HOST_DEVICE static inline Rand3 rand_three(uint64_t key, uint32_t counter) {
     x ^= x >> 15;
     return (Rand3){x * 0xadb4a92du >> 16, x * 0x291471e9u >> 16, x * 0x449ed6f5u >> 16};
 }
-// Uniform in [0, 1) with 53 bits.
-HOST_DEVICE static inline double rand_uniform(uint64_t seed, uint64_t stream, uint64_t counter) {
-    return (double)(rand_u64(seed, stream, counter) >> 11) * 0x1p-53;
-}
 // Standard normal (Box-Muller on the two halves of one draw: 32 bits each, never log(0)).
 static inline float rand_normal(uint64_t seed, uint64_t stream, uint64_t counter) {
     uint64_t r = rand_u64(seed, stream, counter);

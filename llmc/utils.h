@@ -160,7 +160,7 @@ static size_t host_bytes_free(void) {
     return bytes;
 }
 
-// The name of a file or folder, by value: pass path_of("%s/%s", folder, name).text.
+// The name of a file or folder, by value: pass path_in(folder, name).text.
 typedef struct { char text[4096]; } Path;
 __attribute__((format(printf, 1, 2))) static Path path_of(const char *format, ...) {
     Path path;
@@ -171,6 +171,8 @@ __attribute__((format(printf, 1, 2))) static Path path_of(const char *format, ..
     require(length < (int)sizeof path.text, "path is too long: %.80s...\nuse a shorter one", path.text);
     return path;
 }
+
+static Path path_in(const char *folder, const char *name) { return path_of("%s/%s", folder, name); }
 
 // A text in memory that is written like a file. It stays where it is while it is open. free(bytes) in the end.
 typedef struct {

@@ -11,7 +11,7 @@ static int *random_tokens(size_t n, int V, double skew) {
     int *tokens = host_ints(n, V);
     uint64_t stream = rand_stream(RAND_SHUFFLE, ladder.draws++);
     for (size_t i = 0; i < n && skew != 0; i++) {
-        int token = (int)pow(V, rand_uniform(ladder.seed, stream, i)) - 1;
+        int token = (int)pow(V, (double)(rand_u64(ladder.seed, stream, i) >> 11) * 0x1p-53) - 1;
         tokens[i] = skew < 0 ? V - 1 : (int)((int64_t)token * 7919 % V);  // spread over the vocabulary
     }
     return tokens;

@@ -250,7 +250,7 @@ static size_t longest(const P2p *p, P2pKind kind, int wide) {
            (kind == P2P_ALL_REDUCE ? 1 : (size_t)group.world);
 }
 
-static double draw(void) { return rand_uniform(ladder.seed, 77, ladder.draws++); }
+static double draw(void) { return (double)(rand_u64(ladder.seed, 77, ladder.draws++) >> 11) * 0x1p-53; }
 // Any kind and type, sizes evenly by their logarithm up to `most_bytes`, half of them on 16 bytes.
 static Case random_case(size_t most_bytes) {
     const P2p *p = &group.members[0].p2p;

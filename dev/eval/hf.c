@@ -164,7 +164,7 @@ int main(int argc, char **argv) {
         return 0;
     }
     m.config = config_from_json(folder);
-    m.table = params_table(&m.config);
+    m.table = params_of_rank(&m.config, 1, 0);
     if (!strcmp(what, "config")) {
         config_write(&m.config, argc > 3 ? argv[3] : "fp32", stdout, "\n  ");
         printf("\n");

@@ -14,7 +14,7 @@ static char *text_of(const Config *c) {
 }
 static void fuzz_one(const uint8_t *data, size_t size) {
     const Config c = config_from_json(fuzz_file(data, size));
-    ParamTable table = params_table(&c);
+    ParamTable table = params_of_rank(&c, 1, 0);
     assert(table.total >= table.num_weights && table.num_weights > 0);
     params_free(&table);
     char *text = text_of(&c);

@@ -36,7 +36,7 @@ static void fuzz_one(const uint8_t *data, size_t size) {
     check_options(&o);
     Config c;
     if (!config_parse(o.model, &c)) config_finish(&c, NULL);
-    ParamTable table = params_table(&c);
+    ParamTable table = params_of_rank(&c, 1, 0);
     params_free(&table);
 }
 static void fuzz_seeds(void) {

@@ -40,7 +40,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     (void)o;
     m->config = *c;
     m->mesh = mesh;
-    m->table = params_table(c);
+    m->table = params_of_rank(c, 1, 0);
     m->weights = (float *)calloc_or_die(m->table.total * sizeof(float));
 }
 void model_close(Model *m) {

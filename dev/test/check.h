@@ -3,6 +3,7 @@
 #define CHECK_H
 
 #include "fopen_or_die.h"
+#include "../../llmc/rand.h"
 
 #include <sys/wait.h>
 
@@ -19,6 +20,10 @@ __attribute__((unused, format(printf, 2, 3))) static int check(int condition, co
     return condition;
 }
 
+// Uniform in [0, 1) with 53 bits.
+__attribute__((unused)) static double rand_uniform(uint64_t seed, uint64_t stream, uint64_t counter) {
+    return (double)(rand_u64(seed, stream, counter) >> 11) * 0x1p-53;
+}
 // Texts behind each other. free() it.
 __attribute__((unused)) static char *joined(const char *a, const char *b, const char *c) {
     char *text = new_array(char, strlen(a) + strlen(b) + strlen(c) + 1);

@@ -727,7 +727,7 @@ static void check_lora_8b(const char *format, double gb) {
     o.weights = "native";
     end(&r);
     begin(&r, &o);
-    run_memory_hint(text, sizeof text, room, NULL, &r.plan);
+    run_memory_hint(text, sizeof text, room, &r.plan);
     check(strstr(text, "use --weights int8 or int4, ") && !bytes_fit(r.memory.bytes, room), "in 12 GiB: %s", text);
     end(&r);
 }

@@ -459,7 +459,7 @@ static inline void test_rounded_reference(const char *folder, const Options *rou
     Options native = *rounded;
     native.matmul_dtype = native.head_dtype = "native";
     const Config c = config_from_json(folder);
-    ParamTable table = params_table(&c);
+    ParamTable table = params_of_rank(&c, 1, 0);
     const size_t logits = (size_t)(d.B * d.T * c.vocab_size);
     float *ours = model_numbers(folder, &d, rounded), *exact = model_numbers(folder, &d, &native),
           *theirs = debug_numbers(&d, &table, logits);
@@ -616,7 +616,7 @@ static inline float *weights_after(const char *folder, const Options *o, int ste
 }
 static inline size_t weights_total(const char *folder) {
     const Config c = config_from_json(folder);
-    ParamTable t = params_table(&c);
+    ParamTable t = params_of_rank(&c, 1, 0);
     const size_t total = t.total;
     params_free(&t);
     return total;

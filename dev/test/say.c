@@ -34,7 +34,7 @@ static void say_samples(int V, double temperature, uint64_t seed, uint64_t step,
 static void say_table(const char *name) {
     Config c;
     int vocab_given = config_parse(name, &c);
-    ParamTable t = params_table(&c);
+    ParamTable t = params_of_rank(&c, 1, 0);
     printf("= %s %d %s %d %d %d %d %d %d %d %d %.9g %d %.9g %.9g %.9g %.9g %d %d %d %d %d %d %d %.9g %.9g %d "
            "%d %.9g %d %d %d %.9g\n",
            name, vocab_given, c.model_type, c.num_layers, c.channels, c.num_heads, c.num_kv_heads, c.ffn_dim,
@@ -60,7 +60,7 @@ int main(int argc, char **argv) {
     } else if (!strcmp(what, "init")) {
         // model, seed: all values of all tensors, those of the vocabulary's padding left out
         config_parse(argv[2], &c);
-        ParamTable t = params_table(&c);
+        ParamTable t = params_of_rank(&c, 1, 0);
         for (int i = 0; i < t.count; i++) {
             size_t n = (size_t)t.params[i].file_rows * (size_t)t.params[i].file_cols;
             float *values = (float *)malloc_or_die(n * sizeof(float));

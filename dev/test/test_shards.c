@@ -91,7 +91,7 @@ static void test_model(const char *text) {
     Model m, copy;
     memset(&m, 0, sizeof m);
     require(config_parse(text, &m.config), "unknown model '%s'\n", text);
-    m.table = params_table(&m.config);
+    m.table = params_of_rank(&m.config, 1, 0);
     copy = m;
     for (int s = 0; s < 5; s++) {
         m.slots[s] = (float *)calloc_or_die(m.table.total * sizeof(float));
@@ -153,7 +153,7 @@ static void test_layout(const char *text, int dp, int tp) {
     Model whole;
     memset(&whole, 0, sizeof whole);
     require(config_parse(text, &whole.config), "unknown model '%s'\n", text);
-    whole.table = params_table(&whole.config);
+    whole.table = params_of_rank(&whole.config, 1, 0);
     for (int s = 0; s < 5; s++) {
         whole.slots[s] = (float *)calloc_or_die(whole.table.total * sizeof(float));
         for (int i = 0; i < whole.table.count; i++) {
@@ -211,7 +211,7 @@ static void test_overlap(void) {
     memset(&s, 0, sizeof s);
     memset(&saving, 0, sizeof saving);
     require(config_parse("gpt2:124M,layers=2,channels=32,heads=2,vocab=300,seq=24", &m.config), "unknown model\n");
-    m.table = params_table(&m.config);
+    m.table = params_of_rank(&m.config, 1, 0);
     m.mesh = &alone;
     const size_t bytes = m.table.total * sizeof(float);
     for (int k = 0; k < 4; k++) {

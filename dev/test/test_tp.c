@@ -46,7 +46,7 @@ static int expected_place(const Config *c, const Param *p, int tp, int index, in
 
 static void test_split(const char *name, int tp) {
     const Config c = config_of(name);
-    ParamTable whole = params_table(&c);
+    ParamTable whole = params_of_rank(&c, 1, 0);
     ParamTable *parts = (ParamTable *)malloc_or_die((size_t)tp * sizeof *parts);
     int once = 1, places = 1, order = 1, same_init = 1, sizes = 1;
     for (int r = 0; r < tp; r++) parts[r] = params_of_rank(&c, tp, r);
@@ -112,7 +112,7 @@ static void test_split(const char *name, int tp) {
 // Gradients that count in the norm, over all ranks of a dp x tp mesh: every weight once.
 static void test_counted(const char *name, int dp, int tp) {
     const Config c = config_of(name);
-    ParamTable whole = params_table(&c);
+    ParamTable whole = params_of_rank(&c, 1, 0);
     size_t counted = 0, padding = 0;
     for (int r = 0; r < dp * tp; r++) {
         ParamTable t = params_of_rank(&c, tp, r % tp);

@@ -207,7 +207,7 @@ static int train(int layers, int stage, int fp8, int works) {
     gpu.comm = (cudaStream_t)1;
     snprintf(name, sizeof name, "gpt2:124M,layers=%d,channels=64,heads=4,vocab=256,seq=64", layers);
     config_parse(name, &c);
-    ParamTable t = params_table(&c);
+    ParamTable t = params_of_rank(&c, 1, 0);
     ZeroBuffers b = {};
     b.weights = (floatX *)(WEIGHTS * PLACE);
     b.grads = (floatX *)(GRADS * PLACE);
@@ -247,7 +247,7 @@ static void check_parts(const char *model, int ranks) {
     Config c;
     Comm comm = COMM_ALONE;
     config_parse(model, &c);
-    ParamTable t = params_table(&c);
+    ParamTable t = params_of_rank(&c, 1, 0);
     const Gpu gpu = {};
     const size_t all = unit_vectors(&t).begin;
     size_t next = 0, uneven = 0, misplaced = 0;

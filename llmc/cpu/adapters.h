@@ -11,13 +11,12 @@ static void lora_backward_cpu(float *da, float *db, float *scratch, const float 
                               const float *inp, const float *a, const float *b, int rank, float scale, int accumulate,
                               int N, int C) {
     float *down = scratch, *up = scratch + area(N, rank);
-    multiply_vectors((Product){down, NULL, NULL, (size_t)rank, matrix(inp, C), transposed(a, C), N, rank, C});
-    multiply_vectors((Product){up, NULL, NULL, (size_t)rank, matrix(dout, OC), matrix(b, rank), N, rank, rows});
+    multiply_vectors((Product){down, NULL, NULL, rank, matrix(inp, C), transposed(a, C), N, rank, C});
+    multiply_vectors((Product){up, NULL, NULL, rank, matrix(dout, OC), matrix(b, rank), N, rank, rows});
     for (size_t i = 0; i < 2 * area(N, rank); i++) scratch[i] *= scale;
-    multiply_vectors((Product){db, accumulate ? db : NULL, NULL, (size_t)rank, transposed(dout, OC), matrix(down, rank),
-                               rows, rank, N});
     multiply_vectors(
-        (Product){da, accumulate ? da : NULL, NULL, (size_t)C, transposed(up, rank), matrix(inp, C), rank, C, N});
+        (Product){db, accumulate ? db : NULL, NULL, rank, transposed(dout, OC), matrix(down, rank), rows, rank, N});
+    multiply_vectors((Product){da, accumulate ? da : NULL, NULL, C, transposed(up, rank), matrix(inp, C), rank, C, N});
 }
 // One of rows [row, row + rows) of a layer's weight.
 typedef struct {

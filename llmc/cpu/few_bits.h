@@ -22,18 +22,11 @@ static void matmul_quant_cpu(float *out, const float *x, const float *inp, const
     float *wide = new_array(float, area(part, cols));
     for (int n = 0, size; n < rows; n += size) {
         size = smaller(rows - n, part);
-        Product p = {out + n,
-                     x ? x + n : NULL,
-                     bias ? bias + n : NULL,
-                     (size_t)rows,
-                     matrix(inp, cols),
-                     transposed(wide, cols),
-                     N,
-                     size,
-                     cols};
+        Product p = {
+            out + n, x ? x + n : NULL, bias ? bias + n : NULL, rows, matrix(inp, cols), transposed(wide, cols), N, size,
+            cols};
         if (backward)
-            p = (Product){out, n ? out : NULL, NULL, (size_t)cols, matrix(inp + n, rows), matrix(wide, cols),
-                          N,   cols,           size};
+            p = (Product){out, n ? out : NULL, NULL, cols, matrix(inp + n, rows), matrix(wide, cols), N, cols, size};
         quant_widen_rows(weight, n, size, wide);
         multiply_vectors(p);
     }

@@ -59,11 +59,6 @@ static const int *ranks_words(const Ranks *r, const int *tokens, int N, const Co
 static size_t ranks_shard(const Ranks *r, const ParamTable *t, int unit) {  // elements
     return param_unit(t, unit).count / r->mesh->dp.world;
 }
-// all = a unit, of which `mine` is this rank's shard.
-static void ranks_gather_shards(const Ranks *r, const float *mine, size_t shard, float *all) {
-    comm_gather_all(&r->mesh->dp, mine, shard * sizeof(float), all);
-    ranks_lap();
-}
 // The gradients of a unit become their sums over ranks: of this rank's shard or (ZeRO 0) of all. Returns the shard.
 static const float *ranks_sum_gradients(const Ranks *r, const ParamTable *t, int unit, float *grads) {
     const Comm *dp = &r->mesh->dp;

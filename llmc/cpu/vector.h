@@ -82,7 +82,7 @@ static Matrix submatrix(Matrix m, size_t i, size_t j) {
 typedef struct {
     float *c;
     const float *init, *bias;  // NULL: none
-    size_t row;
+    int64_t row;
     Matrix a, b;
     int M, N, K;
 } Product;

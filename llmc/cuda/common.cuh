@@ -82,7 +82,7 @@ static void gpu_require_code(const cudaDeviceProp *prop) {
     const int sm = 10 * prop->major + prop->minor, built[] = {__CUDA_ARCH_LIST__};
     require(sm >= 80, "%s is sm_%d\nbf16 and TF32 matmuls need sm_80 or newer", prop->name, sm);
     char list[128] = "";
-    for (int arch : built) snprintf(list + strlen(list), sizeof list - strlen(list), " sm_%d", arch / 10);
+    for (int arch : built) APPEND(list, " sm_%d", arch / 10);
     cudaFuncAttributes attributes;
     const cudaError_t status = cudaFuncGetAttributes(&attributes, gpu_code_kernel);
     require(status == cudaSuccess,

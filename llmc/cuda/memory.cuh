@@ -35,7 +35,7 @@ typedef struct {
 } Memory;
 
 // Writes one line: what to do when it does not fit into the GPU.
-typedef void MemoryHint(char *text, size_t size, MemoryBytes room, const Memory *m, void *context);
+typedef void MemoryHint(char *text, size_t size, MemoryBytes room, void *context);
 
 static size_t memory_budget = SIZE_MAX, memory_taken;  // bytes of the GPU: --memory; what has been allocated
 static int bytes_fit(MemoryBytes bytes, MemoryBytes room) {
@@ -90,7 +90,7 @@ static void memory_does_not_fit(const Memory *m, MemoryBytes room, MemoryHint *h
         "this run needs %.0f MiB of host memory, and a rank's share of what is free here is %.0f MiB (table above)\n"
         "close other programs, use --debug save-async=0, or --offload less",
         mib(m->bytes.host), mib(room.host));
-    if (hint) hint(text, sizeof text, room, m, context);
+    if (hint) hint(text, sizeof text, room, context);
     die("this run needs %.0f MiB and %s %.0f MiB%s (table above)\n%s", mib(m->bytes.device),
         memory_budget == SIZE_MAX ? "the GPU has" : "--memory leaves", mib(room.device),
         memory_budget == SIZE_MAX ? " free" : "", text);

@@ -201,12 +201,11 @@ static void tokenizer_close(Tokenizer *t) {
     memset(t, 0, sizeof *t);
 }
 // For messages: "gpt2 (50257 tokens, hash 0123456789abcdef)".
-static const char *tokenizer_name(const TokenizerId *id, char *text, size_t size) {
+static void tokenizer_name(const TokenizerId *id, char *text, size_t size) {
     static const char *const kinds[] = {"a tokenizer of unknown kind", "bytes", "gpt2", "llama3", "qwen2"};
     char tokens[32] = "";
     if (id->vocab_size > 0) FORMAT(tokens, "%d tokens, ", id->vocab_size);
     snprintf(text, size, "%s (%shash %016lx)", kinds[id->kind], tokens, id->hash);
-    return text;
 }
 // tokenizer.bin in the folder of a shard, where the scripts put it.
 static Path tokenizer_path(const char *shard_path) {

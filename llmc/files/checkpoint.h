@@ -152,7 +152,7 @@ static Path checkpoint_folder(const char *output, int64_t step, const char *suff
 }
 static int64_t file_bytes(const char *folder, const char *name) {  // -1: there is none
     struct stat s;
-    return stat(path_of("%s/%s", folder, name).text, &s) == 0 && S_ISREG(s.st_mode) ? s.st_size : -1;
+    return stat(path_in(folder, name).text, &s) == 0 && S_ISREG(s.st_mode) ? s.st_size : -1;
 }
 static int window_values(const StateWindow *w) { return w->count < STATE_WINDOW ? w->count : (int)STATE_WINDOW; }
 static void write_window(FILE *f, const char *name, const StateWindow *w) {
@@ -204,7 +204,7 @@ static int write_train_state(const Model *m, const char *folder, const TrainStat
     for (int i = 0; i < NUM_KNOWN_FILES; i++) {
         bytes[i] = file_bytes(folder, known_file(folder, i));
         if (i < NUM_SUMMED_FILES || bytes[i] < 0) continue;
-        const int fd = open(path_of("%s/%s", folder, known_file(folder, i)).text, O_RDONLY | O_CLOEXEC);
+        const int fd = open(path_in(folder, known_file(folder, i)).text, O_RDONLY | O_CLOEXEC);
         const int failed = fd < 0 ? errno : checksum_span(fd, 0, bytes[i], &all[i]);
         if (fd >= 0) close(fd);
         if (failed) return failed;
@@ -261,11 +261,10 @@ static int sync_directory(const char *path) {
 }
 // Removes what we wrote. A folder with other files in it stays.
 static void remove_checkpoint(const char *folder) {
-    for (int i = 0; i < NUM_COMPANION_FILES; i++) unlink(path_of("%s/%s", folder, companion_files[i]).text);
-    for (int i = NUM_CHECKPOINT_FILES - 1; i > 0; i--)
-        unlink(path_of("%s/%s", folder, checkpoint_file(folder, i)).text);
+    for (int i = 0; i < NUM_COMPANION_FILES; i++) unlink(path_in(folder, companion_files[i]).text);
+    for (int i = NUM_CHECKPOINT_FILES - 1; i > 0; i--) unlink(path_in(folder, checkpoint_file(folder, i)).text);
     rmdir(path_of(AVERAGE_FOLDER, folder).text);
-    unlink(path_of("%s/%s", folder, checkpoint_file(folder, 0)).text);  // last: it says which files these are
+    unlink(path_in(folder, checkpoint_file(folder, 0)).text);  // last: it says which files these are
     unlink(path_of("%s/" DIVERGED_MARK, folder).text);
     if (rmdir(folder) != 0) fprintf(stderr, "warning: cannot remove '%s': %s\n", folder, strerror(errno));
 }
@@ -395,7 +394,7 @@ static int checkpoint_is_intact(const Comm *c, const char *folder, int files, ch
     int intact = s.whole;
     for (int i = 0; i < NUM_KNOWN_FILES && intact; i++) {
         if (s.bytes[i] < 0) continue;
-        const Path path = path_of("%s/%s", folder, known_file(folder, i));
+        const Path path = path_in(folder, known_file(folder, i));
         intact = file_has_checksum(c, path.text, s.bytes[i], s.sums[i]);
         gigabytes += 1e-9 * s.bytes[i];
         if (!intact && may_change(i)) {
@@ -472,7 +471,7 @@ static NextCheckpoint next_checkpoint(const char *output, struct dirent **names,
     NextCheckpoint c = {};
     for (; *at < 2 * count && !*c.folder.text; ++*at) {
         const char *name = names[count - 1 - *at % count]->d_name;
-        Path folder = path_of("%s/%s", output, name);
+        Path folder = path_in(output, name);
         int second_time = *at >= count, diverged = checkpoint_is_diverged(folder.text);
         if (diverged && !second_time)
             fprintf(stderr,
@@ -576,7 +575,7 @@ static void remove_old_checkpoints(const char *output, int64_t step, int keep, i
     if (readlink(path_of("%s/best", output).text, best, sizeof best - 1) < 0) *best = 0;
     for (int i = count - 1, kept = 0, goods = 0; i >= 0; i--) {
         int64_t at = atoll(names[i]->d_name + 5);
-        Path path = path_of("%s/%s", output, names[i]->d_name), gone = path_of("%s.tmp", path.text);
+        Path path = path_in(output, names[i]->d_name), gone = path_of("%s.tmp", path.text);
         char why[WHY_BYTES];
         int whole = at <= step && checkpoint_is_whole(path.text, at, why);
         int major = (major_every > 0 && at % major_every == 0) || !strcmp(names[i]->d_name, best);
@@ -661,11 +660,11 @@ static void checkpoint_make_folder(Checkpoint *c) {
     struct dirent **names = NULL;
     make_directory(output);
     int count = scandir(output, &names, is_leftover_name, alphasort);
-    for (int i = 0; i < count; i++) remove_checkpoint(path_of("%s/%s", output, names[i]->d_name).text);
+    for (int i = 0; i < count; i++) remove_checkpoint(path_in(output, names[i]->d_name).text);
     free_names(names, count);
     names = NULL;
     count = scandir(output, &names, is_step_name, by_step);
-    const Path newest = path_of("%s/%s", output, count > 0 ? names[count - 1]->d_name : ".");
+    const Path newest = path_in(output, count > 0 ? names[count - 1]->d_name : ".");
     const char *const folders[] = {c->state.data_folder.text, newest.text,
                                    model && is_directory(model) ? model : newest.text};
     free_names(names, count);
@@ -681,8 +680,7 @@ static void checkpoint_make_folder(Checkpoint *c) {
         const char *name = companion_files[i];
         int from = i < NUM_COMPANION_FILES - NUM_TAUGHT_FILES ? 2 : 0;
         while (from < 2 && (!*folders[from] || file_bytes(folders[from], name) < 0)) from++;
-        c->error =
-            copy_companion(path_of("%s/%s", folders[from], name).text, path_of("%s/%s", c->writing.text, name).text);
+        c->error = copy_companion(path_in(folders[from], name).text, path_in(c->writing.text, name).text);
     }
     if (!c->error && model && file_bytes(c->writing.text, "generation_config.json") < 0)
         c->error = write_ends(model, c->writing.text);
@@ -701,7 +699,7 @@ static void checkpoint_begin(Checkpoint *c, Model *m, const char *output, const 
     int first = facts_of(m).mesh->job.rank == 0;
     const char *const weights = facts_of(m).frozen->count ? "adapter_model.safetensors" : "model.safetensors";
     c->num_files = model_has_slot(m, SLOT_AVERAGE) ? 3 : 2;
-    slots_declare(&c->files[0], m, weight_slot, 1, NULL, path_of("%s/%s", c->writing.text, weights).text);
+    slots_declare(&c->files[0], m, weight_slot, 1, NULL, path_in(c->writing.text, weights).text);
     if (c->num_files > 2)
         slots_declare(&c->files[2], m, average_slot, 1, NULL,
                       path_of(AVERAGE_FOLDER "/%s", c->writing.text, weights).text);
@@ -787,7 +785,7 @@ static void read_window(const Json *j, const char *path, const char *name, State
 static void read_data_place(const Json *j, const char *path, TrainState *s) {
     int data = json_get(j, 0, "data");
     if (data == JSON_NONE) return;  // not known
-    const char *content = json_string(j, json_get(j, data, "content"));
+    const char *content = json_text(j, data, "content");
     // older checkpoints have a hash of names and sizes, which is not compared
     int older = json_get(j, data, "content") == JSON_NONE && json_get(j, data, "hash") != JSON_NONE;
     int good = older || (content && strlen(content) == 16 && strspn(content, "0123456789abcdef") == 16);
@@ -813,7 +811,7 @@ static TokenizerId read_tokenizer_id(const Json *j, const char *path) {
     int64_t kind, tokens;
     int at = json_get(j, 0, "tokenizer");
     if (at == JSON_NONE) return id;
-    const char *hash = json_string(j, json_get(j, at, "hash"));
+    const char *hash = json_text(j, at, "hash");
     STATE_REQUIRE(hash && state_number(j, at, "kind", NUM_TOKENIZERS - 1, &kind) &&
                       state_number(j, at, "tokens", INT32_MAX, &tokens),
                   "tokenizer");
@@ -825,7 +823,7 @@ static TokenizerId read_tokenizer_id(const Json *j, const char *path) {
 // One of two words. older: what checkpoints without this key are; NULL: all have it.
 static const char *read_word(const Json *j, const char *path, const char *key, const char *one, const char *other,
                              const char *older) {
-    const char *word = json_string(j, json_get(j, 0, key));
+    const char *word = json_text(j, 0, key);
     if (older && json_get(j, 0, key) == JSON_NONE) return older;
     STATE_REQUIRE(word && (!strcmp(word, one) || !strcmp(word, other)), key);
     return word;
@@ -872,7 +870,7 @@ static void checkpoint_load(Model *m, const char *folder, const TrainState *s) {
         folder, s->precision, precision, folder);
     model_load_weights(m, folder);  // first: this sets the masters too
     load_slots(m, checkpoint_states, num_checkpoint_states(m), path_of("%s/optimizer.safetensors", folder).text, NULL);
-    const Path average = path_of("%s/%s", folder, companion_files[facts_of(m).frozen->count ? 3 : 1]);
+    const Path average = path_in(folder, companion_files[facts_of(m).frozen->count ? 3 : 1]);
     if (!model_has_slot(m, SLOT_AVERAGE)) return;
     if (file_exists(average.text))
         load_slots(m, average_slot, 1, average.text, NULL);

@@ -121,7 +121,7 @@ static void config_write(const Config *c, const char *dtype, FILE *f, const char
     config_write_experts(c, f, s);
     if (config_is(c, "modern"))
         CONFIG_EACH(k, config_modern_numbers) config_write_key(c, f, s, k);
-    else if (c->num_heads * c->head_dim != c->channels || c->qk_norm == QK_NORM_GAINS)  // absent: channels / heads; 128
+    else if (heads_width(c) != c->channels || c->qk_norm == QK_NORM_GAINS)  // absent: channels / heads; 128
         fprintf(f, ",%s\"head_dim\": %d", s, c->head_dim);
     if (config_is(c, "gpt2"))
         fprintf(f,
@@ -280,7 +280,7 @@ static Config config_from_json(const char *path) {
     f.path = is_directory(path) ? in_folder.text : path;
     require(json_load(&f.json, f.path),
             "cannot read '%s': %s\nname a Hugging Face folder, or another checkpoint of a run", f.path, f.json.error);
-    const char *type = json_string(&f.json, json_get(&f.json, 0, "model_type"));
+    const char *type = json_text(&f.json, 0, "model_type");
     const Config defaults[] = {config_gpt2(NEEDED, NEEDED, NEEDED, 1024),
                                config_llama(NEEDED, NEEDED, NEEDED, DERIVED, NEEDED, NEEDED, 2048, 1e4f, 0, 0),
                                config_mistral(NEEDED, NEEDED, NEEDED, NEEDED, NEEDED, 131072),

@@ -23,7 +23,7 @@ static Path adapter_base(const char *folder) {
     Json j;
     Path path;
     adapter_config_open(&j, folder, &path);
-    const char *base = json_string(&j, json_get(&j, 0, "base_model_name_or_path"));
+    const char *base = json_text(&j, 0, "base_model_name_or_path");
     require(base && is_directory(base),
             "'%s': its base '%s' is no folder here\n"
             "write the folder of the base to base_model_name_or_path in it; of a checkpoint, in a copy without "
@@ -52,7 +52,7 @@ static Lora adapter_config_read(const char *folder, const Config *c) {
     Json j;
     Path path;
     adapter_config_open(&j, folder, &path);
-    const char *type = json_string(&j, json_get(&j, 0, "peft_type"));
+    const char *type = json_text(&j, 0, "peft_type");
     require(type && !strcmp(type, "LORA"), "'%s': peft_type is '%.40s', not LORA\nname a folder of LoRA adapters",
             path.text, type ? type : "missing");
     JSON_EACH(&j, key, 0) adapter_require_plain(&j, path.text, key);

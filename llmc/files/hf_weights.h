@@ -267,7 +267,7 @@ static uint64_t base_mark(const StReader *r, const ParamTable *model, const Para
 // What a file of adapters says that they are for; 0: nothing.
 static uint64_t base_of_adapters(const StReader *r) {
     const Json *j = &r->files[0].header;
-    const char *mark = json_string(j, json_get(j, json_get(j, 0, "__metadata__"), "base"));
+    const char *mark = json_text(j, json_get(j, 0, "__metadata__"), "base");
     return mark ? strtoull(mark, NULL, 16) : 0;
 }
 static void require_base(uint64_t made_for, uint64_t mark, const char *what) {
@@ -346,7 +346,7 @@ static void model_load_merged(Model *m, const char *base, const char *folder) {
 
 // A small text file, flushed. sum: becomes its checksum, unless NULL. Returns errno of what failed, or 0.
 static int write_text_file(const char *folder, const char *name, const char *text, uint64_t *sum) {
-    Path path = path_of("%s/%s", folder, name);
+    Path path = path_in(folder, name);
     int fd = open(path.text, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
     if (sum) *sum = checksum(text, strlen(text), 0);
     int error = fd < 0 ? st_failed(path.text) : st_pwrite(fd, path.text, text, strlen(text), 0);

@@ -243,6 +243,9 @@ static int json_get(const Json *j, int object, const char *key) {
             if (strcmp(json_string(j, k), key) == 0) return k + 1;
     return JSON_NONE;
 }
+static const char *json_text(const Json *j, int object, const char *key) {
+    return json_string(j, json_get(j, object, key));
+}
 // These return 1 and set *out. They return 0 if the value is of another kind or does not fit.
 static int json_int(const Json *j, int value, int64_t *out) {
     const char *text = json_value_text(j, value, JSON_NUMBER);

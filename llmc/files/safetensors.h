@@ -78,7 +78,7 @@ static StTensor st_parse_tensor(const Json *j, int key, const char *path, uint64
         require(condition, "'%s': tensor '%.100s' " what, path, t.name, ##__VA_ARGS__)
     StTensor t = {};
     t.name = json_string(j, key);
-    const char *type = json_string(j, json_get(j, key + 1, "dtype"));
+    const char *type = json_text(j, key + 1, "dtype");
     ST_REQUIRE(type, "has no dtype" ST_BROKEN);
     int kind = 0;
     while (kind < ST_NUM_TYPES && strcmp(type, st_types[kind].name) != 0) kind++;
@@ -160,7 +160,7 @@ static void st_open_indexed(StReader *r, const char *folder, const char *index_p
         require(name && *name && *name != '.' && !strchr(name, '/'),
                 "'%s': tensor '%.100s' lies in no plain file name\nmake or download it again", index_path,
                 json_string(index, key));
-        Path path = path_of("%s/%s", folder, name);
+        Path path = path_in(folder, name);
         int known = 0;
         for (int i = r->num_files - 1; i >= 0 && !known; i--) known = strcmp(r->files[i].path.text, path.text) == 0;
         if (!known) st_open_file(r, path.text);

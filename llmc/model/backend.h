@@ -131,7 +131,7 @@ static int weights_are_quantised(const Options *o) { return strcmp(o->weights, "
 static WeightFormat weights_format(const Options *o, const Config *local) {
     const WeightFormat f = quant_format(o->weights);
     quant_check(f, "channels", local->channels);
-    quant_check(f, "columns of all heads", local->num_heads * local->head_dim);
+    quant_check(f, "columns of all heads", heads_width(local));
     quant_check(f, "columns of the MLP", local->ffn_dim);
     return f;
 }
@@ -171,7 +171,7 @@ static void matmul_check(const Comm *job, const Config *local, const Options *o)
         long long size;
     } sizes[] = {{"channels", blocks || head, local->channels},
                  {"width of q, k and v", blocks, qkv_width(local)},
-                 {"width of all heads", blocks, local->num_heads * local->head_dim},
+                 {"width of all heads", blocks, heads_width(local)},
                  {"MLP width", blocks, local->ffn_dim},
                  {"tokens of a micro-step", !forward_only(o) && matmul_weight_gradient_is_fp8(o),
                   o->batch_size * o->seq_len}};

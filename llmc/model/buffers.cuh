@@ -151,7 +151,7 @@ static Fp8Operands fp8_operands(const Plan *p, Buffers *b) {
     // in elements; the head's are of some rows; experts' are not transposed
     const size_t N = p->fp8_blocks ? p->N : 0, part = p->fp8_head ? p->head_rows : 0;
     const size_t M = c->num_experts ? 0 : N, R = N ? plan_mlp_rows(p) : 0, F = c->ffn_dim;
-    const size_t in[] = {N * C, N * (c->num_heads * c->head_dim), M * F, part * C};
+    const size_t in[] = {N * C, N * heads_width(c), M * F, part * C};
     const size_t out[] = {N * qkv_width(c), N * C, M * fc_width(c)};
     const size_t inputs = LARGEST(in), gradients = LARGEST(out);
     const size_t rows[] = {inputs, p->trains * gradients, R * C, R * F, p->trains * R * fc_width(c)};
@@ -208,11 +208,10 @@ static size_t norms_size(const Plan *p, int shared) {
 static size_t plan_block_places(const Plan *p) { return p->config.num_layers - p->whole_blocks; }
 // Whole blocks that keep what attention gave.
 static size_t plan_kept_attention(const Plan *p) { return p->keeps_attention ? p->whole_blocks : 0; }
-static size_t heads_width(const Config *c) { return c->num_heads * c->head_dim; }
 // Elements that a block keeps, and those in fp8.
 static size_t saved_block_size(const Plan *p) {
     const Config *c = &p->local;
-    size_t size = p->N * (qkv_width(c) + c->num_heads * c->head_dim) + plan_mlp_rows(p) * fc_width(c);
+    size_t size = p->N * (qkv_width(c) + heads_width(c)) + plan_mlp_rows(p) * fc_width(c);
     if (!p->recomputes_activation && !p->keeps_fp8_inputs) size += plan_mlp_rows(p) * c->ffn_dim;
     return size + norms_size(p, 0);
 }
@@ -376,28 +375,35 @@ static size_t whole_element(const Param *q, size_t element) {
     const ParamPart *part = param_part_at(q, element);
     return q->whole_offset + (part ? param_whole(q, part, element) : element);
 }
+// each(at, n): a chunk of the elements `mine` of a tensor.
+template <typename Each> static void each_chunk(const Plan *p, const Param *q, Span mine, Each each) {
+    const size_t piece = plan_piece(p), end = mine.begin + mine.count;
+    for (size_t at = mine.begin, n; at < end; at += n) {
+        n = std::min({(size_t)ADAM_CHUNK, end - at, piece - plan_index(p, SLOT_M, q->unit, at) % piece});
+        if (rounds_by_runs(p)) n = param_run(q, at - q->offset, n);
+        each(at, n);
+    }
+}
 static int adam_chunks(const Plan *p, AdamChunk *out, int *per_piece) {
     const size_t piece = plan_piece(p);
-    const int by_runs = rounds_by_runs(p);
     int count = 0;
     PARAM_EACH(q, p->table) {
         if (q->optimiser != OPTIMISER_ADAMW) continue;
         const Span mine = span_overlap(plan_owned(p, SLOT_M, q->unit), q->offset, q->size);
-        for (size_t at = mine.begin, n; at < mine.begin + mine.count; at += n, count++) {
-            const size_t element = at - q->offset, state = plan_index(p, SLOT_M, q->unit, at);
-            n = std::min({(size_t)ADAM_CHUNK, mine.begin + mine.count - at, piece - state % piece});
-            if (by_runs) n = param_run(q, element, n);
-            if (!out) continue;
-            out[count] = {plan_index(p, SLOT_WEIGHT, q->unit, at),
-                          plan_index(p, SLOT_GRAD, q->unit, at),
-                          state % piece,
-                          plan_index(p, SLOT_V, q->unit, at) % piece,
-                          whole_element(q, element),
-                          (int)n,
-                          q->rate,
-                          q->decay};
-            per_piece[state / piece]++;
-        }
+        each_chunk(p, q, mine, [&](size_t at, size_t n) {
+            const size_t state = plan_index(p, SLOT_M, q->unit, at);
+            if (out) per_piece[state / piece]++;
+            if (out)
+                out[count] = {plan_index(p, SLOT_WEIGHT, q->unit, at),
+                              plan_index(p, SLOT_GRAD, q->unit, at),
+                              state % piece,
+                              plan_index(p, SLOT_V, q->unit, at) % piece,
+                              whole_element(q, at - q->offset),
+                              (int)n,
+                              q->rate,
+                              q->decay};
+            count++;
+        });
     }
     return count;
 }
@@ -418,20 +424,19 @@ static int muon_chunks(const Plan *p, const MuonTables *t, MuonChunk *out) {
                 const Param *q = &p->table->params[m->param];
                 const ParamPart *part = &q->parts[m->part];
                 const Span mine = span_overlap(plan_owned(p, SLOT_M, u), q->offset + part->begin, part->count);
-                for (size_t at = mine.begin, n; at < mine.begin + mine.count; at += n, count++) {
-                    n = std::min((size_t)ADAM_CHUNK, mine.begin + mine.count - at);
-                    if (rounds_by_runs(p)) n = param_run(q, at - q->offset, n);
-                    if (!out) continue;
-                    out[count] = {plan_index(p, SLOT_WEIGHT, u, at),
-                                  plan_index(p, SLOT_GRAD, u, at),
-                                  plan_index(p, SLOT_M, u, at),
-                                  base + (at - p->table->unit_begin[u]),
-                                  whole_element(q, at - q->offset),
-                                  (int)n,
-                                  q->rate,
-                                  q->decay,
-                                  muon_scale(m->rows, m->cols)};
-                }
+                each_chunk(p, q, mine, [&](size_t at, size_t n) {
+                    if (out)
+                        out[count] = {plan_index(p, SLOT_WEIGHT, u, at),
+                                      plan_index(p, SLOT_GRAD, u, at),
+                                      plan_index(p, SLOT_M, u, at),
+                                      base + (at - p->table->unit_begin[u]),
+                                      whole_element(q, at - q->offset),
+                                      (int)n,
+                                      q->rate,
+                                      q->decay,
+                                      muon_scale(m->rows, m->cols)};
+                    count++;
+                });
             }
         }
         wave->chunks = count - wave->first_chunk;
@@ -565,7 +570,6 @@ static size_t plan_all_heads(const Plan *p) { return (size_t)p->config.num_layer
 static void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     const Config *c = &p->local;
     const Region region = region_of(p);
-    const int heads = c->num_heads * c->head_dim;
     const char *df = !region.da ? "a, recomputed" : p->recomputes_activation ? "df; da, a follow" : "df; da follows";
     memory_group(m, "scratch");
     memory_request(m, &b->region, "logits, or a block's backward", region.bytes);
@@ -574,7 +578,7 @@ static void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     memory_alias(m, &b->dqkv, "dqkv; attention follows", &b->region, p->N * qkv_width(c));
     memory_alias(m, &b->df, df, &b->region, plan_mlp_rows(p) * (region.da ? fc_width(c) : c->ffn_dim));
     memory_request(m, &b->dx, "residual gradient (B,T,C)", p->rows * c->channels);
-    memory_request(m, &b->branch, "branch and its gradient (B,T,C)", p->N * larger(c->channels, heads));
+    memory_request(m, &b->branch, "branch and its gradient (B,T,C)", p->N * larger(c->channels, heads_width(c)));
     if (c->num_experts) {
         memory_request(m, &b->expert_rows, "experts' rows (R,C)", plan_mlp_rows(p) * c->channels);
         memory_request(m, &b->router_logits, "router's logits (B,T,E)", p->N * c->num_experts);

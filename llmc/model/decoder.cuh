@@ -113,7 +113,7 @@ static void decoder_request(const Plan *p, const Buffers *b, Decoder *d) {
     if (cache.scales) memory_request(m, &k->scales, "their scales (L,pages,NKV,128,2)", cache.scales);
     memory_request(m, &k->of_slot, "pages of slots", k->slots * k->each);
     memory_request(m, &k->qkv, "a prompt's q, k, v", rows * qkv_width(c));
-    memory_request(m, &k->y, "a prompt's attention", rows * (c->num_heads * c->head_dim));
+    memory_request(m, &k->y, "a prompt's attention", rows * heads_width(c));
     memory_request(m, &k->lse, "a prompt's lse", rows * c->num_heads);
     if (c->position == POSITION_ROPE)
         memory_request(m, &k->cos_sin, "rope table (room,HD/2,2)", (size_t)k->room * c->head_dim);
@@ -177,7 +177,7 @@ static void decoder_set_matrices(const Plan *p, const Buffers *b, Decoder *d, cu
             d->kept[i] = {is_merged(p, i) ? WEIGHTS_FP32 : p->weights, table[i].weights, table[i].scales};
     free(table);
 }
-static void decode_memory_hint(char *text, size_t size, MemoryBytes, const Memory *, void *plan) {
+static void decode_memory_hint(char *text, size_t size, MemoryBytes, void *plan) {
     const Options *o = &((const Plan *)plan)->options;
     snprintf(text, size, "this is beside the model, for samples alone: use %s, %sor %s",
              o->generate ? "a shorter --seq-len" : "a smaller --batch-size",

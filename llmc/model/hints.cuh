@@ -71,7 +71,7 @@ static int fit_blocks(const Plan *p, const Options *asked, int i, MemoryBytes ro
 // take 1.5 times as long as products' in bf16, 3 times as long as those in fp8.
 static double fit_products(const Plan *p) {
     const Config *c = &p->config;
-    const double C = c->channels, heads = (double)heads_width(c), active = std::max(c->active_experts, 1),
+    const double C = c->channels, heads = heads_width(c), active = std::max(c->active_experts, 1),
                  made = C * (qkv_width(c) + active * fc_width(c)), attention = (p->fp8_blocks ? 3 : 1.5) * p->T * heads;
     return made / (made + C * heads + attention);
 }
@@ -207,7 +207,7 @@ static void fit_print(const Plan *p, const Options *chosen, MemoryBytes room, do
     fprintf(f, "fits      with%s: a step takes some %.0f%% longer%s%s\n", with, 100 * fit_cost(p, chosen, peak),
             *text ? "; not with" : "", text);
 }
-static void run_memory_hint(char *text, size_t size, MemoryBytes room, const Memory *, void *plan) {
+static void run_memory_hint(char *text, size_t size, MemoryBytes room, void *plan) {
     const Plan *p = (const Plan *)plan;
     const size_t reserve = run_reserve(p);
     const char *ranks = plan_is_split(p) ? "a larger --tp" : "several GPUs with --tp";

@@ -68,8 +68,6 @@ inline void links_patience(Links *k) {
     for (P2p &p : k->p2p) p2p_patience(&p, seconds);
 }
 inline void links_open_short(Links *k, const Options *o, const Gpu *gpu, int may_overlap) {
-    char *text = k->transports;
-    size_t size = sizeof k->transports;
     for (int i = 0; i < NUM_SHORT; i++) {
         const Comm *group = short_group(k->mesh, i);
         cudaStream_t stream = i == SHORT_DATA ? gpu->comm : gpu->compute;
@@ -77,19 +75,19 @@ inline void links_open_short(Links *k, const Options *o, const Gpu *gpu, int may
         char *why = k->why_not[i];
         if (group->world == 1) continue;
         if (not_tried)
-            snprintf(why, sizeof k->why_not[i], "%s", not_tried);
+            FORMAT(k->why_not[i], "%s", not_tried);
         else
             p2p_open(&k->p2p[i], group, stream, 30 /*s*/, why, sizeof k->why_not[i]);
-        append_text(text, size, "%s%s: ", *text ? "; " : "", short_messages[i].name);
+        APPEND(k->transports, "%s%s: ", *k->transports ? "; " : "", short_messages[i].name);
         if (*why)
-            append_text(text, size, "NCCL (%s)", why);
+            APPEND(k->transports, "NCCL (%s)", why);
         else if (i == SHORT_LOSS)
-            append_text(text, size, "peer to peer");
+            APPEND(k->transports, "peer to peer");
         else
-            append_text(text, size, "peer to peer up to %zu KiB", short_messages[i].bytes >> 10);
+            APPEND(k->transports, "peer to peer up to %zu KiB", short_messages[i].bytes >> 10);
     }
     const char *when = k->zero.reduces_last ? "all at once after backward" : "unit by unit under backward";
-    if (*text && k->mesh->dp.world > 1) append_text(text, size, "; gradients: NCCL, %s", when);
+    if (*k->transports && k->mesh->dp.world > 1) APPEND(k->transports, "; gradients: NCCL, %s", when);
     nccl_shorten(&k->zero.nccl, &k->p2p[SHORT_DATA]);
     if (!ranks_share_gpu) nccl_shorten(&k->rows.nccl, &k->p2p[SHORT_TENSOR]);
     comm_align(&k->mesh->job);  // p2p_open has a different number of collectives where it fails
@@ -111,12 +109,12 @@ inline void links_open_overlap(Links *k, const Options *o, size_t bytes, int nev
     x->overlap.never[OVER_D_FCPROJ] = never_d_fcproj;
     overlap_set(&x->overlap, o->tp_overlap > 0);
 }
-// data (count) = the sum over all ranks of the job, on the compute stream. Returns 0 if it cannot.
-inline int links_sum(Links *k, const char *name, float *data, size_t count) {
+// data (STEP_SUMS) = the sum over all ranks of the job, on the compute stream. Returns 0 if it cannot.
+inline int links_sum(Links *k, float *data) {
     const P2p *p = &k->p2p[SHORT_LOSS];
     if (!p->opened) return 0;
-    uint32_t number = lane_begin(LANE_TENSOR, name, count * sizeof *data, p->stream);
-    p2p_run(p, P2P_ALL_REDUCE, data, count);
+    uint32_t number = lane_begin(LANE_TENSOR, "loss and norm", STEP_SUMS * sizeof *data, p->stream);
+    p2p_run(p, P2P_ALL_REDUCE, data, STEP_SUMS);
     lane_end(LANE_TENSOR, number, p->stream);
     return 1;
 }

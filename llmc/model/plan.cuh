@@ -117,7 +117,7 @@ static void plan_layers(Plan *p) {
     p->qkv.epilogue = !p->rope_fused                    ? EPILOGUE_PLAIN
                       : p->qkv.output == LINEAR_QK_NORM ? EPILOGUE_QK_NORM
                                                         : EPILOGUE_ROPE;
-    p->proj = layer(c->num_heads * c->head_dim, C, LINEAR_ROWS, OVER_PROJ, OVER_D_PROJ);
+    p->proj = layer(heads_width(c), C, LINEAR_ROWS, OVER_PROJ, OVER_D_PROJ);
     p->fc = layer(C, fc_width(c), LINEAR_COLUMNS, OVER_FC, OVER_D_FC);
     p->fc.output = LINEAR_ACTIVATION;
     if (p->activation_fused)

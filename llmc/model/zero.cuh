@@ -265,9 +265,9 @@ static void zero_add(Zero *z, int unit, GradSum sum) {
     cudaCheck(cudaEventRecord(z->comm_done, z->nccl.stream));
 }
 // to (ranks, count): every rank's `mine`. The compute stream has made it, and goes on when all are here.
-static void zero_gather_small(Zero *z, const char *name, float *to, const float *mine, size_t count) {
+static void zero_gather_small(Zero *z, float *to, const float *mine, size_t count) {
     zero_comm_follows(z);
-    nccl_all_gather(&z->nccl, name, to, mine, count);
+    nccl_all_gather(&z->nccl, "loss and norm", to, mine, count);
     cudaCheck(cudaEventRecord(z->comm_done, z->nccl.stream));
     zero_wait_reduced(z);
 }

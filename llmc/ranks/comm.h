@@ -193,16 +193,17 @@ static void comm_abort(void) {
 
 // ---- collectives: all ranks of a group call them in the same order
 
+static uint64_t comm_begin(const char *name, size_t bytes) { return watchdog_op_begin(name, bytes, WATCHDOG_HOST); }
 static void comm_barrier(const Comm *c) {
     if (c->world == 1) return;
-    uint64_t op = watchdog_op_begin("barrier", 0, WATCHDOG_HOST);
+    uint64_t op = comm_begin("barrier", 0);
     mpi_barrier(c->group);
     watchdog_op_done(op);
 }
 // What rank 0 has becomes that of all.
 static void comm_broadcast(const Comm *c, void *data, size_t bytes) {
     if (c->world == 1) return;
-    uint64_t op = watchdog_op_begin("broadcast", bytes, WATCHDOG_HOST);
+    uint64_t op = comm_begin("broadcast", bytes);
     for (size_t at = 0; at < bytes; at += COMM_MESSAGE)
         mpi_broadcast(c->group, (char *)data + at, smaller(bytes - at, COMM_MESSAGE));
     watchdog_op_done(op);
@@ -210,7 +211,7 @@ static void comm_broadcast(const Comm *c, void *data, size_t bytes) {
 // A few bytes, for which the other ranks may wait long: they sleep between two looks.
 static void comm_broadcast_idle(const Comm *c, void *data, size_t bytes) {
     if (c->world == 1) return;
-    uint64_t op = watchdog_op_begin("broadcast", bytes, WATCHDOG_HOST);
+    uint64_t op = comm_begin("broadcast", bytes);
     mpi_broadcast_idle(c->group, data, bytes);
     watchdog_op_done(op);
 }
@@ -227,7 +228,7 @@ static void comm_rounds(const Comm *c, const void *send, size_t send_stride, voi
 // data: `world` pieces, of which this rank has written piece `rank`; afterwards all are there.
 static void comm_all_gather(const Comm *c, void *data, size_t bytes_per_rank) {
     if (c->world == 1) return;
-    uint64_t op = watchdog_op_begin("all_gather", bytes_per_rank * c->world, WATCHDOG_HOST);
+    uint64_t op = comm_begin("all_gather", bytes_per_rank * c->world);
     char *pieces = (char *)data;
     for (size_t at = 0; at < bytes_per_rank; at += COMM_MESSAGE)
         comm_rounds(c, pieces + c->rank * bytes_per_rank + at, 0, pieces + at, bytes_per_rank,
@@ -244,7 +245,7 @@ static void comm_gather_all(const Comm *c, const void *mine, size_t bytes, void 
 static void comm_reduce_scatter(const Comm *c, float *data, size_t count_per_rank, float *scratch) {
     if (c->world == 1) return;
     size_t stride = count_per_rank * sizeof(float);
-    uint64_t op = watchdog_op_begin("reduce_scatter", stride * c->world, WATCHDOG_HOST);
+    uint64_t op = comm_begin("reduce_scatter", stride * c->world);
     for (size_t at = 0; at < count_per_rank; at += COMM_PIECE) {
         float *mine = data + c->rank * count_per_rank + at;
         size_t n = smaller(count_per_rank - at, COMM_PIECE), bytes = n * sizeof(float);
@@ -309,7 +310,7 @@ static Comm comm_open(int *argc, char ***argv, double timeout) {
     if (launched) {  // a watchdog of this rank alone: MPI's start may hang
         if (getenv("PMIX_RANK")) die_rank = atoi(getenv("PMIX_RANK"));
         watchdog_start(NULL, 1, 0, die_rank, timeout, comm_end_launcher);
-        op = watchdog_op_begin("start of MPI", 0, WATCHDOG_HOST);
+        op = comm_begin("start of MPI", 0);
         mpi_open(&c, argc, argv);
         hosts = (HostName *)comm_gathered(&c, c.host, sizeof c.host);
     }

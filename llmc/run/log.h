@@ -26,7 +26,7 @@ static void logger_open(Logger *g, const char *folder, const char *name) {
     g->opened = now_seconds();
     if (!*folder) return;
     make_directory(folder);
-    Path path = path_of("%s/%s", folder, name);
+    Path path = path_in(folder, name);
     g->file = open_or_die(path.text, O_WRONLY | O_APPEND | O_CREAT,
                           "name another --output folder, or make this one writable");
     text_open(&g->lines);
@@ -71,11 +71,11 @@ static size_t logger_close(Logger *g) {
     return lost;
 }
 // Whether an older log of the folder has a training step.
-static int logger_has_steps(const char *folder, const char *name) {
+static int logger_has_steps(const char *folder) {
     char *line = NULL;
     size_t size = 0;
     int found = 0;
-    FILE *f = fopen(path_of("%s/%s", folder, name).text, "r");
+    FILE *f = fopen(path_of("%s/main.jsonl", folder).text, "r");
     while (f && !found && getline(&line, &size, f) > 0) found = strstr(line, "\"event\":\"step\"") != NULL;
     free(line);
     if (f) fclose(f);
@@ -119,7 +119,7 @@ static void console_overwrite(const char *text) {
 }
 
 // 75 -> "1m15s", 4000 -> "1h06m"
-static const char *duration_text(double seconds, char *out, size_t size) {
+static void duration_text(double seconds, char *out, size_t size) {
     long s = seconds > 0 ? (long)(seconds + 0.5) : 0;
     if (s < 60)
         snprintf(out, size, "%lds", s);
@@ -129,7 +129,6 @@ static const char *duration_text(double seconds, char *out, size_t size) {
         snprintf(out, size, "%ldh%02ldm", s / 3600, s / 60 % 60);
     else
         snprintf(out, size, "%ldd%02ldh", s / 86400, s / 3600 % 24);
-    return out;
 }
 
 #endif

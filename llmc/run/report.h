@@ -40,13 +40,13 @@ static void print_start(Trainer *t) {
     printf("llm.cu %s | %s | %s | %s\n", GIT_REVISION, model_device(t->model), model_dtype(t->model), o->model);
     options_echo(o, stdout);
     const double trained = (double)facts_of(t->model).table->num_weights;
-    char adapters[64] = "", experts[64] = "";
-    if (c->num_experts) FORMAT(experts, " of each of %d experts (%d active)", c->num_experts, c->active_experts);
-    if (o->lora) FORMAT(adapters, ", of which %.3gM in adapters are trained", 1e-6 * trained);
-    printf("model     %s: %d layers, %d channels, %d heads (%d for keys and values), MLP %d%s, vocabulary %d, "
-           "context %d: %.1fM parameters%s\n",
-           c->model_type, c->num_layers, c->channels, c->num_heads, c->num_kv_heads, c->ffn_dim, experts, c->vocab_size,
-           c->max_seq_len, 1e-6 * (trained + facts_of(t->model).frozen->num_weights), adapters);
+    printf("model     %s: %d layers, %d channels, %d heads (%d for keys and values), MLP %d", c->model_type,
+           c->num_layers, c->channels, c->num_heads, c->num_kv_heads, c->ffn_dim);
+    if (c->num_experts) printf(" of each of %d experts (%d active)", c->num_experts, c->active_experts);
+    printf(", vocabulary %d, context %d: %.1fM parameters", c->vocab_size, c->max_seq_len,
+           1e-6 * (trained + facts_of(t->model).frozen->num_weights));
+    if (o->lora) printf(", of which %.3gM in adapters are trained", 1e-6 * trained);
+    putchar('\n');
     if (t->preset_vocab)
         printf("the vocabulary is the data's: the preset has %d, which vocab=%d keeps\n", t->preset_vocab,
                t->preset_vocab);
@@ -222,22 +222,21 @@ static void report_overlap(Trainer *t) {
 }
 // What rank 0's step rounded to fp8: the shares of its values that became 0, and that were above the largest.
 static void report_fp8(Trainer *t) {
+    static const char *const names[] = {"inputs", "weights", "gradients"};  // by Fp8Tensor
     Fp8Counts counts[NUM_FP8_TENSORS];
-    double flushed[NUM_FP8_TENSORS], saturated[NUM_FP8_TENSORS];
+    FILE *f = log_begin(t, "fp8");
     model_fp8_end(t->model, counts);
+    printf("fp8, %% rounded to 0 and saturated:");
     for (int i = 0; i < NUM_FP8_TENSORS; i++) {
         const double values = counts[i].values > 0 ? counts[i].values : 1;  // --head-dtype alone rounds no gradients
-        flushed[i] = counts[i].flushed / values;
-        saturated[i] = counts[i].saturated / values;
+        const double flushed = counts[i].flushed / values, saturated = counts[i].saturated / values;
+        char fields[64];
+        printf("%s %s %.3g and %.3g", i ? "," : "", names[i], 100 * flushed, 100 * saturated);
+        FORMAT(fields, "%s_flushed %%g %s_saturated %%g", names[i], names[i]);
+        if (f) json_write_fields(f, fields, flushed, saturated);
     }
-    printf("fp8, %% rounded to 0 and saturated: inputs %.3g and %.3g, weights %.3g and %.3g, gradients %.3g and %.3g\n",
-           100 * flushed[FP8_INPUTS], 100 * saturated[FP8_INPUTS], 100 * flushed[FP8_WEIGHTS],
-           100 * saturated[FP8_WEIGHTS], 100 * flushed[FP8_GRADIENTS], 100 * saturated[FP8_GRADIENTS]);
-    log_event(t, "fp8",
-              "inputs_flushed %g inputs_saturated %g weights_flushed %g weights_saturated %g gradients_flushed %g "
-              "gradients_saturated %g",
-              flushed[FP8_INPUTS], saturated[FP8_INPUTS], flushed[FP8_WEIGHTS], saturated[FP8_WEIGHTS],
-              flushed[FP8_GRADIENTS], saturated[FP8_GRADIENTS]);
+    putchar('\n');
+    if (f) logger_end(&t->log);
 }
 // The time of rank 0's step. What it waits for other ranks is the communication that overlaps with nothing.
 static void report_timing(Trainer *t) {

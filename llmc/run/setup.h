@@ -488,7 +488,7 @@ static void find_checkpoint(Trainer *t, int argc, char **argv) {
             o->output);
     if (*o->output && o->evaluate) make_directory(o->output);  // --generate may only read the folder
     if (!writes || resumed) return;
-    const int has_steps = logger_has_steps(o->output, "main.jsonl");
+    const int has_steps = logger_has_steps(o->output);
     if (o->resume) {  // llm.c's scripts say so at the first start, too: they name the model and the data
         Options none = options_default();
         none.model = none.train_data = "";

@@ -52,7 +52,7 @@ static const ChatTemplate *chat_template_of(const char *folder) {
     int several = JSON_NONE;
     if (apart) apart[bytes] = 0;
     JSON_EACH(&j, item, json_is(&j, value, JSON_ARRAY) ? value : JSON_NONE) {
-        const char *name = json_string(&j, json_get(&j, item, "name"));
+        const char *name = json_text(&j, item, "name");
         if (name && !strcmp(name, "default")) several = json_get(&j, item, "template");
     }
     if (several != JSON_NONE) value = several;

@@ -173,8 +173,7 @@ static int asked_field(const Json *j, int value, const char *key, Asked *a) {
 }
 // Returns 0 if the line was refused.
 static int asked_read(Server *s, const Json *j, Asked *a) {
-    *a = (Asked){
-        json_string(j, json_get(j, 0, "id")), NULL, JSON_NONE, JSON_NONE, 0, 0, 1 << 30, 1, 0, 1, -1, 1, -1, -1};
+    *a = (Asked){json_text(j, 0, "id"), NULL, JSON_NONE, JSON_NONE, 0, 0, 1 << 30, 1, 0, 1, -1, 1, -1, -1};
     if (!json_is(j, 0, JSON_OBJECT)) return serve_refuse(s, NULL, "a line is no JSON object\nsend one object a line");
     if (!a->id || !*a->id || strlen(a->id) > SERVE_ID)
         return serve_refuse(s, NULL, "a request has no id that can be used\ngive an id of 1 to %d bytes",
@@ -230,8 +229,7 @@ static void serve_add(Server *s, const Asked *a, const int *prompt, int count, E
         engine_add(&s->engine, q);
     }
 }
-static void serve_cancel(Server *s, const Json *j, const Asked *a) {
-    (void)j;
+static void serve_cancel(Server *s, const Asked *a) {
     const Request *r = serve_find(s, a->id);
     if (r && a->index < r->n) serve_end(s, r, a->index < 0 ? NULL : r->sequences + (int)a->index);
 }
@@ -283,7 +281,7 @@ static void serve_line(Server *s, const char *line, size_t length) {
     if (!json_parse_owned(&j, text, length))
         serve_refuse(s, serve_id_of(line, id), "a line is no JSON: %s\nsend one JSON object a line", j.error);
     else if (!json_bool(&j, json_get(&j, 0, "quit"), &s->ended) && asked_read(s, &j, &a))
-        (a.cancel ? serve_cancel : serve_request)(s, &j, &a);
+        a.cancel ? serve_cancel(s, &a) : serve_request(s, &j, &a);
     json_free(&j);
 }
 
