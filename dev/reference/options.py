@@ -187,7 +187,7 @@ OPTIONS = [
         "ema",
         "",
         0.0,
-        "keep an average of the weights, avg = F avg + (1 - F) w in each step: the checkpoint's folder ema (0: none)",
+        "keep an average of the weights, avg = F avg + (1 - F) w a step: the checkpoint's folder ema (0: none)",
         0,
         0.999999999,
     ),

@@ -120,7 +120,8 @@ static const char *checkpoint_file(const char *folder, int i) {
 // or if that has gone of those in the newest checkpoint, so that whoever opens it finds tokenizer and chat template.
 // The last two are what the run teaches: first those beside its data, where dev/data/chat.py writes them, then those of
 // the newest checkpoint.
-// The first four are the average's, which the checkpoint has alone: of weights, of adapters.
+// The first four are the average's, which the checkpoint has alone: of weights, of adapters. It gets copies of the
+// rest.
 #define AVERAGE_FOLDER "%s/ema"
 static const char *const companion_files[] = {"ema/config.json",
                                               "ema/model.safetensors",
@@ -261,7 +262,10 @@ static int sync_directory(const char *path) {
 }
 // Removes what we wrote. A folder with other files in it stays.
 static void remove_checkpoint(const char *folder) {
-    for (int i = 0; i < NUM_COMPANION_FILES; i++) unlink(path_of("%s/%s", folder, companion_files[i]).text);
+    for (int i = 0; i < NUM_COMPANION_FILES; i++) {
+        unlink(path_of("%s/%s", folder, companion_files[i]).text);
+        unlink(path_of(AVERAGE_FOLDER "/%s", folder, companion_files[i]).text);
+    }
     for (int i = NUM_CHECKPOINT_FILES - 1; i > 0; i--)
         unlink(path_of("%s/%s", folder, checkpoint_file(folder, i)).text);
     rmdir(path_of(AVERAGE_FOLDER, folder).text);
@@ -686,6 +690,9 @@ static void checkpoint_make_folder(Checkpoint *c) {
     }
     if (!c->error && model && file_bytes(c->writing.text, "generation_config.json") < 0)
         c->error = write_ends(model, c->writing.text);
+    for (int i = NUM_AVERAGE_FILES; i < NUM_COMPANION_FILES && !c->error && c->num_files > 2; i++)
+        c->error = copy_companion(path_of("%s/%s", c->writing.text, companion_files[i]).text,
+                                  path_of("%s/%s", average.text, companion_files[i]).text);
 }
 // All ranks call it, with the same arguments. overlap: copy what this rank writes and let a thread write it. Without,
 // all is written when this returns.

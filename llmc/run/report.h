@@ -16,6 +16,10 @@ static void print_notes(const Trainer *t) {
                t->steps > 1 ? "s" : "");
     else if (o->save_every && (o->save_every < 0 || o->save_every >= t->steps))
         printf("note: the first checkpoint is that of the end: a crash before it loses the run; --save-every N\n");
+    const double first = pow(o->ema, t->steps / AVERAGE_EVERY * AVERAGE_EVERY);
+    if (first > 0.01)
+        printf("note: at the end %.0f%% of --ema's average are still the first weights: use a smaller --ema\n",
+               100 * first);
     if (t->eval.has_val && dataloader_is_one_document(&t->eval.val))
         printf("note: the validation data is one document, whose loss says little of other texts\n");
 }
@@ -175,7 +179,7 @@ static void report_step(Trainer *t, const StepReport *r) {
     double value;
     const StepResult *x = &r->result;
     if (x->busiest > 0) snprintf(experts, sizeof experts, " | experts %.2f to %.2f", x->idlest, x->busiest);
-    if (t->o.qk_clip) snprintf(qk, sizeof qk, " | qk %.1f", x->logit);
+    if (t->o.qk_clip) snprintf(qk, sizeof qk, " | qk %.3g", x->logit);
     if (r->more && sscanf(r->more, ",\"%23[^\"]\":%lf", name, &value) == 2)
         snprintf(more, sizeof more, " | %s %.4g", name, value);
     if (!isnan(r->loss_z)) snprintf(z, sizeof z, " (z %+.2f, %+.2f)", r->loss_z, r->norm_z);
