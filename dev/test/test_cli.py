@@ -1252,7 +1252,8 @@ def test_likely_mistakes_are_noted_at_the_start(trainer, tmp_path):
     two = shard(tmp_path / "two.bin", tokens=[1 + i % 90 for i in range(200)] + [0] + [2] * 199)
     kinds = {
         "warm-up of 70 steps is longer": (["-x", 60, "-u", 70], ["-x", 60, "-u", 60]),
-        "9 steps in all": (["-x", 9], ["-x", 50]),
+        "7 steps in all": (["-x", 7], ["-x", 50]),
+        "43% of --ema's average": (["-x", 60, "--ema", 0.985], ["-x", 60, "--ema", 0.9]),
         "first checkpoint is that of the end": (["-x", 60, "-o", tmp_path / "end"], ["-x", 60, "-n", 30, "-o", "many"]),
         "one document": (["-x", 60, "-v", 1000, "-j", one], ["-x", 60, "-v", 1000, "-j", two]),
     }

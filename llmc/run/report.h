@@ -16,7 +16,7 @@ static void print_notes(const Trainer *t) {
                t->steps > 1 ? "s" : "");
     else if (o->save_every && (o->save_every < 0 || o->save_every >= t->steps))
         printf("note: the first checkpoint is that of the end: a crash before it loses the run; --save-every N\n");
-    const double first = pow(o->ema, t->steps / AVERAGE_EVERY * AVERAGE_EVERY);
+    const double first = o->ema > 0 ? pow(o->ema, t->steps / AVERAGE_EVERY * AVERAGE_EVERY) : 0;
     if (first > 0.01)
         printf("note: at the end %.0f%% of --ema's average are still the first weights: use a smaller --ema\n",
                100 * first);
