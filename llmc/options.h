@@ -561,7 +561,8 @@ static Options options_parse(int argc, char **argv) {
             o.model, recipe.optimizer);
     const OptionNeed needs[] = {{"muon-", !strcmp(o.optimizer, "muon"), "--optimizer muon"},
                                 {"lora-", o.lora > 0, "--lora 16"},
-                                {"decay-fraction", strcmp(o.schedule, "constant") != 0, "a --schedule that falls"}};
+                                {"decay-fraction", strcmp(o.schedule, "constant") != 0, "a --schedule that falls"},
+                                {"final-lr-fraction", strcmp(o.schedule, "constant") != 0, "a --schedule that falls"}};
     if (!o.resume) require_needs(&given, needs, COUNT_OF(needs));  // else the checkpoint's options come first
     return o;
 }

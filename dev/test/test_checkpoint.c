@@ -886,7 +886,7 @@ static void test_kill(Model *m) {
     }
     write_text(at("file"), "x");
     snprintf(run, sizeof run, "%s", at("file"));
-    check_refused("an output that is a file", save_attempt, argument, "is not writable");
+    check_refused("an output that is a file", save_attempt, argument, "is no folder");
     snprintf(run, sizeof run, "%s", at("file/below"));
     check_refused("an output below a file", save_attempt, argument, "cannot make folder");
     fake_close(&newer);

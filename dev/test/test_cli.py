@@ -206,6 +206,7 @@ def test_what_starts_ranks_in_llmc_scripts_is_taken_and_changes_nothing(trainer)
         ),
         (["--lora-alpha", "4"], ["--lora-alpha says nothing without --lora 16"]),
         (["-k", "constant", "--decay-fraction", "0.2"], ["--decay-fraction says nothing without a --schedule that"]),
+        (["-k", "constant", "-q", "0.2"], ["--final-lr-fraction says nothing without a --schedule that"]),
         (["--reset-optimizer"], ["--reset-optimizer says nothing without --resume 1"]),
         (["--offload", "states,m"], ["unknown --offload 'm'", "use states, master, activations"]),
         (["-z", "2", "--debug", "dp-overlap=0"], ["--debug dp-overlap=0 keeps all gradients", "--zero-stage 2"]),

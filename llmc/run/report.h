@@ -148,7 +148,7 @@ static void report_stop(const Trainer *t, const char *by) {
         snprintf(launcher, sizeof launcher, "mpirun -np %d ", t->comm.world);
     printf("stopped by %s after step %ld; ", by, t->state.step);
     if (!t->o.save_every)
-        printf("nothing was saved (--save-every)\n");
+        printf("nothing was saved (%s)\n", *output ? "--save-every" : "no --output");
     else if (!t->state.step)
         printf("there is nothing to save yet: start the same command again\n");
     else if (!t->retry_step)
