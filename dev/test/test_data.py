@@ -1092,6 +1092,27 @@ def test_tinyshakespeare_is_llmc_split(tmp_path):
 needs_trainer = pytest.mark.skipif(not (ROOT / "train_gpt2").exists(), reason="make train_gpt2 has not run")
 
 
+def test_a_second_demo_keeps_the_model_of_the_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "dev")
+    from demo import put_aside
+
+    folder, before = tmp_path / "demo", tmp_path / "demo.before"
+    folder.mkdir()
+    put_aside(folder)
+    assert not before.exists() and not capsys.readouterr().out
+    for run in ("1", "2"):
+        (folder / "step_00000024").mkdir()
+        for name in ("step_00000024/model", f"DONE_0000002{run}", "main.jsonl", "loss.png", "mine"):
+            (folder / name).write_text(run)
+        put_aside(folder)
+        assert [p.name for p in folder.iterdir()] == ["mine"] and str(before) in capsys.readouterr().out
+        assert {p.name for p in before.iterdir()} == {"step_00000024", f"DONE_0000002{run}", "main.jsonl", "loss.png"}
+        assert (before / "step_00000024/model").read_text() == (before / "loss.png").read_text() == run
+    (folder / "main.jsonl").write_text("3")  # of a demo that has left no model
+    put_aside(folder)
+    assert not (folder / "main.jsonl").exists() and (before / "loss.png").read_text() == "2"
+
+
 @needs_trainer
 def test_the_demo_keeps_to_its_time_where_the_machine_becomes_slower(tmp_path):
     """Measured a hundred times too fast: it ends when it said, with a curve, a text and a model."""
