@@ -20,7 +20,7 @@ import threading
 import time
 from pathlib import Path
 
-from tool_output import end_with_reader
+from tool_output import Parser, end_with_reader
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = "dev/data/python"
@@ -118,7 +118,7 @@ def put_aside(folder):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trainer", help="./train_gpt2 or ./train_gpt2cu")
     parser.add_argument("--seconds", type=float, default=110, help="how long to train (110)")
     parser.add_argument("--output", default="log/demo", help="folder for log, picture and model (log/demo)")

@@ -21,7 +21,7 @@ import tokenize
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tool_output import outlive_reader
+from tool_output import Parser, outlive_reader
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 120
@@ -307,7 +307,7 @@ def tracked():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing, say what would change")
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     args = parser.parse_args()

@@ -39,7 +39,16 @@ import sys
 import types
 
 # first: it says what to do where numpy is missing
-from data_common import MAX_SHARD_TOKENS, die, make_folder, make_tokenizer, open_tokenizer, outlive_reader, printable
+from data_common import (
+    MAX_SHARD_TOKENS,
+    Parser,
+    die,
+    make_folder,
+    make_tokenizer,
+    open_tokenizer,
+    outlive_reader,
+    printable,
+)
 
 import numpy as np
 import tokenizers
@@ -578,7 +587,7 @@ def tell(counts, args):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     a = parser.add_argument
     a("--input", nargs="+", required=True, metavar="PATH", help="files, folders, quoted globs")
     a("--output", metavar="FOLDER")

@@ -26,7 +26,7 @@ import os
 import sys
 
 # first: it says what to do where numpy is missing
-from data_common import KINDS, die, end_with_reader, find_files, read_shard, read_tokenizer
+from data_common import KINDS, Parser, die, end_with_reader, find_files, read_shard, read_tokenizer
 
 import numpy as np
 
@@ -84,7 +84,7 @@ def excerpt(path, ids):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     inputs.add_arguments(parser)
     add_arguments(parser)
     a = parser.add_argument

@@ -25,7 +25,7 @@ from scorer import add_arguments, of_arguments, positive  # first: it finds dev/
 import llmc
 import numpy as np
 from checked_json import BadFile, open_regular, parse_object
-from data_common import die, outlive_reader
+from data_common import Parser, die, outlive_reader
 
 SEED = 1234
 ANSWER = "\nAnswer: "
@@ -226,7 +226,7 @@ def report(results, limit):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--data", required=True, metavar="DIR", help="the folder of the .jsonl files")
     parser.add_argument("--tasks", metavar="NAME,...", help="some of the 22 [all that DIR has]")
