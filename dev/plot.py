@@ -29,7 +29,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
 from run_log import RunLog, count_text, smooth
-from tool_output import Parser, outlive_reader
+from tool_output import Parser, outlive_reader, plural
 
 COLOURS = ["#1f6fb4", "#d9541e", "#2e8b57", "#8e44ad", "#b8860b", "#c2185b", "#008b9a", "#5d6d7e", "#7b3f00", "#6b8e23"]
 X_LABELS = {"step": "step", "tokens": "training tokens", "time": "training time"}
@@ -418,7 +418,7 @@ def main(argv=None):
         for label, run in zip(labels, runs):
             last = run.step if len(run.step) else run.eval
             evals = f", val loss {run.eval['loss'][-1]:.4f} at step {run.eval['step'][-1]:.0f}" if len(run.eval) else ""
-            print(f"{label}: {last['step'][-1]:.0f} steps, loss {last['loss'][-1]:.4f}{evals}")
+            print(f"{label}: {plural(int(last['step'][-1]), 'step')}, loss {last['loss'][-1]:.4f}{evals}")
         print(f"wrote {a.output}", flush=True)
 
     if a.follow:  # what is not there may come

@@ -70,6 +70,11 @@ def reader_is_gone():
     return getattr(sys.stdout, "gone", False)
 
 
+def plural(count, what):
+    """1 row, 1,000 rows"""
+    return f"{count:,} {what}" + ("" if count == 1 else "s")
+
+
 def warn(lines):
     """Five of them, and how many more there are."""
     for line in lines[:5] + ([f"... and {len(lines) - 5} more"] if len(lines) > 5 else []):

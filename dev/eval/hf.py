@@ -436,6 +436,10 @@ def run_command():
         p[name].add_argument("--verify", action="store_true", help="compare logits with transformers or train_gpt2.py")
     p["import"].add_argument("--revision", default="main", help="branch, tag or commit on the hub (main)")
     args = parser.parse_args()
+    if args.command == "export" and not args.file.endswith((".bin", ".gguf")):
+        die(
+            f"'{args.file}' is no kind of file that is written here", "name a FILE.bin (llm.c) or FILE.gguf (llama.cpp)"
+        )
     given = "source" if args.command in ("import", "merge") else "folder"
     if os.path.isdir(getattr(args, given)):
         setattr(args, given, opened(getattr(args, given)))
