@@ -306,6 +306,7 @@ def test_too_long_conversations(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.glob("stop/*.bin"))
     capsys.readouterr()
     call(monkeypatch, *args[:-1], 50, "--output", tmp_path / "none", fails="no conversation is left")
+    assert not (tmp_path / "none").exists()
     assert "5 conversations left out: longer than 50" in capsys.readouterr().out
 
 
