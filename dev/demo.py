@@ -124,8 +124,6 @@ def main():
     parser.add_argument("--output", default="log/demo", help="folder for log, picture and model (log/demo)")
     args = parser.parse_args()
     os.chdir(ROOT)
-    # on a busy machine, threads that spin for long keep each other from working
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     on_gpu = args.trainer.endswith("cu")
     run([sys.executable, "dev/data/prepare.py", "--python-stdlib", "--tokenizer", "bytes", "--output", DATA])
     options = (GPU if on_gpu else CPU) | {"-i": f"{DATA}/python_train_*.bin", "-j": f"{DATA}/python_val_*.bin"}
