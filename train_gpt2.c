@@ -1827,12 +1827,14 @@ static void check_run(const Config *c, const Options *o, const Mesh *mesh) {
                            : strcmp(o->grad_dtype, "fp32") ? "--grad-dtype bf16"
                            : *o->offload                   ? "--offload"
                            : o->memory                     ? "--memory"
-                           : *o->dry_run                   ? "--dry-run: make train_gpt2cu, which"
                                                            : NULL;
     tp_check(&mesh->job, c, mesh->tp.world, N);
     if (!forward_only(o) || computes_together(o, &mesh->dp)) zero_check(&mesh->job, &mesh->dp);
     matmul_check(&mesh->job, &local, o);
     comm_require(&mesh->job, !for_gpus, "%s needs a GPU\nleave it out", for_gpus);
+    comm_require(&mesh->job, !*o->dry_run,
+                 "--dry-run asks what a GPU would hold, and this program runs on CPUs\n"
+                 "ask train_gpt2cu (make train_gpt2cu), which needs no GPU for the answer");
     require(N <= 1 << 28, "micro-steps of %lld x %lld tokens are too large\nuse a smaller --batch-size", o->batch_size,
             o->seq_len);
 }
@@ -2057,6 +2059,12 @@ void model_fp8_end(Model *m, Fp8Counts counts[NUM_FP8_TENSORS]) { memcpy(counts,
 #ifndef LLMC_NO_MAIN  // test_model.c has its own
 #include "llmc/run/loop.h"
 
-int main(int argc, char **argv) { return trainer_main(argc, argv); }
+int main(int argc, char **argv) {
+    // By itself GCC's OpenMP spins for milliseconds before a thread sleeps. Where other processes use the cores, too, a
+    // thread then spins while the one that it waits for has no core: 10 times slower. It reads this before main.
+    const int is_set = getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY");
+    if (!is_set && setenv("GOMP_SPINCOUNT", "2000", 1) == 0) execv("/proc/self/exe", argv);
+    return trainer_main(argc, argv);  // also where there is no /proc
+}
 #endif
 #endif

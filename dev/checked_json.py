@@ -75,7 +75,10 @@ def parse_object(text, where):
         value = json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
     except BadFile:
         raise
-    except ValueError as e:  # also bytes that are not UTF-8
+    except json.JSONDecodeError as e:
+        line = f"line {e.lineno}, " if "\n" in e.doc else ""
+        raise BadFile(f"{where} is not JSON: {e.msg} at {line}column {e.colno}") from None
+    except ValueError as e:  # of bytes that are not UTF-8
         raise BadFile(f"{where} is not JSON: {e}") from None
     except RecursionError:
         raise BadFile(f"{where} is nested too deeply") from None

@@ -1,5 +1,5 @@
 """Trains a small GPT-2 on this machine's own Python standard library, byte by byte, in about two minutes; `make demo`
-calls it. The model stays in the output folder; what an earlier demo left there is replaced.
+calls it. The model stays in the output folder; that of an earlier demo moves to a folder beside it, log/demo.before.
 
     .venv/bin/python dev/demo.py ./train_gpt2 [--seconds 110] [--output log/demo]
 
@@ -20,7 +20,7 @@ import threading
 import time
 from pathlib import Path
 
-from tool_output import end_with_reader
+from tool_output import Parser, end_with_reader
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = "dev/data/python"
@@ -96,29 +96,40 @@ def measure(command, folder, seconds):
     return step, events(folder, "eval")[0]["elapsed"] / EVAL_BATCHES
 
 
-def remove_earlier(folder):
-    """What a demo made in its folder, and nothing else."""
-    for path in folder.glob("step_*"):
-        shutil.rmtree(path)
-    for path in [folder / "main.jsonl", folder / "probe/main.jsonl", *folder.glob("DONE_*")]:
-        path.unlink(missing_ok=True)
+def made_by_demo(folder):
+    """What a demo makes in its folder, and nothing else."""
+    names = ("step_*", "DONE_*", "main.jsonl", "loss.png")
+    return [path for name in names for path in folder.glob(name)]
+
+
+def put_aside(folder):
+    """An earlier demo's model, log and picture move to FOLDER.before, where they replace those of one before. What has
+    no model is removed."""
+    before = folder.with_name(folder.name + ".before")
+    (folder / "probe/main.jsonl").unlink(missing_ok=True)
+    keep = any(folder.glob("step_*"))
+    for path in made_by_demo(before) * keep + made_by_demo(folder) * (not keep):
+        (shutil.rmtree if path.is_dir() else os.remove)(path)
+    if keep:
+        before.mkdir(exist_ok=True)
+        for path in made_by_demo(folder):
+            path.rename(before / path.name)
+        print(f"\nthe earlier demo's model, log and picture are now in {before}; the next demo replaces them")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trainer", help="./train_gpt2 or ./train_gpt2cu")
     parser.add_argument("--seconds", type=float, default=110, help="how long to train (110)")
     parser.add_argument("--output", default="log/demo", help="folder for log, picture and model (log/demo)")
     args = parser.parse_args()
     os.chdir(ROOT)
-    # on a busy machine, threads that spin for long keep each other from working
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     on_gpu = args.trainer.endswith("cu")
     run([sys.executable, "dev/data/prepare.py", "--python-stdlib", "--tokenizer", "bytes", "--output", DATA])
     options = (GPU if on_gpu else CPU) | {"-i": f"{DATA}/python_train_*.bin", "-j": f"{DATA}/python_val_*.bin"}
     command = [args.trainer, *(word for pair in options.items() for word in pair)]
 
-    remove_earlier(Path(args.output))
+    put_aside(Path(args.output))
     print("\nmeasuring this machine's speed ...", flush=True)
     step_seconds, batch_seconds = measure(command, f"{args.output}/probe", min(PROBE_SECONDS, args.seconds / 10))
     batches = min(max(round(0.1 * args.seconds / (EVALS + 1) / batch_seconds), 1), EVAL_BATCHES)

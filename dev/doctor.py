@@ -24,7 +24,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from tool_output import end_with_reader
+from tool_output import Parser, end_with_reader
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAST_CUDA = (12, 1)  # st.async of Hopper's clusters
@@ -579,7 +579,7 @@ def report(build):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--make", metavar="FILE", type=Path, help="write the findings as Makefile variables to FILE")
     args = parser.parse_args()
     if sys.version_info < (3, 10):

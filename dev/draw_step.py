@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 import missing_package  # noqa: F401, before matplotlib
-from tool_output import end_with_reader
+from tool_output import Parser, end_with_reader
 
 import matplotlib
 
@@ -250,7 +250,7 @@ def gradient_unit(p, bottom):
 
 def main():
     end_with_reader()
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     batch = Picture(58)
     batch_model(batch, 49.5)
     batch_block(batch, 16.5)

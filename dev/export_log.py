@@ -20,7 +20,7 @@ import sys
 import time
 
 from run_log import RunLog, number
-from tool_output import outlive_reader
+from tool_output import Parser, outlive_reader
 
 GROUPS = {"step": "train", "eval": "val"}
 UNPLOTTED = {"step", "elapsed"}
@@ -193,7 +193,7 @@ class Exporter:
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("target", choices=["tensorboard", "wandb"])
     p.add_argument("run", help="run folder or log file")
     p.add_argument("--project", default="llm.cu", help="wandb's project (default: llm.cu)")

@@ -21,7 +21,7 @@ import tokenize
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tool_output import outlive_reader
+from tool_output import Parser, outlive_reader, plural
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 120
@@ -307,7 +307,7 @@ def tracked():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing, say what would change")
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE")
     args = parser.parse_args()
@@ -328,7 +328,7 @@ def main():
         else:
             f.write_text(text)
     if args.check and changed:
-        sys.exit(f"error: {len(changed)} files are not formatted\n  hint: make format")
+        sys.exit(f"error: {plural(len(changed), 'file')} not formatted\n  hint: make format")
     print(f"{len(files)} files: {len(changed)} formatted" if not args.check else f"{len(files)} files are formatted")
 
 

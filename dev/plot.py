@@ -29,7 +29,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
 from run_log import RunLog, count_text, smooth
-from tool_output import outlive_reader
+from tool_output import Parser, outlive_reader, plural
 
 COLOURS = ["#1f6fb4", "#d9541e", "#2e8b57", "#8e44ad", "#b8860b", "#c2185b", "#008b9a", "#5d6d7e", "#7b3f00", "#6b8e23"]
 X_LABELS = {"step": "step", "tokens": "training tokens", "time": "training time"}
@@ -356,7 +356,7 @@ def follow(runs, seconds, redraw):
 
 
 def parse_arguments(argv):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("runs", nargs="+", help="run folders or log files")
     p.add_argument("-o", "--output", default="curves.png", help="picture to write (default: curves.png)")
     p.add_argument("--x", choices=X_LABELS, default="step", help="horizontal axis (default: step)")
@@ -418,7 +418,7 @@ def main(argv=None):
         for label, run in zip(labels, runs):
             last = run.step if len(run.step) else run.eval
             evals = f", val loss {run.eval['loss'][-1]:.4f} at step {run.eval['step'][-1]:.0f}" if len(run.eval) else ""
-            print(f"{label}: {last['step'][-1]:.0f} steps, loss {last['loss'][-1]:.4f}{evals}")
+            print(f"{label}: {plural(int(last['step'][-1]), 'step')}, loss {last['loss'][-1]:.4f}{evals}")
         print(f"wrote {a.output}", flush=True)
 
     if a.follow:  # what is not there may come

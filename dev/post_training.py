@@ -1,22 +1,26 @@
 """What scripts/dpo.py, grpo.py and distill.py share: their command lines, the order of their data, their end."""
 
 import argparse
+import contextlib
+import glob
 import math
+import os
+import re
 import sys
 from dataclasses import dataclass
 
 import numpy as np
 
-from chat_template import Renderer, read_template
-from checked_json import BadFile, open_regular, parse_object
-from tool_output import outlive_reader, warn
+from chat_template import Renderer, TemplateError, read_template
+from checked_json import BadFile, open_regular, parse_object, read_object
+from tool_output import Parser, outlive_reader, warn
 
 NUMBERS = (  # name, default, least, what it is
     ("steps", 100, 1, "in all, with those that --resume finds"),
     ("learning-rate", 1e-6, 1e-12, "(adapters bear 1e-5 to 1e-4)"),
     ("warmup", 0, 0, "updates in which it rises"),
     ("batch-size", 8, 1, "rows of a micro-step on a GPU"),
-    ("seq-len", 1024, 2, "tokens of a row"),
+    ("seq-len", 1024, 2, "tokens of a row, or the model's context where that is less"),
     ("seed", 1337, 0, "of all that is random"),
     ("save-every", 0, 0, "steps; 0: at the end alone"),
 )
@@ -25,7 +29,7 @@ NUMBERS = (  # name, default, least, what it is
 def parse(argv, doc, add, numbers):
     """-> the options, and those of llmc.Trainer behind --. add(parser): adds options that are no numbers."""
     outlive_reader()
-    p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", required=True, help="what the trainer's --model takes: a Hugging Face folder, a run's")
     p.add_argument("--output", default="", help="folder of log and checkpoints")
     p.add_argument("--resume", action="store_true", help="go on from --output's newest checkpoint")
@@ -33,8 +37,11 @@ def parse(argv, doc, add, numbers):
     numbers = {n[0]: n for n in (*NUMBERS, *numbers)}.values()  # one's own replace those here
     for name, default, _, text in numbers:
         p.add_argument("--" + name, type=type(default), default=default, metavar="N", help=f"{text} [{default:g}]")
+    p.set_defaults(seq_len=None)
     at = argv.index("--") if "--" in argv else len(argv)
     a, options, name = p.parse_args(argv[:at]), {}, ""
+    models = [a.model, *filter(None, (getattr(a, name, None) for name in ("teacher", "reference")))]
+    a.seq_len = min(1024, *map(context_of, models)) if a.seq_len is None else a.seq_len
     for number, _, least, _ in numbers:
         if not getattr(a, number.replace("-", "_")) >= least:
             p.error(f"--{number} is less than {least:g}: give more")
@@ -44,9 +51,24 @@ def parse(argv, doc, add, numbers):
     return a, options
 
 
+def context_of(model):
+    """Tokens, of a folder, a run's folder or a preset; 1024 where it is not found: the program says what is wrong."""
+    checkpoints = sorted(glob.glob(os.path.join(glob.escape(model), "step_*")))
+    try:
+        config = read_object(os.path.join(checkpoints[-1] if checkpoints else model, "config.json"))
+        found = config.read("max_position_embeddings", int) or config.read("n_positions", int)
+    except (BadFile, OSError):
+        found = None
+    preset = re.search(r",seq=(\d+)", model)
+    return max(found or (int(preset[1]) if preset else 1024), 2)
+
+
 def trainer_options(a, options, rows_of_step, updates=1):
     """Of llmc.Trainer, for steps of so many rows."""
-    groups = options.get("ranks", 1) // options.get("tp", 1)
+    for name in ("ranks", "tp"):
+        if type(options.get(name, 1)) is not int or options.get(name) == 0:
+            raise BadFile(f"--{name} is {options[name]!r}\n  hint: give a whole number from 1 on")
+    groups = max(options.get("ranks", 1) // options.get("tp", 1), 1)
     rows = a.batch_size * groups
     # learning_rate: what rates of groups of weights, such as --lr-matrix, are relative to
     own = dict(batch_size=a.batch_size, seq_len=a.seq_len, learning_rate=a.learning_rate, verbose=True)
@@ -72,12 +94,22 @@ def rate_of(a, t):
     return a.learning_rate * min(1, (t.steps_done + 1) / max(a.warmup, 1), left)
 
 
+def steps_left(a, t, updates=1):
+    """Those that --resume leaves to do, each of so many updates."""
+    left = range(t.steps_done // updates, a.steps)
+    if not left:
+        print(f"nothing is left to do: '{a.output}' is at step {a.steps} of {a.steps}; give more --steps", flush=True)
+    return left
+
+
 def save_if_due(a, t, step):
     if a.output and (step + 1 == a.steps or a.save_every and (step + 1) % a.save_every == 0):
         t.save()
 
 
 # ---- prompts
+
+LINE = 'a line is {"prompt": "..."}, or {"prompt": [{"role": "user", "content": "..."}]}, or {"prompt": [ids]}'
 
 
 @dataclass
@@ -86,24 +118,54 @@ class Prompt:
     given: object  # a text, or ids
     fields: dict  # the others of its line
     ids: object = None
+    text: object = None  # of messages
+
+
+def read_lines(path, expected):
+    """(file:line, object) of each line that has one. expected: what a line is, for errors. BadFile, OSError."""
+    with open_regular(path) as f:
+        for i, line in enumerate(f, 1):
+            if line.strip():
+                with expecting(expected):
+                    yield f"{path}:{i}", parse_object(line.strip(), f"{path}:{i}")
+
+
+@contextlib.contextmanager
+def expecting(line):
+    """Errors say what a line is."""
+    try:
+        yield
+    except BadFile as e:
+        raise BadFile(f"{e}" + (f"\n  hint: {line}" if "hint:" not in str(e) else "")) from None
 
 
 def read_prompts(path):
     """A .jsonl file: {"prompt": a text, a list of ids or a list of messages, ...} in each line."""
     prompts = []
-    with open_regular(path) as f:
-        for i, line in enumerate(f, 1):
-            if line.strip():
-                fields = parse_object(line, f"{path}:{i}")
-                given = fields.read("prompt", (str, list))
-                if isinstance(given, list):
-                    fields.read_list("prompt", dict if given and isinstance(given[0], dict) else int)
-                if not given:
-                    raise BadFile(f"{path}:{i} has no prompt\n  hint: give a text, ids or messages")
-                del fields["prompt"]
-                prompts.append(Prompt(f"{path}:{i}", given, fields))
+    for where, fields in read_lines(path, LINE):
+        with expecting(LINE):
+            given = fields.read("prompt", (str, list))
+            if isinstance(given, list):
+                fields.read_list("prompt", dict if given and isinstance(given[0], dict) else int)
+            if not given:
+                raise BadFile(f"{where} has no prompt\n  hint: give a text, ids or messages")
+        del fields["prompt"]
+        prompts.append(Prompt(where, given, fields))
     if not prompts:
-        raise BadFile(f"{path} is empty\n  hint: give a line for each prompt")
+        raise BadFile(f"{path} is empty\n  hint: {LINE}")
+    return prompts
+
+
+def write_messages(prompts, model):
+    """Writes those that are messages as texts, by the chat template in the model's folder."""
+    renderer = None
+    for p in prompts:
+        if p.text is None and isinstance(p.given, list) and isinstance(p.given[0], dict):
+            renderer = renderer or chat_renderer(model)
+            try:
+                p.text = renderer.render(p.given)
+            except TemplateError as e:
+                raise BadFile(f"{p.where}: {e}\n  hint: {e.hint}") from None
     return prompts
 
 
@@ -118,24 +180,23 @@ def chat_renderer(model):
 def tokenised(t, prompts, max_tokens, model):
     """Those that with their completion fit into a row of the llmc.Trainer t, with their ids; the others are named. A
     text stands behind end-of-text; messages are written by the chat template in the model's folder."""
-    most, renderer = min(t.seq_len, t.context) - max_tokens, None
-    for p in prompts:
-        if isinstance(p.given, str):
+    most = min(t.seq_len, t.context) - max_tokens
+    for p in write_messages(prompts, model):
+        if p.text is not None:
+            p.ids = t.encode(p.text, special=True).tolist()
+        elif isinstance(p.given, str):
             p.ids = [t.eot, *t.encode(p.given).tolist()]
-        elif isinstance(p.given[0], dict):
-            renderer = renderer or chat_renderer(model)
-            p.ids = t.encode(renderer.render(p.given), special=True).tolist()
         else:
             p.ids = p.given
         if min(p.ids) < 0 or max(p.ids) >= t.vocab:
             raise BadFile(f"{p.where} has an id outside the vocabulary of {t.vocab}\n  hint: use its tokenizer")
-    room = f"--seq-len leaves {max(most, 0)} beside --max-tokens"
+    room = f"--seq-len {t.seq_len} leaves {max(most, 0)} beside --max-tokens {max_tokens}"
     warn([f"{p.where} is left out: it has {len(p.ids)} tokens, and {room}" for p in prompts if len(p.ids) > most])
     fit = [p for p in prompts if len(p.ids) <= most]
     if not fit:
-        raise BadFile(
-            f"no prompt fits: {room}\n  hint: give more --seq-len (context: {t.context}) or less --max-tokens"
-        )
+        context = context_of(model)
+        more = f" or a larger --seq-len, of at most the model's context, {context}" if context > t.seq_len else ""
+        raise BadFile(f"no prompt fits: {room}\n  hint: give a smaller --max-tokens{more}")
     return fit
 
 
@@ -153,13 +214,34 @@ def rows_of(prompts, completions, values):
 # ---- the end
 
 
-def end_of(run, *errors):
-    """The exit status of run(); its errors are for people."""
+def remove_if_no_run(output):
+    """A folder that holds nothing but the program's lock and a log without a step."""
+    paths = [os.path.join(output, name) for name in (".lock.train", "main.jsonl")]
+    with contextlib.suppress(OSError):
+        if set(os.listdir(output)) <= {".lock.train", "main.jsonl"}:
+            if os.path.exists(paths[1]):
+                with open(paths[1]) as f:
+                    if any('"event":"step"' in line for line in f):
+                        return
+            for path in filter(os.path.exists, paths):
+                os.remove(path)
+            os.rmdir(output)
+
+
+def end_of(run, output, *errors):
+    """The exit status of run(); its errors are for people. Where it fails before its first step, a folder that it has
+    made does not stay."""
+    was_there = not output or os.path.exists(output)
     try:
         run()
+        return 0
     except errors as e:
-        print(f"error: {e}" + ("" if "hint:" in str(e) else "\n  hint: see --help"), file=sys.stderr)
-        return 1
+        text = f"'{e.filename}': {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
+        text = text.replace("--resume 1", "--resume")  # as it is named here
+        print(f"error: {text}" + ("" if "hint:" in text else "\n  hint: see --help"), file=sys.stderr)
+        status = 1
     except KeyboardInterrupt:  # the trainer has ended
-        return 130
-    return 0
+        status = 130
+    if not was_there:
+        remove_if_no_run(output)
+    return status

@@ -13,7 +13,7 @@ import os
 import sys
 
 from limited import Failed, Limited
-from tool_output import warn
+from tool_output import plural, warn
 
 
 class BadReward(Exception):
@@ -58,7 +58,8 @@ class Rewards:
                 f"{path} has no reward function\n  hint: def reward(prompt, completion, **fields): return ..."
             )
         if len(self.weights) != len(self.names):
-            raise BadReward(f"{len(self.weights)} weights for {', '.join(self.names)}\n  hint: give one for each")
+            given = plural(len(self.weights), "weight")
+            raise BadReward(f"{given} for {', '.join(self.names)}\n  hint: give one for each")
 
     def __call__(self, prompt, completion, fields):
         values = {}

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import missing_package
 from program import NoProgram, trainer, under_mpirun
-from tool_output import outlive_reader
+from tool_output import Parser, outlive_reader
 
 missing_package.HINT = "python3 dev/venv.py serve; source .venv/bin/activate"
 # aiohttp: server, streaming, limits of a body and the end of a connection in one well-kept package; starlette with
@@ -779,7 +779,7 @@ def commands(args, options):
 def parse(arguments):
     at = arguments.index("--") if "--" in arguments else len(arguments)
     whole = lambda low: lambda text: int(text) if int(text) >= low else int("")
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("model", help="a checkpoint, a folder with checkpoints, or another model folder (-e of the program)")
     p.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     p.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any that is free")

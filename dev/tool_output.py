@@ -8,9 +8,11 @@ too.
     outlive_reader()     of one that makes something: goes on to its end without a word
 
 Either is called once, where a program starts. From then on a character that the output's encoding lacks is escaped,
-such as half of one in the name of a file: Python would end there. Standard library only.
+such as half of one in the name of a file: Python would end there. Parser is argparse's, whose errors are two lines.
+Standard library only.
 """
 
+import argparse
 import os
 import signal
 import sys
@@ -68,7 +70,19 @@ def reader_is_gone():
     return getattr(sys.stdout, "gone", False)
 
 
+def plural(count, what):
+    """1 row, 1,000 rows"""
+    return f"{count:,} {what}" + ("" if count == 1 else "s")
+
+
 def warn(lines):
     """Five of them, and how many more there are."""
     for line in lines[:5] + ([f"... and {len(lines) - 5} more"] if len(lines) > 5 else []):
         print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong, and where the options are, without a list of them all."""
+
+    def error(self, message):
+        self.exit(2, f"error: {message}\n  hint: see {self.prog} --help\n")

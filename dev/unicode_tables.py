@@ -14,7 +14,7 @@ from pathlib import Path
 
 import missing_package  # noqa: F401, before tokenizers
 from tokenizers import Regex, normalizers, pre_tokenizers
-from tool_output import outlive_reader
+from tool_output import Parser, outlive_reader
 
 FILE = Path(__file__).resolve().parent.parent / "llmc/data/unicode_tables.h"
 CODES, END = [*range(0xD800), *range(0xE000, 0x110000)], 0x110000
@@ -171,7 +171,7 @@ def made():
 
 def main():
     outlive_reader()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing, compare")
     check, text = parser.parse_args().check, made()
     if check:

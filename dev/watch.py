@@ -19,7 +19,7 @@ import time
 import unicodedata
 
 from run_log import RunLog, count_text, number, smooth
-from tool_output import end_with_reader
+from tool_output import Parser, end_with_reader
 
 BLOCKS, PLAIN_BLOCKS = " ▁▂▃▄▅▆▇█", " ..:-=+*#"
 RECENT = 200  # steps that the smoothed figures look back on
@@ -261,7 +261,7 @@ def not_a_log(log):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("run", help="run folder or log file")
     p.add_argument("--once", action="store_true", help="print one picture and end")
     p.add_argument("--interval", type=float, default=1.0, help="seconds between looks at the log (default: 1)")

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import dev.missing_package  # noqa: E402,F401, before numpy
 from dev.reference.config import config_parse, config_to_hf  # noqa: E402
-from dev.tool_output import end_with_reader  # noqa: E402
+from dev.tool_output import Parser, end_with_reader  # noqa: E402
 
 GPUS = {"16 GB": "RTX 4080", "24 GB": "RTX 4090", "48 GB": "L40S", "80 GB": "H100", "141 GB": "H200"}
 MODELS = ["gpt2:774M", "llama3.2:1B", "llama3.2:3B", "qwen3:4B", "llama3:8B", "qwen3:14B", "qwen2.5:32B"]
@@ -49,7 +49,7 @@ def cell(command):
 
 def main():
     end_with_reader()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--program", type=Path, default=ROOT / "train_gpt2cu")
     parser.add_argument("--seq-len", type=int, default=4096, help="at most a model's context")
     parser.add_argument("--models", nargs="+", default=MODELS, help="presets")

@@ -21,6 +21,7 @@ import json
 import math
 import mmap
 import os
+import re
 import shutil
 import signal
 import socket
@@ -114,16 +115,60 @@ def end_program(life):
         process.wait()
 
 
+def shown(x):
+    """A value that an error names: its first words."""
+    text = " ".join(repr(x).split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def number(x, name):
+    try:
+        if isinstance(x, (str, bytes)):
+            raise TypeError
+        return float(x)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: of other packages' arrays
+        raise Error(f"{name} is {shown(x)}, not a number\n  hint: give a number") from None
+
+
+def whole(x, name):
+    if number(x, name) % 1:  # of infinity, NaN
+        raise Error(f"{name} is {shown(x)}, not a whole number\n  hint: give a whole number")
+    return int(x)
+
+
+def array(given, name, dtype=None):
+    try:
+        with np.errstate(over="ignore"):
+            return np.array(given, dtype) if dtype else np.asarray(given)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        kind = np.dtype(dtype).name if dtype else "numbers"
+        raise Error(f"{name}: {shown(given)} is no array of {kind}\n  hint: give numbers, rows of one length") from None
+
+
+def encoded(text, name):
+    if not isinstance(text, str):
+        raise Error(f"{name} is {shown(text)}, not a text\n  hint: give a str")
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # of half a character
+        hint = "text.encode(errors='replace').decode()"
+        raise Error(f"{name} is {shown(text)}, which is no UTF-8\n  hint: {hint}") from None
+
+
 def members(fields):
     """Fields of a line of the log behind others: ,"reward":0.5. Numbers that are not finite are null."""
-    plain = lambda v: v.item() if isinstance(v, np.generic) else v
-    finite = lambda v: None if isinstance(v, float) and not math.isfinite(v) else v
-    text = json.dumps({k: finite(plain(v)) for k, v in fields.items()}, ensure_ascii=False)
-    return "," + text[1:-1] if fields else ""
+    made = {}
+    for name, x in fields.items():
+        x = x.item() if isinstance(x, np.generic) else x
+        if not isinstance(x, (int, float, str, type(None))):
+            hint = "give a number or a text: x.item(), float(x) or str(x)"
+            raise Error(f"{name} is {shown(x)}, which the log cannot hold\n  hint: {hint}")
+        made[name] = None if isinstance(x, float) and not math.isfinite(x) else x
+    return "," + json.dumps(made, ensure_ascii=False)[1:-1] if made else ""
 
 
 def fitting(text):
-    if len(text.encode()) >= 1 << 16:
+    if len(encoded(text, "the text")) >= 1 << 16:
         raise Error("a text of more than 64 KiB\n  hint: shorten it")
     return text
 
@@ -132,6 +177,7 @@ class Trainer:
     """A model in training, held by the program.
 
     model: a preset with random weights ("gpt2:124M", "d6,channels=128"), a Hugging Face folder, or a run's folder.
+    Without one it is gpt2:124M, or with resume=1 that of the run in output.
     ranks: processes under mpirun, a GPU each. options: the program's long names with _ for -, such as batch_size,
     seq_len, total_batch, output, resume, lora, matmul_dtype, zero_stage, tp; True is 1. debug: what --debug takes.
     samples: sequences that generate() has at a time, at most 256. verbose: the program's own lines are printed.
@@ -141,12 +187,16 @@ class Trainer:
     (rows * seq_len)); vocab, the model's token ids; eot, the token before every text; context of generate(), tokens;
     steps_done and tokens_done; facts, all that the program has said of itself."""
 
-    def __init__(self, model="gpt2:124M", ranks=1, *, program=None, verbose=False, launcher=None, environment=None,
+    def __init__(self, model=None, ranks=1, *, program=None, verbose=False, launcher=None, environment=None,
                  debug="", samples=64, **options):  # fmt: skip
         try:
-            command = [str(trainer(program)), "--model", os.fspath(model)]
+            command = [str(trainer(program))]
         except NoProgram as e:
             raise Error("\n  hint: ".join(e.args)) from None
+        if model is None and options.get("resume") in (None, False, 0, "0"):
+            model = "gpt2:124M"
+        command += ["--model", str(model)] if model is not None else []
+        ranks = whole(ranks, "ranks")
         for name, value in (options | {"samples": samples}).items():
             value = int(value) if isinstance(value, bool) else value
             if value is not None:
@@ -298,7 +348,7 @@ class Trainer:
         """Checked int32 arrays of the same shape (rows, columns)."""
         arrays = []
         for name, given in (("tokens", tokens), ("targets", targets)):
-            a = np.asarray(given)
+            a = array(given, name)
             if a.ndim != 2 or a.size == 0 or not np.issubdtype(a.dtype, np.integer):
                 raise Error(f"{name} are {a.dtype} {a.shape}\n  hint: give whole numbers in rows: (rows, columns)")
             if a.min() < -(1 << 31) or a.max() >= 1 << 31:
@@ -357,8 +407,7 @@ class Trainer:
         if kind == "train" or micro == self.micro_steps:
             raise Error(f"the step has gradients of {kind}() already, {micro} of {self.micro_steps}\n  hint: call step "
                         "between train and backward; a larger total_batch allows more of them")  # fmt: skip
-        with np.errstate(over="ignore"):
-            w = np.array(weights, np.float32)
+        w = array(weights, "weights", np.float32)
         if w.shape != self._forward:
             raise Error(f"weights are {w.shape}, the rows of forward {self._forward}\n  hint: give one for each target")
         bad = np.argwhere(~np.isfinite(w))
@@ -404,9 +453,9 @@ class Trainer:
         numbers = {"learning rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": eps}
         numbers |= {"weight decay": weight_decay, "gradient clip": clip}
         for name, x in numbers.items():
-            if x is not None and not 0 <= x < (1 if name.startswith("beta") else 1e30):
+            if x is not None and not 0 <= number(x, f"the {name}") < (1 if name.startswith("beta") else 1e30):
                 raise Error(f"the step has the number {x} for its {name}\n  hint: give one that an optimiser can use")
-        text = fitting(members(fields))
+        loss, text = number(loss, "the loss"), fitting(members(fields))
         if self._pending is None and self._open:  # what came between could not know that the backward was the last
             self.forward(np.zeros((1, 1), int), np.full((1, 1), -1))
             self.backward(np.zeros((1, 1)))
@@ -427,7 +476,7 @@ class Trainer:
     def encode(self, text, special=False):
         """A text -> its ids, (n) int32. special: texts of special tokens in it, such as "<|im_end|>", are those
         tokens."""
-        data = np.frombuffer(text.encode(), np.uint8)
+        data = np.frombuffer(encoded(text, "the text"), np.uint8)
         self._room(len(data) + 1)
         self._words(np.uint8, len(data))[:] = data
         n = int(self._ask("encode", len(data), special)[0][0])
@@ -435,7 +484,7 @@ class Trainer:
 
     def decode(self, ids):
         """Ids -> their text."""
-        ids = np.asarray(ids, np.int32).ravel()
+        ids = array(ids, "ids", np.int32).ravel()
         self._room(4 * len(ids) + 1)
         self._words(np.int32, len(ids))[:] = ids
         while True:
@@ -453,19 +502,21 @@ class Trainer:
         model's own (generation_config.json; eot), and stop, a list of ids and texts. top_k 0, top_p 1: all tokens.
         temperature 0: the likeliest. logp is that of the model, at temperature 1 over all tokens. The same seed gives
         the same texts, whatever stands beside them."""
-        if isinstance(prompts, (str, bytes)) or not len(prompts):
+        if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__len__") or not len(prompts):
             raise Error("prompts are no list\n  hint: give a list of texts, or of lists of ids")
         prompts = [
-            np.append(self.eot, self.encode(p)) if isinstance(p, str) else np.asarray(p).ravel() for p in prompts
+            np.append(self.eot, self.encode(p)) if isinstance(p, str) else array(p, "a prompt").ravel() for p in prompts
         ]
         for i, p in enumerate(prompts):
             if not len(p) or not np.issubdtype(p.dtype, np.integer):
                 raise Error(f"prompt {i} has no tokens\n  hint: give it one, such as eot ({self.eot})")
-        stop = [stop] if isinstance(stop, str) else stop
+        n, max_tokens, top_k = (whole(x, f) for x, f in ((n, "n"), (max_tokens, "max_tokens"), (top_k, "top_k")))
+        temperature, top_p, seed = number(temperature, "temperature"), number(top_p, "top_p"), whole(seed, "seed")
+        stop = [stop] if isinstance(stop, str) or not hasattr(stop, "__iter__") else stop
         stops, texts = [s for s in stop if not isinstance(s, str)], [s for s in stop if isinstance(s, str)]
         self._flush(last=False)
         self._forward = None
-        ends = np.asarray(stops, np.int64)
+        ends = array(stops, "stop", np.int64).ravel()
         given = np.concatenate([ends, *([len(p)] + p.tolist() for p in prompts)])
         given = given.clip(-1, (1 << 31) - 1).astype(np.int32)  # neither is an id
         max_tokens = min(max_tokens, self.context)
@@ -511,7 +562,7 @@ class Trainer:
         tokens."""
         self._flush(last=False)
         self._forward = None
-        steps, tokens = self._ask("load", optimizer, text=os.path.abspath(folder))[0]
+        steps, tokens = self._ask("load", optimizer, text=os.path.abspath(str(folder)))[0]
         self.steps_done, self.tokens_done = int(steps), int(tokens)
         self._made, self._open = ("", 0), False
 
@@ -543,4 +594,7 @@ class Trainer:
 
     def log(self, event, **fields):
         """A line of main.jsonl in output, beside the program's: log("eval", loss=2.1) is drawn as a validation loss."""
+        if not isinstance(event, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", event):
+            hint = 'a name has letters of a to z, digits, "_", "." and "-", such as log("eval", loss=2.1)'
+            raise Error(f"{shown(event)} is no name of a line of the log\n  hint: {hint}")
         self._ask("log", text=f"{event}\n{members(fields)}")

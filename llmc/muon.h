@@ -5,7 +5,7 @@
 //   m = momentum m + (1 - momentum) g           u = momentum m + (1 - momentum) g            (Nesterov's form)
 //   x = u / (safety |u| + 1e-7)                 |u|: Frobenius norm, so that no singular value is above 1
 //   x = a x + b (x x^T) x + c (x x^T)^2 x       in each step, with the step's (a, b, c)
-//   x = |x| / sqrt(lines) x's lines / their norms, if --debug muon-even=1
+//   x_k = (|x| / sqrt(lines)) x_k / |x_k|       with --debug muon-even=1, for each of its lines x_k
 //   w = w - rate (sqrt(max(1, rows / cols)) x + weight_decay w)
 // g is the gradient after clipping. Tensors that one product uses together are several matrices here: q, k and v are
 // each orthogonalised alone, and so are gate and up. x x^T is the smaller of the two: of a tall matrix it is x^T x.
@@ -13,10 +13,10 @@
 // polar-express: Amsel et al., "The Polar Express" (arXiv:2505.16932), algorithm 1: in each step the polynomial that is
 // best for what the steps before have left. simple: the same polynomial in every step, which needs more of them.
 //
-// muon-even: lines are the rows of a tall or square matrix, the columns of a wide one: orthogonalising leaves their
-// norms uneven. NorMuon (arXiv:2510.05491) divides by a running mean of these norms; dividing by those of the step
-// itself needs no state and was as good (dev/bench/recipe.md). A line of (almost) zeros, whose mean of squares is below
-// MUON_LEAST_SQUARE, is divided by the root of that.
+// muon-even: lines are the rows of a tall or square matrix, the columns of a wide one. All singular values being 1, the
+// lines of a square matrix have one norm, those of others have not. NorMuon (arXiv:2510.05491) divides by a running
+// mean of these norms; dividing by those of the step itself needs no state, and gained as much (doc/recipe.md). A line
+// whose mean of squares is below MUON_LEAST_SQUARE is divided by the root of that, so that zeros stay zeros.
 //
 // Several ranks: momentum and weights are divided as all states are (backend.h), and so are m and u. u of a block is
 // gathered; each rank orthogonalises the whole matrices that muon_deal gives it, so the result does not depend on the

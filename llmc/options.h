@@ -76,7 +76,7 @@
     FLT(decay_matrix, "", '*', -1.0, -1, 1e3, "weight decay of the blocks' matrices (-1: --weight-decay)") \
     FLT(decay_vector, "", '*', 0.0, 0, 1e3, "weight decay of norms and biases") \
     FLT(ema, "", '=', 0.0, 0, 0.999999999, \
-        "keep an average of the weights, avg = F avg + (1 - F) w in each step: the checkpoint's folder ema (0: none)") \
+        "keep an average of the weights, avg = F avg + (1 - F) w a step: the checkpoint's folder ema (0: none)") \
     FLT(qk_clip, "", '*', 0.0, 0, 1e30, \
         "scale down q and k of a head whose largest logit of attention in a step is above this (0: off)") \
     FLT(skip_loss_z, "sl", '*', 0.0, 0, 1e30, \
@@ -562,7 +562,8 @@ static Options options_parse(int argc, char **argv) {
             o.model, recipe.optimizer);
     const OptionNeed needs[] = {{"muon-", !strcmp(o.optimizer, "muon"), "--optimizer muon"},
                                 {"lora-", o.lora > 0, "--lora 16"},
-                                {"decay-fraction", strcmp(o.schedule, "constant") != 0, "a --schedule that falls"}};
+                                {"decay-fraction", strcmp(o.schedule, "constant") != 0, "a --schedule that falls"},
+                                {"final-lr-fraction", strcmp(o.schedule, "constant") != 0, "a --schedule that falls"}};
     if (!o.resume) require_needs(&given, needs, COUNT_OF(needs));  // else the checkpoint's options come first
     return o;
 }

@@ -253,7 +253,8 @@ static void make_directory(const char *path) {
         if (!kept) break;
         *slash = kept;
     }
-    require(is_directory(path) && access(path, W_OK | X_OK) == 0, "folder '%s' is not writable\n%s", path, hint);
+    require(is_directory(path), "'%s' is no folder\n%s", path, hint);
+    require(access(path, W_OK | X_OK) == 0, "folder '%s' is not writable\n%s", path, hint);
 }
 
 // ---- text

@@ -26,7 +26,7 @@ import llmc  # noqa: E402, which finds dev/
 from chat_template import TemplateError  # noqa: E402
 from checked_json import BadFile  # noqa: E402
 from post_training import add_schedule, end_of, of_step, parse, rate_of, read_prompts, rows_of  # noqa: E402
-from post_training import save_if_due, tokenised, trainer_options  # noqa: E402
+from post_training import save_if_due, steps_left, tokenised, trainer_options, write_messages  # noqa: E402
 
 FILES = ("tokenizer.bin", "tokenizer.json")
 HINT = "a teacher needs the student's own tokenizer"
@@ -74,18 +74,18 @@ def main(argv=None):
     a, options = parse(sys.argv[1:] if argv is None else argv, __doc__, add_arguments, numbers)
 
     def run():
-        prompts = read_prompts(a.prompts)
+        prompts = write_messages(read_prompts(a.prompts), a.model)
         size = dict(batch_size=a.batch_size, seq_len=a.seq_len, samples=1, lora=1)  # lora: it needs no optimiser
         size |= {k: options[k] for k in ("program", "threads") if k in options}
         with llmc.Trainer(a.teacher, **size) as teacher, \
                 llmc.Trainer(a.model, **trainer_options(a, options, a.batch)) as t:  # fmt: skip
             require_same_tokenizer(t, teacher, (a.model, a.teacher))
             ready = tokenised(t, prompts, a.max_tokens, a.model)
-            for step in range(t.steps_done, a.steps):
+            for step in steps_left(a, t):
                 make_step(t, teacher, a, ready, step)
                 save_if_due(a, t, step)
 
-    return end_of(run, llmc.Error, BadFile, TemplateError, OSError)
+    return end_of(run, a.output, llmc.Error, BadFile, TemplateError, OSError)
 
 
 if __name__ == "__main__":

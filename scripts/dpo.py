@@ -24,9 +24,10 @@ import numpy as np  # noqa: E402
 
 import llmc  # noqa: E402, which finds dev/
 from chat_template import TemplateError  # noqa: E402
-from checked_json import BadFile, open_regular  # noqa: E402
-from post_training import add_schedule, end_of, of_step, parse, rate_of, save_if_due, trainer_options  # noqa: E402
-from preference_file import arrays, read_pairs  # noqa: E402
+from checked_json import BadFile  # noqa: E402
+from post_training import add_schedule, end_of, of_step, parse, rate_of, save_if_due, steps_left  # noqa: E402
+from post_training import trainer_options  # noqa: E402
+from preference_file import arrays, read_pairs, read_texts  # noqa: E402
 
 # ---- the mathematics
 
@@ -129,18 +130,18 @@ def main(argv=None):
     steps_of = lambda count: math.ceil(a.epochs * count / a.batch) if a.epochs else a.steps
 
     def run():
-        with open_regular(a.data) as f:
-            a.steps = steps_of(sum(bool(line.strip()) for line in f))
+        texts = read_texts(a.data, a.model)
+        a.steps = steps_of(len(texts))
         per_step = math.ceil(a.batch / (a.batch_size // 2)) * a.batch_size
         with llmc.Trainer(a.model, **trainer_options(a, options, per_step)) as t:
-            pairs, adapters = read_pairs(a.data, t, a.model), bool(options.get("lora"))
+            pairs, adapters = read_pairs(a.data, t, a.model, texts), bool(options.get("lora"))
             a.steps = steps_of(len(pairs))  # without those that are left out
             reference = None if adapters or a.loss in ALONE else reference_of(t, a, pairs)
-            for step in range(t.steps_done, a.steps):
+            for step in steps_left(a, t):
                 make_step(t, a, pairs, reference, adapters, step)
                 save_if_due(a, t, step)
 
-    return end_of(run, llmc.Error, BadFile, TemplateError, OSError)
+    return end_of(run, a.output, llmc.Error, BadFile, TemplateError, OSError)
 
 
 if __name__ == "__main__":

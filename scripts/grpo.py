@@ -27,7 +27,7 @@ import llmc  # noqa: E402, which finds dev/
 from chat_template import TemplateError  # noqa: E402
 from checked_json import BadFile  # noqa: E402
 from post_training import end_of, of_step, parse, rate_of, read_prompts, rows_of, save_if_due  # noqa: E402
-from post_training import tokenised, trainer_options  # noqa: E402
+from post_training import steps_left, tokenised, trainer_options, write_messages  # noqa: E402
 from reward_file import BadReward, Rewards  # noqa: E402
 
 # ---- the mathematics
@@ -131,7 +131,7 @@ def add_arguments(p):
 
 def train(t, a, prompts, rewards, reference=None):
     prompts = tokenised(t, prompts, a.max_tokens, a.model)
-    for step in range(t.steps_done // a.iterations, a.steps):
+    for step in steps_left(a, t, a.iterations):
         make_step(t, a, prompts, rewards, reference, step)
         save_if_due(a, t, step)
 
@@ -142,7 +142,8 @@ def main(argv=None):
     def run():
         if a.beta and not a.reference and not options.get("lora"):
             raise llmc.Error("--beta needs the first policy\n  hint: --reference FOLDER, or adapters (-- --lora 16)")
-        prompts, rewards = read_prompts(a.prompts), Rewards(a.rewards, a.weights, a.reward_timeout, a.on_bad_reward)
+        prompts = write_messages(read_prompts(a.prompts), a.model)
+        rewards = Rewards(a.rewards, a.weights, a.reward_timeout, a.on_bad_reward)
         size = dict(batch_size=a.batch_size, seq_len=a.seq_len)
         size |= {k: options[k] for k in ("ranks", "program", "threads") if k in options}
         first = llmc.Trainer(a.reference, lora=1, **size) if a.beta and a.reference else None
@@ -150,7 +151,7 @@ def main(argv=None):
         with llmc.Trainer(a.model, **own) as t:
             train(t, a, prompts, rewards, first)
 
-    return end_of(run, llmc.Error, BadReward, BadFile, TemplateError, OSError)
+    return end_of(run, a.output, llmc.Error, BadReward, BadFile, TemplateError, OSError)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ for s, f in ((os.stat(f), f) for f in within or [path] if os.path.isfile(f)):
         [ ! -e "$model/$file" ] || echo "$file $(cksum < "$model/$file")"
     done
 }
+new=$out; [ ! -e "$out" ] || new=$out/data; [ ! -e "$new" ] || new=  # what is made here, and goes where no shards come of it
 mkdir -p "$out/data"
 made_of > "$made.new"
 if ! cmp -s "$made" "$made.new"; then
@@ -70,9 +71,16 @@ if ! cmp -s "$made" "$made.new"; then
         "another -o trains on what there is now; or: mv '$made.new' '$made', and this run goes on with its shards"
     rm -f "$made"
     "$python" dev/data/chat.py --input "$chats" --model "$model" --output "$out/data" --name "$name" --seq-len "$T" --overwrite ${CHAT:-} \
-        || { echo "  options of chat.py go into CHAT, as in CHAT=\"--template chatml\" scripts/run_finetune.sh ..." >&2; exit 1; }
+        || { rm -f "$made.new"; [ -z "$new" ] || rmdir "$out/data" 2> /dev/null || true; [ "$new" != "$out" ] || rmdir "$out" 2> /dev/null || true
+             echo "  options of chat.py go into CHAT, as in CHAT=\"--template chatml\" scripts/run_finetune.sh ..." >&2; exit 1; }
     compgen -G "$(literal "$out")/data/${name}_val_*.bin" > /dev/null || [ -n "$(last_value '' j val-data "$@")" ] \
-        || fail "none of so few conversations is held out" "hold out more with CHAT='--validation 0.3', or give more conversations"
+        || {
+            rm -f "$made.new"
+            hint="hold out more with CHAT='--validation 0.3', or give more conversations"
+            ! "$python" dev/data/prepare.py --check "$(literal "$out")/data/${name}_train_*.bin" | grep ' 1 conversation,' > /dev/null \
+                || hint="give at least two: one is held out"
+            fail "none of so few conversations is held out" "$hint"
+        }
     mv "$made.new" "$made"
 fi
 rm -f "$made.new"

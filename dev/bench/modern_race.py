@@ -5,11 +5,14 @@
     python dev/bench/modern_race.py losses --peer modded-nanogpt --data dev/data/mine/mine --output log/race
     python dev/bench/modern_race.py optimizers --data dev/data/mine/mine --output log/race
     python dev/bench/modern_race.py share      --data dev/data/mine/mine --output log/race
+    python dev/bench/modern_race.py variants   --data dev/data/mine/mine --output log/race --seeds 1 2 3 \
+        --variants "recipe=" "uneven=--debug muon-even=0" --picture race.png
 
     speed       tokens/s of modern:124M in bf16 and fp8, and of that program, at the same batch, in turns
     losses      validation losses of both from the same first weights on the same rows; the recipe's rates
     optimizers  gpt2:124M: AdamW at several rates, and Muon with 0.7 of its steps
     share       Muon's part of a step
+    variants    the recipe with other options (NAME=OPTIONS, the first is what others are compared with), --gpus at once
 
 Its file is read and changed in memory: steps, sizes of batches, how often it validates; for `losses` also its first
 weights and its batches, which are ours. Each change must fit exactly, or nothing runs. With --device cpu: all of it on
@@ -22,6 +25,7 @@ import glob
 import json
 import os
 import re
+import shlex
 import socket
 import statistics
 import subprocess
@@ -226,15 +230,16 @@ def read_peer(a, name):
     return {int(step): (float(loss), float(ms)) for step, loss, ms in found}
 
 
-def run_ours(a, name, options):
+def run_ours(a, name, options, env=None, more=()):
+    """more: words that follow, of which an option's last value counts"""
     flags = [text for option, value in options.items() for text in (f"--{option}", str(value))]
     common = ["-i", f"{a.data}_train_*.bin", "-s", "0", "-n", "0", "-b", str(a.micro_batch), "-t", str(a.seq_len)]
     output = Path(a.output) / name
-    command = [a.trainer, *common, "-o", str(output), *flags]
+    command = [a.trainer, *common, "-o", str(output), *flags, *more]
     if not has_run(output, " ".join(command)) and output.exists():
         for file in output.iterdir():  # of a run that was cut short, or had other options
             file.unlink()
-    run(a, output, command, " ".join(command))
+    run(a, output, command, " ".join(command), env)
 
 
 def read_ours(a, name, event):
@@ -413,11 +418,108 @@ def share(a):
                 )
 
 
+# ---- variants
+
+
+def variant_words(a):
+    """{name: words of the command line} of --variants"""
+    pairs = [text.partition("=") for text in a.variants]
+    for name, _, words in pairs:
+        ref.require(re.fullmatch(r"[\w.-]+", name), f"--variants: '{name}={words}' is not NAME=OPTIONS", "name it")
+    return {name: shlex.split(words) for name, _, words in pairs}
+
+
+def validation(a, name):
+    """[(step, loss)]"""
+    return [(line["step"], line["loss"]) for line in read_ours(a, name, "eval")]
+
+
+def steps_to(curve, loss):
+    """Where a curve first comes down to a loss: on a straight line between two validations."""
+    for (step, above), (next_step, below) in zip(curve, curve[1:]):
+        if below <= loss:
+            return step + (next_step - step) * (above - loss) / (above - below)
+    return float("nan")
+
+
+def mean(values):
+    return statistics.mean(values) if values else float("nan")
+
+
+def variants(a):
+    # the recipe's rates as they stand, at any batch; what else it has the trainer knows
+    common = {k: v for k, v in recipe_options(a).items() if not k.startswith("muon-")} | val_options(a)
+    common |= {"model": a.model, "matmul-dtype": a.matmul_dtype}
+    words, free = variant_words(a), list(range(a.gpus))
+
+    def race(job):
+        (name, more), seed = job
+        gpu = free.pop()
+        run_ours(a, f"variant_{name}_{seed}", common | {"seed": seed}, {"CUDA_VISIBLE_DEVICES": str(gpu)}, more)
+        free.append(gpu)
+
+    with ThreadPoolExecutor(a.gpus) as pool:
+        list(pool.map(race, [(variant, seed) for seed in a.seeds for variant in words.items()]))
+    curves = {name: {s: validation(a, f"variant_{name}_{s}") for s in a.seeds} for name in words}
+    curves = {name: {s: curve for s, curve in runs.items() if curve} for name, runs in curves.items()}
+    first, *_ = words
+    table_head(
+        f"{a.model}, {a.steps} steps of {a.batch:,} tokens, {a.data}",
+        *("variant", "seeds", "last loss", "+-", f"minus {first}, same seeds", f"steps to {first}'s", "ms a step"),
+    )
+    for name, runs in curves.items():
+        last = [curve[-1][1] for curve in runs.values()]
+        pairs = [(runs[s], curves[first][s]) for s in runs if s in curves[first]]
+        spread = statistics.stdev(last) if len(last) > 1 else float("nan")
+        ms = mean([1e3 * a.batch / our_rate(a, f"variant_{name}_{s}") for s in runs])
+        print(
+            f"| {name} | {len(runs)} | {mean(last):.4f} | {spread:.4f} | "
+            f"{mean([x[-1][1] - y[-1][1] for x, y in pairs]):+.4f} | "
+            f"{mean([steps_to(x, y[-1][1]) for x, y in pairs]):.0f} | {ms:.1f} |",
+            flush=True,
+        )
+    if a.picture:
+        draw_variants(a, curves)
+
+
+def draw_variants(a, curves):
+    """Validation losses minus the first variant's mean, a line for each seed: by tokens and by time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    first, runs = next(iter(curves.items()))
+    steps = sorted(set.intersection(*({s for s, _ in curve if s} for curve in runs.values())))
+    losses = [mean([dict(curve)[s] for curve in runs.values()]) for s in steps]
+    figure, panels = plt.subplots(1, 2, figsize=(12, 5), sharey=True, constrained_layout=True)
+    seconds = {
+        name: mean([a.batch / our_rate(a, f"variant_{name}_{s}") for s in runs]) for name, runs in curves.items()
+    }
+    for number, (name, runs) in enumerate(curves.items()):
+        for k, curve in enumerate(runs.values()):
+            known = np.array([point for point in curve if steps[0] <= point[0]])
+            # of a step: of this one, the first
+            units = [(1e-6 * a.batch, 1e-6 * a.batch), (seconds[name], seconds[first])]
+            for panel, (unit, first_unit) in zip(panels, units):
+                x = known[:, 0] * unit
+                apart = known[:, 1] - np.interp(x, np.array(steps) * first_unit, losses)
+                panel.plot(x, apart, color=f"C{number}", label="" if k else name)
+    for panel, x in zip(panels, ("million tokens", "seconds of training")):
+        panel.set_xlabel(x)
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel(f"validation loss minus the mean of {first}")
+    panels[0].legend()
+    figure.savefig(a.picture, dpi=100)
+
+
 DEFAULTS = {  # of what is None below
     "speed": {"model": "modern:124M,vocab=50304", "batch": 524288, "steps": 12, "eval_every": 4},
     "losses": {"model": "modern:124M,vocab=50304", "batch": 65536, "steps": 500, "eval_every": 100},
     "optimizers": {"model": "gpt2:124M", "batch": 65536, "steps": 946, "eval_every": 100},
     "share": {"model": "", "batch": 524288, "steps": 8, "eval_every": 0},
+    "variants": {"model": "modern:124M,vocab=50304", "batch": 65536, "steps": 946, "eval_every": 43},
 }
 
 
@@ -447,6 +549,10 @@ def main():
     p.add_argument("--fraction", type=float, default=0.7, help="of AdamW's steps that Muon gets")
     p.add_argument("--warmup", type=int, default=60)
     p.add_argument("--models", nargs="+", default=["gpt2:124M", "modern:124M"], help="of share")
+    p.add_argument("--variants", nargs="+", default=["recipe="], metavar="NAME=OPTIONS")
+    p.add_argument("--gpus", type=int, default=1, help="of variants: runs at once")
+    p.add_argument("--matmul-dtype", choices=["native", "fp8"], default="fp8", help="of variants")
+    p.add_argument("--picture", help="of variants: a PNG of their losses by tokens and by time")
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     p.add_argument("--timeout", type=float, default=600, help="seconds of one process")
     a = p.parse_args()
@@ -466,7 +572,7 @@ def main():
         "use a multiple of 10",
     )
     Path(a.output).mkdir(parents=True, exist_ok=True)
-    {"speed": speed, "losses": losses, "optimizers": optimizers, "share": share}[a.race](a)
+    {"speed": speed, "losses": losses, "optimizers": optimizers, "share": share, "variants": variants}[a.race](a)
 
 
 if __name__ == "__main__":

@@ -215,10 +215,10 @@ static void bench_symmetric(const char *name, int count, int n, int K) try {
 } catch (const NoRoom &no) {
     ladder_skip(no);
 }
-static void bench_step(const char *name, const Shape *shapes, int num, const char *polynomials) try {
+static void bench_step(const char *name, const Shape *shapes, int num, const char *polynomials, int is_even = 0) try {
     size_t bytes = 0, elements = 0, sums = 0;
     double flops = 0;
-    const Muon muon = muon_with(polynomials, 1);
+    const Muon muon = muon_with(polynomials, is_even);
     for (int i = 0; i < num; i++) {
         const Shape &s = shapes[i];
         const MuonMatrix m = {0, 0, s.rows, s.cols, 0};
@@ -227,7 +227,7 @@ static void bench_step(const char *name, const Shape *shapes, int num, const cha
         flops += 2 * muon.steps * s.count * muon_cost(&m);
         sums = std::max(sums, muon_partials(s.rows, s.cols, s.count));
     }
-    ladder_case("%s, n=%zu steps=%d", name, elements, muon.steps);
+    ladder_case("%s, n=%zu steps=%d even=%d", name, elements, muon.steps, is_even);
     char *scratch = device_new<char>(bytes);
     float *partials = device_new<float>(sums);
     Matmul mm = open_matmul(1), vendor = open_matmul(1);
@@ -308,6 +308,7 @@ int main(int argc, char **argv) {
             bench_symmetric("Llama-3-8B", s.count, s.rows, s.cols);
         bench_step("GPT-2 124M", gpt2_124M, 3, "polar-express");
         bench_step("GPT-2 124M", gpt2_124M, 3, "simple");
+        bench_step("GPT-2 124M", gpt2_124M, 3, "simple", 1);
         bench_step("GPT-2 1558M", gpt2_1558M, 3, "polar-express");
         bench_step("a block of Llama-3-8B", llama_block, 4, "polar-express");
     }

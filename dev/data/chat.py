@@ -39,7 +39,17 @@ import sys
 import types
 
 # first: it says what to do where numpy is missing
-from data_common import MAX_SHARD_TOKENS, die, make_folder, make_tokenizer, open_tokenizer, outlive_reader, printable
+from data_common import (
+    MAX_SHARD_TOKENS,
+    Parser,
+    die,
+    folder_for,
+    make_tokenizer,
+    open_tokenizer,
+    outlive_reader,
+    plural,
+    printable,
+)
 
 import numpy as np
 import tokenizers
@@ -470,7 +480,8 @@ def report(name, parts, pattern, T):
     learned = sum(int((part & TOKEN_NOT_LEARNED == 0).sum()) for part in parts)
     rows = sum(padding(n, T)[0] for n in lengths)
     print(
-        f"{name}: {chats:,} conversations, {tokens:,} tokens, {learned:,} learned; {rows:,} rows of {T:,}, "
+        f"{name}: {plural(chats, 'conversation')}, {tokens:,} tokens, {learned:,} learned; "
+        f"{plural(rows, 'row')} of {T:,}, "
         f"{100 * (1 - tokens / (rows * T)):.2f}% padding\n  {pattern}"
     )
     if 1 - tokens / (rows * T) <= MOST_PADDING or rows < 2:
@@ -490,10 +501,11 @@ def write(converter, results, companions):
     if not len(whole["train"]):
         die("no conversation is left for training", "give more, a longer --seq-len, or a smaller --validation")
     if args.validation and not len(whole["val"]):
-        print(
-            f"warning: none of the {np.count_nonzero(whole['train'] >= TOKEN_BEGINS):,} conversations is held out\n"
-            "  hold out more with --validation 0.2, or give more conversations"
-        )
+        count = np.count_nonzero(whole["train"] >= TOKEN_BEGINS)
+        if count == 1:
+            print("warning: the one conversation is not held out\n  give at least two: one is held out")
+        else:
+            print(f"warning: none of the {count:,} conversations is held out\n  hold out more with --validation 0.3")
     parts = {split: cut(ids, args.shard_tokens) if len(ids) else [] for split, ids in whole.items()}
     names = [f"{prefix}_{split}_" for split in parts for _ in parts[split]]
     written = {f"{name}{number:06d}.bin": f"{name}{number:06d}.new" for number, name in enumerate(names)}
@@ -560,14 +572,14 @@ def existing(prefix):
 
 
 def tell(counts, args):
-    for key, what in (
-        ("cut", f"lost turns at their end to fit into {args.seq_len:,} tokens"),
-        ("left out", f"left out: longer than {args.seq_len:,} tokens"),
-        ("bad", "bad ones left out"),
-        ("joined", "have an answer that shares a token with the generation prompt: a served model sees another there"),
+    for key, kind, what in (
+        ("cut", "", f"lost turns at their end to fit into {args.seq_len:,} tokens"),
+        ("left out", "", f"left out: longer than {args.seq_len:,} tokens"),
+        ("bad", "bad ", "left out"),
+        ("joined", "", "with an answer that shares a token with the generation prompt: a served model sees another"),
     ):
         if counts[key]:
-            print(f"note: {counts[key]:,} conversations {what}")
+            print(f"note: {plural(counts[key], kind + 'conversation')} {what}")
     unread = sorted((-count, key[1]) for key, count in counts.items() if isinstance(key, tuple))
     if unread:
         named = ", ".join(f"{name} ({-count:,})" for count, name in unread[:9]) + ", ..." * (len(unread) > 9)
@@ -578,7 +590,7 @@ def tell(counts, args):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     a = parser.add_argument
     a("--input", nargs="+", required=True, metavar="PATH", help="files, folders, quoted globs")
     a("--output", metavar="FOLDER")
@@ -632,7 +644,7 @@ def parse_args():
 def main():
     args = parse_args()
     paths, converter = once(find_inputs(args.input, SUFFIXES)), Converter(args)
-    end, encoder = converter.end, converter.encoder  # what is wrong with them is said once, and first
+    converter.end, converter.encoder  # noqa: B018, what is wrong with them is said once, and first
     if problem := converter.asked_otherwise():
         print(f"warning: {problem}\n  a served model will be asked in another way than it is trained")
     planned = plan(paths)
@@ -643,7 +655,13 @@ def main():
     prefix = os.path.join(args.output, args.name)
     if existing(prefix) and not args.overwrite and not shards.is_unfinished(prefix):
         die(f"'{prefix}_*.bin' exist", "name another --output or --name, or add --overwrite")
-    make_folder(args.output)
+    with folder_for(args.output):
+        make(args, converter, sizes, chunks)
+
+
+def make(args, converter, sizes, chunks):
+    """The shards, and what lies beside them."""
+    prefix, end, encoder = os.path.join(args.output, args.name), converter.end, converter.encoder
     companions = companions_of(converter)
     require_same(companions, args)
     if not encoder.own:

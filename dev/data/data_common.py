@@ -34,7 +34,7 @@ import missing_package  # noqa: E402, before numpy
 import numpy as np  # noqa: E402
 
 from checked_json import open_regular  # noqa: E402
-from tool_output import end_with_reader, outlive_reader, reader_is_gone  # noqa: E402,F401
+from tool_output import Parser, end_with_reader, outlive_reader, plural, reader_is_gone  # noqa: E402,F401
 
 HEADER_WORDS = 256
 HEADER_BYTES = 4 * HEADER_WORDS
@@ -78,6 +78,20 @@ def make_folder(path):
         os.makedirs(path, exist_ok=True)
     except OSError as e:
         die(f"cannot make folder '{path}': {e.strerror}", "name a folder that you may write to")
+
+
+@contextlib.contextmanager
+def folder_for(path):
+    """Makes a folder. What fails inside leaves none that it has made, if it is empty."""
+    is_new = not os.path.isdir(path)
+    make_folder(path)
+    try:
+        yield
+    except BaseException:
+        if is_new:
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
+        raise
 
 
 def create(path):

@@ -27,7 +27,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 
-from data_common import atomic_write, die, make_folder
+from data_common import atomic_write, die, make_folder, plural
 
 ATTEMPTS, PAUSE = 6, 1.0  # a try that brought some bytes does not count; pauses double
 TIMEOUT = 30  # seconds of silence
@@ -345,7 +345,8 @@ def hub_set(repo, folder, wanted, what, cache, ranks=None, revision=None):
     wanted = [f for f in mine if not is_there(os.path.join(base, f[0]), f[1])]
     total = sum(f[1] for f in wanted)
     if wanted:
-        print(f"downloading {len(wanted)} of {len(files)} files, {total / 1e9:.2f} GB, from {repo}", flush=True)
+        some = f"{len(wanted)} of {plural(len(files), 'file')}"
+        print(f"downloading {some}, {total / 1e9:.2f} GB, from {repo}", flush=True)
 
     def one(file):
         path, size, checksum = file

@@ -14,12 +14,13 @@ interrupted. https://huggingface.co/datasets/HuggingFaceFW/fineweb
 import argparse
 
 import download
+from data_common import Parser
 from reader import ROWS
 from shards import add_arguments, build, check_arguments, run
 
 
 def main(ranks):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--type", "-t", choices=("classic", "edu"), default="classic")
     parser.add_argument("--version", "-v", choices=("10B", "100B"), default="10B", help="the sample's tokens, about")
     download.add_arguments(parser)

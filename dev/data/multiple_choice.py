@@ -20,7 +20,7 @@ import download  # first: what if numpy is missing
 
 import numpy as np
 
-from data_common import HEADER_WORDS, KINDS, atomic_write, die, make_folder, make_tokenizer, outlive_reader
+from data_common import HEADER_WORDS, KINDS, Parser, atomic_write, die, make_folder, make_tokenizer, outlive_reader
 from reader import base_name, rows
 from tokenizer_json import add_tokenizer_arguments, tokenizer_suffix
 
@@ -85,7 +85,7 @@ def write_set(path, examples, tokenizer, version=2):
 def convert_download(doc, url, name, file, records, example, versions):
     """What a script for the set at `url` does: records(path) gives (record, where), example(tokenizer, record, where)
     an encoded one; versions(args): the file's."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     download.add_arguments(parser)
     args = parser.parse_args()
@@ -138,7 +138,7 @@ def convert(path, output, tokenizer, delimiter):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="each becomes a file of its own name")
     parser.add_argument(
         "--delimiter",

@@ -26,7 +26,7 @@ import os
 import sys
 
 # first: it says what to do where numpy is missing
-from data_common import KINDS, die, end_with_reader, find_files, read_shard, read_tokenizer
+from data_common import KINDS, Parser, die, end_with_reader, find_files, plural, read_shard, read_tokenizer
 
 import numpy as np
 
@@ -61,7 +61,8 @@ def check(patterns):
                 f"{fields['vocab_size'] or 'unknown'}"
                 # llm.c's shards name none
                 + (
-                    f", {np.count_nonzero(marks > 1):,} conversations, {np.count_nonzero(marks % 2 == 0):,} learned"
+                    f", {plural(np.count_nonzero(marks > 1), 'conversation')}, "
+                    f"{np.count_nonzero(marks % 2 == 0):,} learned"
                     if fields["marked"]
                     else f", {documents:,} end-of-text = {100 * documents / len(tokens):.3f}%"
                     * (fields["vocab_size"] > 0)
@@ -71,7 +72,7 @@ def check(patterns):
         except (OSError, ValueError) as e:
             failed += 1
             print(f"{path}: WRONG: {getattr(e, 'strerror', None) or e}")
-    print(f"{len(paths) - failed} of {len(paths)} shards are good")
+    print(f"{len(paths) - failed} of {plural(len(paths), 'shard')} {'is' if len(paths) == 1 else 'are'} good")
     sys.exit(failed > 0)
 
 
@@ -84,7 +85,7 @@ def excerpt(path, ids):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     inputs.add_arguments(parser)
     add_arguments(parser)
     a = parser.add_argument

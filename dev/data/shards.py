@@ -596,6 +596,14 @@ class Job:
             atomic_write(self.manifest, json.dumps(record, indent=1).encode())
         shutil.rmtree(self.work)
 
+    def remove(self):
+        """What a job without text has made."""
+        shutil.rmtree(self.work)
+        if self.is_new:
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(self.args.output, "tokenizer.bin"))
+                os.rmdir(self.args.output)
+
 
 def write_tokenizer(tokenizer, folder, overwrite):
     path = os.path.join(folder, "tokenizer.bin")
@@ -625,6 +633,7 @@ def see(path):
 
 def begin(job, ranks, workers):
     """What rank 0 decides for all: the tokenizer and the chunks; None if there is nothing to do."""
+    job.is_new = not os.path.isdir(job.args.output)
     make_folder(job.args.output)
     if job.resume():
         write_tokenizer(job.tokenizer, job.args.output, False)  # it may have been lost since
@@ -705,6 +714,8 @@ def build(ranks, args, paths, val_paths=()):
             else math.ceil(args.val_fraction * total)
         )
         if val >= total:
+            if job and not total:
+                job.remove()
             die_of_no_text(total, val)
         shards = [
             (os.path.join(args.output, f"{args.name}_{split}_{number:06d}.bin"), at, count)

@@ -14,7 +14,7 @@ import json
 import os
 import random
 
-from data_common import GPT2_PATTERN, Tokenizer, atomic_write, make_folder, outlive_reader
+from data_common import GPT2_PATTERN, Parser, Tokenizer, atomic_write, make_folder, outlive_reader
 from tokenizer_json import write_tokenizer_json
 
 TEMPLATE = (
@@ -80,7 +80,7 @@ def write_tokenizer(folder):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--output", required=True, metavar="FILE.jsonl")
     p.add_argument("--count", type=int, default=1000, help="conversations (1000)")
     p.add_argument("--seed", type=int, default=1)

@@ -16,7 +16,7 @@ import download  # first: what if numpy is missing
 
 import numpy as np
 
-from data_common import die, make_folder, make_tokenizer, outlive_reader, write_shard
+from data_common import Parser, die, make_folder, make_tokenizer, outlive_reader, write_shard
 from shards import new_name
 from tokenizer_json import add_tokenizer_arguments, tokenizer_suffix
 
@@ -40,7 +40,7 @@ def get_text(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_tokenizer_arguments(parser)
     parser.add_argument("--file", metavar="PATH", help="the text, instead of a download")
     parser.add_argument("--output", metavar="FOLDER")

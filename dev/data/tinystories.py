@@ -13,13 +13,13 @@ import argparse
 import os
 
 import download
-from data_common import die
+from data_common import Parser, die
 from reader import ROWS
 from shards import add_arguments, build, check_arguments, run
 
 
 def main(ranks):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     download.add_arguments(parser)
     add_arguments(parser)
     args = parser.parse_args()

@@ -25,7 +25,17 @@ import time
 import zlib
 
 # first: it says what to do where numpy is missing
-from data_common import PATTERNS, Progress, Tokenizer, die, import_package, make_folder, make_tokenizer, outlive_reader
+from data_common import (
+    PATTERNS,
+    Parser,
+    Progress,
+    Tokenizer,
+    die,
+    import_package,
+    make_folder,
+    make_tokenizer,
+    outlive_reader,
+)
 
 import inputs
 from reader import once, plan
@@ -44,7 +54,7 @@ NO_LIMIT = int(1e30)  # what transformers writes where a tokenizer does not know
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     inputs.add_arguments(parser)
     inputs.read_arguments(parser)
     a = parser.add_argument

@@ -276,6 +276,7 @@ def describe(adapter, base):
     weights = sum(a.size + b.size for a, b in adapter.pairs.values())
     return (
         f"{adapter.folder}: LoRA of rank {', '.join(map(str, ranks))}, scale {', '.join(f'{s:g}' for s in scales)}, "
-        f"{len(adapter.pairs)} matrices ({', '.join(names)}), {weights:,} weights\n"
+        f"{len(adapter.pairs)} matri{'x' if len(adapter.pairs) == 1 else 'ces'} ({', '.join(names)}), {weights:,} "
+        f"weights\n"
         f"  its base: {base}" + ("" if adapter.mark else " (of this shape; its weights are not recorded)")
     )

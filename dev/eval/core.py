@@ -25,7 +25,7 @@ from scorer import add_arguments, of_arguments, positive  # first: it finds dev/
 import llmc
 import numpy as np
 from checked_json import BadFile, open_regular, parse_object
-from data_common import die, outlive_reader
+from data_common import Parser, die, outlive_reader, plural
 
 SEED = 1234
 ANSWER = "\nAnswer: "
@@ -226,7 +226,7 @@ def report(results, limit):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--data", required=True, metavar="DIR", help="the folder of the .jsonl files")
     parser.add_argument("--tasks", metavar="NAME,...", help="some of the 22 [all that DIR has]")
@@ -241,7 +241,7 @@ def main():
         for task, sets in tasks:
             results[task], count, cut = accuracy_of(scorer, sets, task, args.limit)
             line = f"{results[task]:>10.4f}{task.baseline:>10.3f}{centred(results[task], task.baseline):>9.4f}"
-            said = f"  {cut} rows lost their beginning" if cut else ""
+            said = f"  {plural(cut, 'row')} lost the beginning" if cut else ""
             print(f"{task.name:<34}{count:>9}{task.shots:>7}{line}{said}", flush=True)
         print(report(results, args.limit))
         scorer.close()

@@ -47,7 +47,16 @@ import adapter
 import download
 from chat_template import Renderer, TemplateError, ends_of_folder, read_template
 from checked_json import BadFile, read_object
-from data_common import atomic_write, die, make_folder, make_tokenizer, open_tokenizer, outlive_reader, printable
+from data_common import (
+    Parser,
+    atomic_write,
+    die,
+    make_folder,
+    make_tokenizer,
+    open_tokenizer,
+    outlive_reader,
+    printable,
+)
 from gguf_file import TYPES, export_gguf
 from llmc_bin import export_bin, import_bin
 from tokenizer_json import files_folder, read_tokenizer_json, trained_with, write_tokenizer_json
@@ -402,7 +411,7 @@ def check(args):
 
 
 def run_command():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     p = {name: commands.add_parser(name) for name in ("import", "tokenizer", "export", "merge", "check")}
     for name in ("import", "merge"):
@@ -427,6 +436,10 @@ def run_command():
         p[name].add_argument("--verify", action="store_true", help="compare logits with transformers or train_gpt2.py")
     p["import"].add_argument("--revision", default="main", help="branch, tag or commit on the hub (main)")
     args = parser.parse_args()
+    if args.command == "export" and not args.file.endswith((".bin", ".gguf")):
+        die(
+            f"'{args.file}' is no kind of file that is written here", "name a FILE.bin (llm.c) or FILE.gguf (llama.cpp)"
+        )
     given = "source" if args.command in ("import", "merge") else "folder"
     if os.path.isdir(getattr(args, given)):
         setattr(args, given, opened(getattr(args, given)))

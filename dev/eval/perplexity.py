@@ -15,7 +15,7 @@ from scorer import add_arguments, of_arguments, positive  # first: it finds dev/
 
 import llmc
 import numpy as np
-from data_common import die, outlive_reader
+from data_common import Parser, die, outlive_reader
 from reader import pieces_of
 
 WINDOWS = 256  # of a call
@@ -54,7 +54,7 @@ def read_text(path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("file", help="a text in UTF-8")
     parser.add_argument("--stride", type=positive, metavar="N", help="[half of --seq-len]")

@@ -187,7 +187,7 @@ OPTIONS = [
         "ema",
         "",
         0.0,
-        "keep an average of the weights, avg = F avg + (1 - F) w in each step: the checkpoint's folder ema (0: none)",
+        "keep an average of the weights, avg = F avg + (1 - F) w a step: the checkpoint's folder ema (0: none)",
         0,
         0.999999999,
     ),
@@ -361,7 +361,11 @@ def require_effects(changed, o):
     for name in changed:
         needs = "--optimizer muon" if name.startswith("muon_") and o.optimizer != "muon" else None
         needs = "--lora 16" if name.startswith("lora_") and not o.lora else needs
-        needs = "a --schedule that falls" if name == "decay_fraction" and o.schedule == "constant" else needs
+        needs = (
+            "a --schedule that falls"
+            if name in ("decay_fraction", "final_lr_fraction") and o.schedule == "constant"
+            else needs
+        )
         option = "--" + name.replace("_", "-")
         require(not needs, f"{option} says nothing without {needs}", f"add that, or leave {option} out")
 

@@ -290,7 +290,7 @@ def test_too_long_conversations(tmp_path, monkeypatch, capsys):
     assert [t.count("<|im_start|>") for t in kept] == [2, 4, 4, 4] and max(map(len, kept)) <= 250
     assert kept[1] == kept[2] == kept[3]
     said = capsys.readouterr().out
-    assert "2 conversations lost turns" in said and "1 conversations left out: longer than 250" in said
+    assert "2 conversations lost turns" in said and "1 conversation left out: longer than 250" in said
     call(monkeypatch, *args, "--output", tmp_path / "drop", "--too-long", "drop")
     assert [t.count("<|im_start|>") for t in texts_of(tmp_path / "drop")] == [2, 4]
     assert "3 conversations left out" in capsys.readouterr().out
@@ -306,6 +306,7 @@ def test_too_long_conversations(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.glob("stop/*.bin"))
     capsys.readouterr()
     call(monkeypatch, *args[:-1], 50, "--output", tmp_path / "none", fails="no conversation is left")
+    assert not (tmp_path / "none").exists()
     assert "5 conversations left out: longer than 50" in capsys.readouterr().out
 
 
@@ -378,7 +379,7 @@ def test_check(tmp_path):
     call_ = [sys.executable, ROOT / "dev/data/prepare.py", "--check"]
     run("--input", data, *BYTES, "--output", tmp_path / "out")
     said = subprocess.run([*call_, str(tmp_path / "out/*.bin")], capture_output=True, text=True).stdout
-    assert "3 conversations, 51 learned" in said and "1 of 1 shards are good" in said
+    assert "3 conversations, 51 learned" in said and "1 of 1 shard is good" in said
 
 
 # ---- training
@@ -459,7 +460,7 @@ def test_bad_conversations(tmp_path, monkeypatch, capsys, line):
     call(monkeypatch, *args, fails=f"{tmp_path / 'c.jsonl'}' {BAD[line]}")
     assert not list(tmp_path.glob("out/*"))
     call(monkeypatch, *args, "--skip-bad")
-    assert len(chats_of(tmp_path / "out")) == 2 and "1 conversations bad ones left out" in capsys.readouterr().out
+    assert len(chats_of(tmp_path / "out")) == 2 and "1 bad conversation left out" in capsys.readouterr().out
 
 
 LOOP = "{% for m in messages %}"

@@ -689,7 +689,7 @@ static void test_keep(Model *m) {
     disk_log[0] = 0;
     save(m, run, 110, 2, 40);
     check(strncmp(disk_log, "ffffdrdr", 8) == 0 && strspn(disk_log + 8, "u") == strlen(disk_log + 8) &&
-              strlen(disk_log + 8) == NUM_CHECKPOINT_FILES + 1 + NUM_COMPANION_FILES,
+              strlen(disk_log + 8) == NUM_CHECKPOINT_FILES + 1 + 2 * NUM_COMPANION_FILES,
           "files flushed, folder flushed, renamed, parent flushed, and only then an old one removed: %s", disk_log);
     write_text(at("keep/step_00000100/mine.txt"), "a user's own");
     save(m, run, 120, 1, 0);
@@ -886,7 +886,7 @@ static void test_kill(Model *m) {
     }
     write_text(at("file"), "x");
     snprintf(run, sizeof run, "%s", at("file"));
-    check_refused("an output that is a file", save_attempt, argument, "is not writable");
+    check_refused("an output that is a file", save_attempt, argument, "is no folder");
     snprintf(run, sizeof run, "%s", at("file/below"));
     check_refused("an output below a file", save_attempt, argument, "cannot make folder");
     fake_close(&newer);

@@ -206,6 +206,7 @@ def test_what_starts_ranks_in_llmc_scripts_is_taken_and_changes_nothing(trainer)
         ),
         (["--lora-alpha", "4"], ["--lora-alpha says nothing without --lora 16"]),
         (["-k", "constant", "--decay-fraction", "0.2"], ["--decay-fraction says nothing without a --schedule that"]),
+        (["-k", "constant", "-q", "0.2"], ["--final-lr-fraction says nothing without a --schedule that"]),
         (["--reset-optimizer"], ["--reset-optimizer says nothing without --resume 1"]),
         (["--offload", "states,m"], ["unknown --offload 'm'", "use states, master, activations"]),
         (["-z", "2", "--debug", "dp-overlap=0"], ["--debug dp-overlap=0 keeps all gradients", "--zero-stage 2"]),
@@ -1252,7 +1253,8 @@ def test_likely_mistakes_are_noted_at_the_start(trainer, tmp_path):
     two = shard(tmp_path / "two.bin", tokens=[1 + i % 90 for i in range(200)] + [0] + [2] * 199)
     kinds = {
         "warm-up of 70 steps is longer": (["-x", 60, "-u", 70], ["-x", 60, "-u", 60]),
-        "9 steps in all": (["-x", 9], ["-x", 50]),
+        "7 steps in all": (["-x", 7], ["-x", 50]),
+        "43% of --ema's average": (["-x", 60, "--ema", 0.985], ["-x", 60, "--ema", 0.9]),
         "first checkpoint is that of the end": (["-x", 60, "-o", tmp_path / "end"], ["-x", 60, "-n", 30, "-o", "many"]),
         "one document": (["-x", 60, "-v", 1000, "-j", one], ["-x", 60, "-v", 1000, "-j", two]),
     }

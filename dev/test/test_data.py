@@ -789,6 +789,7 @@ def test_refusals(tmp_path, name, data, more, words):
     (tmp_path / name).write_bytes(data)
     prepare("--input", tmp_path / name, "--output", tmp_path / "out", *more, fails=words)
     assert not list((tmp_path / "out").glob("*_train_*")) if (tmp_path / "out").exists() else True
+    assert words != "the inputs hold no text" or not (tmp_path / "out").exists()
 
 
 def test_missing_inputs(tmp_path):
@@ -996,8 +997,8 @@ def test_check(corpus, tmp_path):
     for line in prepare("--input", corpus, "--output", tmp_path / "with [1]").splitlines():
         # the patterns that it prints match what it made, and the names themselves are no patterns
         if line.startswith(("train: ", "val: ")):
-            assert "shards are good" in script("prepare.py", "--check", line.split("  ")[1])
-    assert "1 of 1 shards are good" in script("prepare.py", "--check", shards(tmp_path / "with [1]", "val")[0])
+            assert "good" in script("prepare.py", "--check", line.split("  ")[1])
+    assert "1 of 1 shard is good" in script("prepare.py", "--check", shards(tmp_path / "with [1]", "val")[0])
     by_shell = [path for split in ("train", "val") for path in shards(tmp_path / "with [1]", split)]
     assert "2 of 2 shards are good" in script("prepare.py", "--check", *by_shell)
     (tmp_path / "llmc.bin").write_bytes(
@@ -1090,6 +1091,27 @@ def test_tinyshakespeare_is_llmc_split(tmp_path):
 # ---- the demo
 
 needs_trainer = pytest.mark.skipif(not (ROOT / "train_gpt2").exists(), reason="make train_gpt2 has not run")
+
+
+def test_a_second_demo_keeps_the_model_of_the_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "dev")
+    from demo import put_aside
+
+    folder, before = tmp_path / "demo", tmp_path / "demo.before"
+    folder.mkdir()
+    put_aside(folder)
+    assert not before.exists() and not capsys.readouterr().out
+    for run in ("1", "2"):
+        (folder / "step_00000024").mkdir()
+        for name in ("step_00000024/model", f"DONE_0000002{run}", "main.jsonl", "loss.png", "mine"):
+            (folder / name).write_text(run)
+        put_aside(folder)
+        assert [p.name for p in folder.iterdir()] == ["mine"] and str(before) in capsys.readouterr().out
+        assert {p.name for p in before.iterdir()} == {"step_00000024", f"DONE_0000002{run}", "main.jsonl", "loss.png"}
+        assert (before / "step_00000024/model").read_text() == (before / "loss.png").read_text() == run
+    (folder / "main.jsonl").write_text("3")  # of a demo that has left no model
+    put_aside(folder)
+    assert not (folder / "main.jsonl").exists() and (before / "loss.png").read_text() == "2"
 
 
 @needs_trainer

@@ -119,9 +119,14 @@ def test_what_is_missing_is_said(tiny, tmp_path):
     assert "there is no" in run(SCRIPT, model, tmp_path / "none.jsonl", status=1)
     (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}]}\n')
     assert "line 1" in run(SCRIPT, model, tmp_path / "bad.jsonl", "-o", tmp_path / "out", status=1)
+    assert not (tmp_path / "out").exists()
     (tmp_path / "few.jsonl").write_text('{"prompt": "?", "completion": "!"}\n' * 3)
     few = (SCRIPT, model, tmp_path / "few.jsonl", "-o", tmp_path / "out")
-    assert "so few conversations" in run(*few, status=1)
+    assert "so few conversations" in (said := run(*few, status=1)) and "at least two" not in said
+    (tmp_path / "one.jsonl").write_text('{"prompt": "?", "completion": "!"}\n')
+    said = run(SCRIPT, model, tmp_path / "one.jsonl", "-o", tmp_path / "one", status=1)
+    assert "give at least two" in said and "--validation" not in said
+    assert not list(tmp_path.glob("*/data/shards.made*"))
     assert "error" not in run(*few, "-j", tmp_path / "out/data/few_train_*.bin", DRY_RUN="1")
     assert not list((tmp_path / "out").glob("step_*"))
 

@@ -1,6 +1,7 @@
 """scripts/grpo.py: its losses are the textbook's, a model learns to add from rewards, a resumed run makes the same
 digits, and what is wrong with prompts and rewards is said."""
 
+import argparse
 import json
 import os
 import re
@@ -262,16 +263,46 @@ def test_several_rewards_have_weights_and_texts_are_texts(taught, tmp_path):
         assert s["reward_a_mean"] > 0 and s["reward_b_mean"] == pytest.approx(5.5)
 
 
+def test_seq_len_is_1024_or_the_models_context(taught, tmp_path):
+    from post_training import context_of
+
+    words = ["--model", str(taught / "model"), "--prompts", "p", "--rewards", "r"]
+    assert grpo.parse(words, "", grpo.add_arguments, ())[0].seq_len == 8
+    assert grpo.parse([*words, "--seq-len", "6"], "", grpo.add_arguments, ())[0].seq_len == 6
+    assert context_of("gpt2:124M") == context_of("no/such") == 1024 and context_of("d1,channels=64,seq=32") == 32
+    for step, context in ((9, 64), (10, 128)):
+        (tmp_path / f"step_{step:08d}").mkdir()
+        (tmp_path / f"step_{step:08d}/config.json").write_text(json.dumps({"n_positions": context}))
+    assert context_of(str(tmp_path)) == 128
+
+
+def test_a_finished_run_says_that_nothing_is_left(capsys):
+    from post_training import steps_left
+
+    a, t = argparse.Namespace(output="out", steps=4), argparse.Namespace(steps_done=6)
+    assert list(steps_left(a, t, updates=2)) == [3] and not capsys.readouterr().out
+    t.steps_done = 8
+    assert not steps_left(a, t, updates=2) and "nothing is left to do: 'out' is at step 4" in capsys.readouterr().out
+
+
 # ---- what is wrong
 
 BAD_FILES = {
     "empty": ({"prompts": "\n"}, (), "p.jsonl is empty"),
-    "no json": ({"prompts": '{"prompt": [1]}\n{"prompt"\n'}, (), "p.jsonl:2 is not JSON"),
+    "no json": (
+        {"prompts": '{"prompt": [1]}\n{"prompt"\n'},
+        (),
+        "p.jsonl:2 is not JSON: Expecting ':' delimiter at column 10\n  hint: a line is {",
+    ),
     "no prompt": ({"prompts": '{"text": "a"}\n'}, (), "p.jsonl:1 has no prompt"),
     "no ids": ({"prompts": '{"prompt": [1, "a"]}\n'}, (), 'p.jsonl:1: prompt[1] is "a", not a whole number'),
     "unknown id": ({"prompts": '{"prompt": [99]}\n'}, (), "p.jsonl:1 has an id outside the vocabulary of 16"),
     "text": ({"prompts": '{"prompt": "a"}\n'}, (), "no tokenizer"),
-    "long": ({"prompts": '{"prompt": [1,1,1,1,1,1,1,1]}\n'}, (), "no prompt fits: --seq-len leaves 6"),
+    "long": (
+        {"prompts": '{"prompt": [1,1,1,1,1,1,1,1]}\n'},
+        (),
+        "no prompt fits: --seq-len 8 leaves 6 beside --max-tokens 2\n  hint: give a smaller",
+    ),
     "no function": ({"rewards": "x = 1\n"}, (), "has no reward function"),
     "no python": ({"rewards": "def reward(:\n"}, (), "does not run: invalid syntax"),
     "weights": ({}, ("--weights", "1,2"), "2 weights for reward_sum"),
@@ -294,8 +325,8 @@ def test_what_is_wrong_is_said_with_what_to_do(taught, tmp_path, files, words, s
     for name, text in files.items():
         names[name].write_text(text)
     given = {name: names[name] for name in files}
-    error = run(*command(taught, "--steps", 1, *words, **given), status=1)
-    assert said in error and "hint: " in error
+    error = run(*command(taught, "--steps", 1, "--output", tmp_path / "out", *words, **given), status=1)
+    assert said in error and "hint: " in error and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

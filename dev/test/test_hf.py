@@ -483,6 +483,8 @@ def test_bad_llmc_bin(program, tmp_path, monkeypatch, capfd, model, spoil, words
 def test_what_llmc_cannot_say(program, tmp_path, monkeypatch, capfd, model, words):  # noqa: F811
     refuses(monkeypatch, capfd, words, "export", write(program, tmp_path, model, "fp32"), tmp_path / "x.bin")
     assert not (tmp_path / "x.bin").exists()
+    if model == "gpt2-odd":
+        refuses(monkeypatch, capfd, ["no kind of file", "FILE.bin", "FILE.gguf"], "export", tmp_path, "x.onnx")
 
 
 # ---- tokenizers

@@ -426,7 +426,7 @@ def test_the_c_trainer_opens_no_damaged_adapters(c_trainer, of_bytes, text_shard
     good = tmp_path / "run/step_00000001"
     question = ["--evaluate", 1, "-v", 1, "-m", 1, "-j", text_shards[3]]
     for file in sorted(p.name for p in good.iterdir()):
-        folder = shutil.copytree(good, tmp_path / file)
+        folder = shutil.copytree(good, tmp_path / "damaged" / file)
         data = bytearray((folder / file).read_bytes())
         data[-20 if len(data) > 100 else 0] ^= 4
         (folder / file).write_bytes(data)

@@ -420,8 +420,8 @@ def test_follow_redraws_until_the_end(tmp_path):
                 f.write(json.dumps(start()) + "\n" + json.dumps(step(1)) + "\n" + json.dumps(step(2))[:20])
                 f.flush()
             assert (
-                p.stdout.readline().startswith("a: 1 steps")
-                and p.stdout.readline().startswith("b: 1 steps")
+                p.stdout.readline().startswith("a: 1 step,")
+                and p.stdout.readline().startswith("b: 1 step,")
                 and "wrote" in p.stdout.readline()
             )
             first = colours_of(str(tmp_path / "live.png"))

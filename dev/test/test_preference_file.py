@@ -41,7 +41,7 @@ def test_pairs(chat_model, tmp_path, capfd):
     with llmc.Trainer(chat_model, program=CPU, batch_size=2, seq_len=64, threads=1) as t:
         pairs, eot = read_pairs(data, t, chat_model), t.eot
     said = capfd.readouterr().err
-    assert "pairs.jsonl:5 is left out" in said and "1 prompts lose their beginnings" in said
+    assert "pairs.jsonl:5 is left out" in said and "1 prompt loses its beginning: " in said
     text = lambda ids: "".join("|" if i == eot else chr(i) for i in ids)
     assert [[(text(ids[:n]), text(ids[n:])) for ids, n in p.rows] for p in pairs] == [
         [("|ab", "c."), ("|ab", "de.")],
@@ -87,9 +87,10 @@ def test_bad_pairs(start, chat_model, tmp_path, capfd):
 
 def test_prompts_of_messages(chat_model, start, tmp_path):
     given = [{"prompt": [message("user", "q")]}, {"prompt": "q"}, {"prompt": [1, 2]}]
-    prompts = read_prompts(write_lines(tmp_path / "prompts.jsonl", given))
+    path = write_lines(tmp_path / "prompts.jsonl", given)
+    prompts = read_prompts(path)
     with llmc.Trainer(chat_model, program=CPU, batch_size=2, seq_len=64, threads=1) as t:
         chat, text, ids = (list(p.ids) for p in tokenised(t, prompts, 8, chat_model))
         assert t.decode(chat) == "<user>q;<bot>" and text == [t.eot, ord("q")] and ids == [1, 2]
         with pytest.raises(BadFile, match="no chat template"):
-            tokenised(t, prompts, 8, start)
+            tokenised(t, read_prompts(path), 8, start)

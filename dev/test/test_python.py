@@ -619,7 +619,8 @@ def test_checkpoints(start, tmp_path, model, ranks, options):
         assert weights[name].dtype == np.float32 and weights[name].flags.writeable
     straight_on = [train_step(t, 8), train_step(t, 9)], t.weights()
     t.close()  # it writes to this folder alone
-    resumed = start(model, ranks, output=tmp_path / "run", resume=1, **options)
+    given = None if model == "gpt2" else model  # that of the run
+    resumed = start(given, ranks, output=tmp_path / "run", resume=1, **options)
     assert resumed.steps_done == 2 and resumed.tokens_done == 2 * ROWS * T
     same(([train_step(resumed, 8), train_step(resumed, 9)], resumed.weights()), straight_on)
     assert resumed.steps_done == 4
@@ -780,6 +781,43 @@ def test_bad_input(two_micro_steps, name, step):
 
     t.load(folder, optimizer=True)
     same(digits(t, made), expected)
+
+
+OF_ANOTHER_KIND = {
+    "learning rate is 'a', not a number": lambda t: t.step("a"),
+    "clip is 'x', not a number": lambda t: t.step(1e-3, clip="x"),
+    "loss is None, not a number": lambda t: t.step(1e-3, loss=None),
+    "reward is array.*, which the log cannot hold": lambda t: t.step(1e-3, reward=np.ones(3)),
+    "max_tokens is 'x', not a number": lambda t: t.generate([[1]], max_tokens="x"),
+    "n is 1.5, not a whole number": lambda t: t.generate([[1]], n=1.5),
+    "seed is nan, not a whole number": lambda t: t.generate([[1]], seed=math.nan),
+    "stop: .* is no array of int64": lambda t: t.generate([[1]], stop=[None]),
+    "prompts are no list": lambda t: t.generate(5),
+    "the text is 5, not a text": lambda t: t.encode(5),
+    "no UTF-8": lambda t: t.encode("\ud800"),
+    "ids: 'x' is no array of int32": lambda t: t.decode("x"),
+    "tokens: .* is no array of numbers": lambda t: t.forward([[1], [1, 2]], TARGETS),
+    "weights: 'x' is no array of float32": after_forward(lambda t: t.backward("x")),
+    "loss is .*, which the log cannot hold": lambda t: t.log("eval", loss=[1]),
+    "'' is no name": lambda t: t.log(""),
+    "'a\"' is no name .*\n  hint: a name has letters": lambda t: t.log('a"'),
+    r"'a\\nb' is no name": lambda t: t.log("a\nb"),
+    "3 is no name": lambda t: t.log(3),
+}
+
+
+def test_arguments_of_another_kind(two_micro_steps):
+    t, folder, expected = two_micro_steps
+    t.load(folder, optimizer=True)
+    for words, call in OF_ANOTHER_KIND.items():
+        with pytest.raises(llmc.Error, match=words) as e:
+            call(t)
+        assert "\n  hint: " in str(e.value) and not e.value.ended
+    t.log("a.b-c_1", text='"\n', number=np.float32(1))
+    t.load(folder, optimizer=True)
+    same(digits(t), expected)
+    lines = [json.loads(line) for line in open(os.path.join(folder, "../main.jsonl"))]
+    assert [(e["text"], e["number"]) for e in lines if e["event"] == "a.b-c_1"] == [('"\n', 1)]
 
 
 def test_steps_in_another_order(start, two_micro_steps):

@@ -118,9 +118,10 @@ static const char *checkpoint_file(const char *folder, int i) {
 #define DIVERGED_MARK "diverged"
 // What a Hugging Face folder has beside config and weights. A checkpoint has copies of those in its --model's folder,
 // or if that has gone of those in the newest checkpoint, so that whoever opens it finds tokenizer and chat template.
-// The last two are what the run teaches: first those beside its data, where dev/data/chat.py writes them, then those of
-// the newest checkpoint.
-// The first four are the average's, which the checkpoint has alone: of weights, of adapters.
+// The last two are what the run teaches. They and tokenizer.bin are first those beside its data, where dev/data writes
+// them, then those of the newest checkpoint.
+// The first four are the average's, which the checkpoint has alone: of weights, of adapters. It gets copies of the
+// rest.
 #define AVERAGE_FOLDER "%s/ema"
 static const char *const companion_files[] = {"ema/config.json",
                                               "ema/model.safetensors",
@@ -136,7 +137,12 @@ static const char *const companion_files[] = {"ema/config.json",
                                               "tokenizer.bin",
                                               "chat_template.jinja",
                                               "generation_config.json"};
-enum { NUM_COMPANION_FILES = COUNT_OF(companion_files), NUM_AVERAGE_FILES = 4, NUM_TAUGHT_FILES = 2 };
+enum {
+    NUM_COMPANION_FILES = COUNT_OF(companion_files),
+    NUM_AVERAGE_FILES = 4,
+    NUM_TAUGHT_FILES = 2,
+    NUM_DATA_FILES = 3
+};
 
 // The files whose sizes and checksums train_state.json has: the first NUM_SUMMED_FILES, and the companions that are
 // there. Older checkpoints say nothing of these.
@@ -261,7 +267,10 @@ static int sync_directory(const char *path) {
 }
 // Removes what we wrote. A folder with other files in it stays.
 static void remove_checkpoint(const char *folder) {
-    for (int i = 0; i < NUM_COMPANION_FILES; i++) unlink(path_in(folder, companion_files[i]).text);
+    for (int i = 0; i < NUM_COMPANION_FILES; i++) {
+        unlink(path_in(folder, companion_files[i]).text);
+        unlink(path_of(AVERAGE_FOLDER "/%s", folder, companion_files[i]).text);
+    }
     for (int i = NUM_CHECKPOINT_FILES - 1; i > 0; i--) unlink(path_in(folder, checkpoint_file(folder, i)).text);
     rmdir(path_of(AVERAGE_FOLDER, folder).text);
     unlink(path_in(folder, checkpoint_file(folder, 0)).text);  // last: it says which files these are
@@ -678,12 +687,15 @@ static void checkpoint_make_folder(Checkpoint *c) {
                                                                 : write_config(c->m, average.text, model, NULL);
     for (int i = NUM_AVERAGE_FILES; i < NUM_COMPANION_FILES && !c->error; i++) {
         const char *name = companion_files[i];
-        int from = i < NUM_COMPANION_FILES - NUM_TAUGHT_FILES ? 2 : 0;
+        int from = i < NUM_COMPANION_FILES - NUM_DATA_FILES ? 2 : 0;
         while (from < 2 && (!*folders[from] || file_bytes(folders[from], name) < 0)) from++;
         c->error = copy_companion(path_in(folders[from], name).text, path_in(c->writing.text, name).text);
     }
     if (!c->error && model && file_bytes(c->writing.text, "generation_config.json") < 0)
         c->error = write_ends(model, c->writing.text);
+    for (int i = NUM_AVERAGE_FILES; i < NUM_COMPANION_FILES && !c->error && c->num_files > 2; i++)
+        c->error = copy_companion(path_in(c->writing.text, companion_files[i]).text,
+                                  path_in(average.text, companion_files[i]).text);
 }
 // All ranks call it, with the same arguments. overlap: copy what this rank writes and let a thread write it. Without,
 // all is written when this returns.

@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(MUON_THREADS)
         if (lane == 0 && k < each) squares[(size_t)blockIdx.y * lines + line + k] = sum;
     }
 }
-// Each block adds up all lines of its matrix, in the same order.
+// Each block adds up all lines of its matrix, in the same order. uneven: how many lines are not almost 0.
 __global__ void __launch_bounds__(MUON_THREADS)
     muon_even_kernel(floatX *__restrict__ x, const float *__restrict__ squares, int rows, int cols) {
     __shared__ float shared[WARP];

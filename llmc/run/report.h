@@ -16,6 +16,10 @@ static void print_notes(const Trainer *t) {
                t->steps > 1 ? "s" : "");
     else if (o->save_every && (o->save_every < 0 || o->save_every >= t->steps))
         printf("note: the first checkpoint is that of the end: a crash before it loses the run; --save-every N\n");
+    const double first = o->ema > 0 ? pow(o->ema, t->steps / AVERAGE_EVERY * AVERAGE_EVERY) : 0;
+    if (first > 0.01)
+        printf("note: at the end %.0f%% of --ema's average are still the first weights: use a smaller --ema\n",
+               100 * first);
     if (t->eval.has_val && dataloader_is_one_document(&t->eval.val))
         printf("note: the validation data is one document, whose loss says little of other texts\n");
 }
@@ -141,7 +145,7 @@ static void report_stop(const Trainer *t, const char *by) {
     if (t->comm.world > 1 && getenv("OMPI_COMM_WORLD_SIZE")) FORMAT(launcher, "mpirun -np %d ", t->comm.world);
     printf("stopped by %s after step %ld; ", by, t->state.step);
     if (!t->o.save_every)
-        printf("nothing was saved (--save-every)\n");
+        printf("nothing was saved (%s)\n", *output ? "--save-every" : "no --output");
     else if (!t->state.step)
         printf("there is nothing to save yet: start the same command again\n");
     else if (!t->retry_step)
@@ -169,7 +173,7 @@ static void write_step_line(Trainer *t, const StepReport *r, double mfu, const c
     APPEND(t->step_line, " | norm %.4f", x->norm);
     if (!isnan(r->loss_z)) APPEND(t->step_line, " (z %+.2f, %+.2f)", r->loss_z, r->norm_z);
     if (x->busiest > 0) APPEND(t->step_line, " | experts %.2f to %.2f", x->idlest, x->busiest);
-    if (t->o.qk_clip) APPEND(t->step_line, " | qk %.1f", x->logit);
+    if (t->o.qk_clip) APPEND(t->step_line, " | qk %.3g", x->logit);
     APPEND(t->step_line, " | lr %.2e | %.1f ms", r->lr, 1e3 * r->seconds);
     if (!isnan(mfu)) APPEND(t->step_line, " | %.1f%% MFU", 100 * mfu);
     APPEND(t->step_line, " | %.0f tok/s", (double)r->tokens / t->step_seconds);

@@ -471,12 +471,23 @@ static void settle_options(Trainer *t) {
     check_options(o);
 }
 
+// llm.c's scripts give --resume at the first start, too: they name the model and the data.
+static void require_a_run_to_begin(const char *output, int argc, char **argv) {
+    Options none = options_default();
+    none.model = none.train_data = "";
+    none = options_parse_over(none, argc, argv);
+    require(*none.model || *none.train_data,
+            "there is no checkpoint in '%s' to resume, and the command says nothing of a run to begin\n"
+            "name the run's own --output; or begin it with its --model and --train-data",
+            output);
+}
 static void find_checkpoint(Trainer *t, int argc, char **argv) {
     const Options *o = &t->o;
     t->o.model = newest_of_run(&t->comm, o->model, &t->newest);
     t->o.draft = newest_of_run(&t->comm, o->draft, &t->newest_draft);
     if (is_adapter_folder(o->model)) use_adapters(t, o->model);
     int writes = *o->output && !forward_only(o) && t->comm.rank == 0;
+    if (writes && o->resume && !is_directory(o->output)) require_a_run_to_begin(o->output, argc, argv);
     if (writes) make_directory(o->output);  // now, so that an unwritable folder ends the run at once
     if (writes) checkpoint_lock(&t->comm, o->output, o->timeout);
     int files = forward_only(o) ? 2 : 3;
@@ -489,14 +500,8 @@ static void find_checkpoint(Trainer *t, int argc, char **argv) {
     if (*o->output && o->evaluate) make_directory(o->output);  // --generate may only read the folder
     if (!writes || resumed) return;
     const int has_steps = logger_has_steps(o->output);
-    if (o->resume) {  // llm.c's scripts say so at the first start, too: they name the model and the data
-        Options none = options_default();
-        none.model = none.train_data = "";
-        none = options_parse_over(none, argc, argv);
-        require(*none.model || *none.train_data,
-                "there is no checkpoint in '%s' to resume, and the command says nothing of a run to begin\n"
-                "name the run's own --output; or begin it with its --model and --train-data",
-                o->output);
+    if (o->resume) {
+        require_a_run_to_begin(o->output, argc, argv);
         if (has_steps) printf("the earlier run in '%s' left no checkpoint: it begins again with step 1\n", o->output);
         return;
     }
