@@ -30,6 +30,7 @@ static const RecipeRow modern_recipe[] = {
     {"optimizer", "muon", SCALE_NONE},
     {"muon-polynomials", "simple", SCALE_NONE},
     {"muon-momentum", "0.95", SCALE_NONE},
+    {"muon-even", "1", SCALE_NONE},
     {"total-batch", "524288", SCALE_BATCH},
     {"max-steps", "3250", SCALE_STEPS},
     {"schedule", "linear", SCALE_NONE},

@@ -269,6 +269,7 @@ RECIPE = {
     "optimizer": ("muon", "NONE"),
     "muon-polynomials": ("simple", "NONE"),
     "muon-momentum": ("0.95", "NONE"),
+    "muon-even": ("1", "NONE"),
     "total-batch": ("524288", "BATCH"),
     "max-steps": ("3250", "STEPS"),
     "schedule": ("linear", "NONE"),

@@ -440,7 +440,7 @@ def test_the_recipe_is_that_of_c(c_program, words):
 def test_the_recipe_scales_with_the_model():
     """Written down anew: train_gpt_simple.py's numbers at 12 layers, nanochat's rules for others."""
     o = ref.parse_options(["-e", "modern:124M"])
-    assert (o.optimizer, o.muon_polynomials, o.muon_momentum) == ("muon", "simple", 0.95)
+    assert (o.optimizer, o.muon_polynomials, o.muon_momentum, o.muon_even) == ("muon", "simple", 0.95, 1)
     assert (o.lr_matrix, o.lr_embedding, o.lr_head, o.learning_rate) == (0.025, 0.7, 0.004, 0.015)
     assert (o.decay_matrix, o.weight_decay, o.decay_vector, o.grad_clip) == (0.05, 0.001, 0.001, 0)
     assert (o.beta1, o.beta2, o.total_batch, o.max_steps) == (0.8, 0.95, 524288, 3250)
