@@ -1183,7 +1183,7 @@ static void muon_even_cpu(float *x, int rows, int cols) {
         const float least = fmaxf(squares[k], MUON_LEAST_SQUARE * length);
         total += squares[k];
         uneven += squares[k] / least;
-        squares[k] = 1 / sqrtf(least);
+        squares[k] = 1 / sqrtf(least);  // from here on what the line is multiplied with
     }
     const float norm = uneven > 0 ? sqrtf(total / uneven) : 0;
     PARALLEL_FOR

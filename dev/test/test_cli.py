@@ -1732,7 +1732,8 @@ def test_data_of_another_tokenizer_than_the_models(trainer, tmp_path):
     succeeds(trainer(*data(own), *resumed))
     imported = tmp_path / "imported"
     shutil.copytree(run / "step_00000002", imported)
-    (imported / "train_state.json").unlink()
+    for name in ("train_state.json", "tokenizer.bin"):
+        (imported / name).unlink()
     succeeds(trainer(*data(other), "-e", imported))  # nobody knows what this one was trained with
     tokenizer_file(imported / "tokenizer.bin")
     for more in [], ["--evaluate", "1"], ["-a", "1"]:
@@ -2098,10 +2099,14 @@ def test_text_from_a_checkpoint_alone(trainer, tmp_path):
         said = succeeds(trainer.bare(*source, "--generate", "-g", "4", "--prompt", "def")).stdout
         assert "---- sample of step 3\ndef" in said
     os.rename(tmp_path / "data/tokenizer.bin", tmp_path / "mine.bin")
-    fails(trainer.bare("-e", "run/step_00000003", "--generate", "-g", "4", "--prompt", "def"), "needs a tokenizer")
-    assert ("---- sample of step 3\ndef") in succeeds(
-        trainer.bare("-e", "run/step_00000003", "--generate", "-g", "4", "--prompt", "def", "--tokenizer", "mine.bin")
-    ).stdout
+    there = ["-e", "moved", "--generate", "-g", "4", "--prompt", "def"]
+    os.rename(tmp_path / "run/step_00000003", tmp_path / "moved")
+    assert "---- sample of step 3\ndef" in succeeds(trainer.bare(*there)).stdout
+    (tmp_path / "moved/tokenizer.bin").unlink()
+    fails(trainer.bare(*there, "--tokenizer", "mine.bin"), "tokenizer.bin does not have the size that was written")
+    (tmp_path / "moved/train_state.json").unlink()
+    fails(trainer.bare(*there), "needs a tokenizer")
+    assert "\ndef" in succeeds(trainer.bare(*there, "--tokenizer", "mine.bin")).stdout
 
 
 # ---- GPU only

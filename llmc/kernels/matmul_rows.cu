@@ -378,7 +378,7 @@ static int rows_bits(const RowsProduct *p) { return p->w.format == WEIGHTS_FP32 
 static int rows_bytes(const RowsProduct *p) { return (int)round_up(quant_row_bytes(p->w.format, p->K), 16); }
 static int rows_tiles(const RowsProduct *p) { return (int)ceil_div(p->N, ROWS_TILE); }
 // At most three blocks for two SMs, and 512 of k or more for each. With more blocks not all clusters find room at once;
-// with fewer SMs are idle, because a cluster lies within a GPC, which has 16 or 18 of them (dev/bench/generation.md).
+// with fewer, SMs are idle, because a cluster lies within a GPC, which has 16 or 18 of them (dev/bench/generation.md).
 static int rows_splits(const RowsProduct *p) {
     const int blocks = device_attribute(cudaDevAttrMultiProcessorCount) * 3 / 2;
     return std::max(1, std::min<int>({ROWS_SPLITS, p->K / 512, blocks / rows_tiles(p)}));

@@ -16,8 +16,8 @@ static size_t muon_batch_bytes(int rows, int cols, int count) {
     const size_t small = (size_t)(rows < cols ? rows : cols);
     return (size_t)count * 2 * ((size_t)rows * cols + small * small) * sizeof(floatX);
 }
-// x (count,rows,cols), at the beginning of scratch (muon_batch_bytes), with singular values set to about 1, and even
-// lines if so. partials (muon_partials). Returns where the result is.
+// x (count,rows,cols), at the beginning of scratch (muon_batch_bytes), with singular values set to about 1; with
+// muon-even its lines then get one norm. partials (muon_partials). Returns where the result is.
 static floatX *newton_schulz(Matmul *mm, const Muon *muon, floatX *scratch, float *partials, int count, int rows,
                              int cols, cudaStream_t stream) {
     const int tall = rows > cols, small = tall ? cols : rows;
