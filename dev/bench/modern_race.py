@@ -307,7 +307,7 @@ def first_weights(a, seed):
 
 
 def recipe_options(a):
-    """The recipe as it stands, at any batch: so does that program. Its loss is a sum, ours a mean. It has no muon-even."""
+    """The recipe at any batch, as that program has it: without muon-even. Its loss is a sum, ours a mean."""
     options = {name: value for name, (value, _) in RECIPE.items() if name != "muon-even"}
     return options | {"total-batch": a.batch, "max-steps": a.steps, "adam-eps": f"{1e-10 / a.batch:.9g}"}
 
