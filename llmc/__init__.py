@@ -312,16 +312,20 @@ class Trainer:
         self._send(" ".join([name, *(repr(float(x)) for x in numbers)]) + "|" + fitting(text))
         return self._answer()
 
-    def _room(self, count):
-        """Makes the shared memory hold this many words of four bytes, and be ours to write to: after an interrupt the
-        program may still write there, until it has answered. Any call ends a generation."""
-        self._require_open()
+    def _settle(self):
+        """After an interrupt: waits until the program has answered, before which it may still write where it was told
+        to. Any call ends a generation."""
         if self._owed:
             try:
                 self._ask("none")
             except Error as e:  # there is no such call
                 if e.ended:
                     raise
+
+    def _room(self, count):
+        """Makes the shared memory hold this many words of four bytes, and be ours to write to."""
+        self._require_open()
+        self._settle()
         size = max(1 << 20, 1 << (4 * count - 1).bit_length())
         if not hasattr(self, "_memory") or size > len(self._memory):
             os.ftruncate(self._life["file"], size)
@@ -579,7 +583,10 @@ class Trainer:
         self._forward = None
         with tempfile.TemporaryDirectory(prefix="llmc-") as folder:
             file = os.path.join(folder, "weights.safetensors")
-            self._ask("weights", text=f"{file}\n{name or ''}")
+            try:
+                self._ask("weights", text=f"{file}\n{name or ''}")
+            finally:
+                self._settle()
             with open(file, "rb") as f:
                 header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
                 data = np.fromfile(f, np.uint8)

@@ -42,10 +42,15 @@ static cudaError_t fake_wait(cudaStream_t s, cudaEvent_t e, unsigned) {
     for (int k = 0; k < STREAMS && waits; k++) mine[k] = theirs[k] > mine[k] ? theirs[k] : mine[k];
     return cudaSuccess;
 }
+static cudaError_t fake_memcpy(void *to, const void *from, size_t, cudaMemcpyKind, cudaStream_t s);
+static cudaError_t fake_memset(void *, int, size_t, cudaStream_t) { return cudaSuccess; }  // what is written then
+// Before cuda/common.cuh, whose functions call them.
 #define cudaEventCreateWithFlags fake_create
 #define cudaEventDestroy fake_destroy
 #define cudaEventRecord fake_record
 #define cudaStreamWaitEvent fake_wait
+#define cudaMemcpyAsync fake_memcpy
+#define cudaMemsetAsync fake_memset
 #include "llmc/model/backend.h"
 #include "llmc/kernels/grad_sum.cuh"
 #include "llmc/kernels/quantise.cuh"
@@ -100,7 +105,6 @@ static cudaError_t fake_memcpy(void *to, const void *from, size_t, cudaMemcpyKin
     copy(stream_of(s), to, from, 0);
     return cudaSuccess;
 }
-static cudaError_t fake_memset(void *, int, size_t, cudaStream_t) { return cudaSuccess; }  // what is written then
 static void fake_absmax(float *absmax, const floatX *x, size_t, cudaStream_t s) { copy(stream_of(s), absmax, x, 0); }
 static void fake_quantise(uint8_t *q, const bf16 *x, size_t, const float *absmax, Fp8Count *, cudaStream_t s) {
     const Access scale = *touch(stream_of(s), absmax, 0);
@@ -111,10 +115,6 @@ static void fake_transpose(uint8_t *to, const uint8_t *from, int rows, int colum
     copy(stream_of(s), to, from, 0);
     turned += (size_t)rows * (size_t)columns;
 }
-#define cudaEventCreateWithFlags fake_create
-#define cudaEventDestroy fake_destroy
-#define cudaEventRecord fake_record
-#define cudaStreamWaitEvent fake_wait
 #define timing_wait(what, event, stream) fake_wait(stream, event, 0)
 #define nccl_open fake_open
 #define nccl_close fake_close
@@ -124,8 +124,6 @@ static void fake_transpose(uint8_t *to, const uint8_t *from, int rows, int colum
 #define nccl_reduce_scatter fake_reduce
 #define nccl_max fake_max
 #define grad_sum fake_sum
-#define cudaMemcpyAsync fake_memcpy
-#define cudaMemsetAsync fake_memset
 #define absmax_tensor fake_absmax
 #define quantise_part fake_quantise
 #define transpose_fp8 fake_transpose
