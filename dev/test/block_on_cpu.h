@@ -112,6 +112,10 @@ struct AsyncCopy {
     size_t bytes;
     bool valid;
 };
+struct Meeting {
+    int arrived;
+    unsigned round;
+};
 struct Fiber {
     ucontext_t begin;
     jmp_buf place;  // where it goes on. (swapcontext would ask the system at every turn.)
@@ -121,11 +125,10 @@ struct Fiber {
     bool ended;
     std::deque<std::vector<AsyncCopy>> groups;  // committed and not yet waited for
     std::vector<AsyncCopy> open;
-    uint32_t words[6];  // what the lane hands to the others of its warp
-};
-struct Meeting {
-    int arrived;
+    uint32_t words[6];   // what the lane hands to the others of its warp
+    const Meeting *met;  // its turns are left out until this round of it is over; NULL: none
     unsigned round;
+    bool waits() const { return met && met->round == round; }
 };
 static thread_local std::vector<Fiber> fibers;
 static thread_local Fiber *fiber;  // that runs
@@ -176,7 +179,10 @@ static inline void meet(Meeting *m, int count) {
         progress++;
         return;
     }
+    fiber->met = m;
+    fiber->round = round;
     while (m->round == round) pass_on();
+    fiber->met = NULL;
 }
 static inline void __syncthreads() { meet(&meetings[fiber->rank].all, block_threads); }
 static inline void named_barrier(int id, int threads) { meet(&meetings[fiber->rank].named[id], threads); }
@@ -216,6 +222,7 @@ static void run_block(int threads, int blocks = 1) {
         f->index = i % threads;
         f->rank = i / threads;
         f->begun = f->ended = false;
+        f->met = NULL;
         f->groups.clear();
         f->open.clear();
         if (!f->stack) f->stack.reset(new char[STACK_BYTES]);
@@ -229,7 +236,7 @@ static void run_block(int threads, int blocks = 1) {
     for (int running = threads * blocks, round = 0; running; round++)
         for (int i = round / ROUNDS % blocks * threads, end = i + threads; i < end; i++) {
             Fiber &f = fibers[(size_t)i];
-            if (f.ended) continue;
+            if (f.ended || f.waits()) continue;
             take_turn(&f);
             running -= f.ended;
         }
