@@ -390,6 +390,7 @@ def main():
                     test,
                     source.name,
                     [PYTHON, "-m", "pytest", "-q", "-rfEs", "--tb=short", f"--junitxml={xml}", source],
+                    env={"OMP_NUM_THREADS": "1"},  # several run beside each other
                     xml=xml,
                 )
     if wanted("demo"):

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = dict(line.split(" := ", 1) for line in (ROOT / "build/config.mk").read_text().splitlines() if " := " in line)
 GPU_PROGRAM = ROOT / f"build/bf16-{CONFIG.get('FAT_ARCHS', '').replace(' ', '-')}/train_gpt2cu"
 PROGRAMS = [ROOT / "build/train_gpt2.asan"] + ([GPU_PROGRAM] if CONFIG["GPUS"] != "0" and GPU_PROGRAM.exists() else [])
-ENVIRONMENT = launcher.ENVIRONMENT | {"OMP_NUM_THREADS": "2"}
+ENVIRONMENT = launcher.ENVIRONMENT
 ENDLESS = ["-d", 2**20 * 64]  # one step of hours
 STOPPED = 75  # the exit status of a run that a signal stopped
 
