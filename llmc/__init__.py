@@ -22,6 +22,7 @@ import math
 import mmap
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -137,12 +138,18 @@ def whole(x, name):
 
 
 def array(given, name, dtype=None):
+    kind = np.dtype(dtype).name if dtype else "numbers"
     try:
-        with np.errstate(over="ignore"):
-            return np.array(given, dtype) if dtype else np.asarray(given)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        kind = np.dtype(dtype).name if dtype else "numbers"
-        raise Error(f"{name}: {shown(given)} is no array of {kind}\n  hint: give numbers, rows of one length") from None
+        a = np.asarray(given)
+        if not dtype:
+            return a
+        if not a.size or np.can_cast(a.dtype, dtype, "same_kind"):  # else digits or imaginary parts would be lost
+            with np.errstate(over="ignore"):
+                return np.array(given, dtype)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: of other packages' arrays
+        pass
+    hint = "give x.detach()" if getattr(given, "requires_grad", False) else "give numbers, rows of one length"
+    raise Error(f"{name}: {shown(given)} is no array of {kind}\n  hint: {hint}")
 
 
 def encoded(text, name):
@@ -173,6 +180,17 @@ def fitting(text):
     return text
 
 
+CALLERS = {  # options of the program whose work is the caller's here
+    "save_every": "call save()",
+    "val_data": "call forward() with rows of them",
+    "eval_every": "call forward() with rows that are not trained on",
+    "sample_every": "call generate()",
+    "schedule": "give step() the rate of each step",
+    "warmup": "give step() the rate of each step",
+    "patience": "end when you like",
+}
+
+
 class Trainer:
     """A model in training, held by the program.
 
@@ -197,18 +215,23 @@ class Trainer:
             model = "gpt2:124M"
         command += ["--model", str(model)] if model is not None else []
         ranks = whole(ranks, "ranks")
+        if ranks < 1:
+            raise Error(f"{ranks} ranks\n  hint: give 1, or a number of GPUs")
+        for name in options.keys() & CALLERS:
+            raise Error(f"{name} does nothing here\n  hint: leave it out, and {CALLERS[name]}")
         for name, value in (options | {"samples": samples}).items():
             value = int(value) if isinstance(value, bool) else value
+            value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
             if value is not None:
                 command += ["--" + name.replace("_", "-"), str(value)]
-        environment = {**os.environ, **(environment or {})}
+        environment = {**os.environ, **{name: str(value) for name, value in (environment or {}).items()}}
         folder = tempfile.mkdtemp(prefix="llmc-")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(os.path.join(folder, "s"))
         listener.listen(1)
         command += ["--debug", ",".join(filter(None, [debug, f"calls={folder}/s"]))]
         if launcher:
-            command = [*launcher, *command]
+            command = [*(shlex.split(launcher) if isinstance(launcher, str) else launcher), *command]
         elif ranks > 1:
             command, environment = under_mpirun(ranks, command, environment)
         # a terminal has its live line; a notebook is none. stream: of tool_output.py
@@ -217,7 +240,8 @@ class Trainer:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=None if inherits else subprocess.PIPE, stderr=subprocess.PIPE,
                 env=environment, text=True, errors="replace", start_new_session=True)  # fmt: skip
-        except OSError as e:
+        except (OSError, ValueError) as e:  # ValueError: a NUL in an argument
+            listener.close()
             shutil.rmtree(folder)
             raise Error(f"cannot start {command[0]}: {e}") from None
         # a session of its own: Ctrl-C is for Python, which then ends it
@@ -505,9 +529,10 @@ class Trainer:
         """n texts after each prompt -> Samples, (tokens, logp). prompts: a list of texts, or of lists of ids. Ends: the
         model's own (generation_config.json; eot), and stop, a list of ids and texts. top_k 0, top_p 1: all tokens.
         temperature 0: the likeliest. logp is that of the model, at temperature 1 over all tokens. The same seed gives
-        the same texts, whatever stands beside them."""
+        the same text for a prompt at the same place of the list."""
         if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__len__") or not len(prompts):
-            raise Error("prompts are no list\n  hint: give a list of texts, or of lists of ids")
+            what = "no prompts" if hasattr(prompts, "__len__") and not len(prompts) else "prompts are no list"
+            raise Error(f"{what}\n  hint: give a list of texts, or of lists of ids")
         prompts = [
             np.append(self.eot, self.encode(p)) if isinstance(p, str) else array(p, "a prompt").ravel() for p in prompts
         ]

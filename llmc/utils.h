@@ -16,6 +16,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
+#include <setjmp.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -73,6 +74,12 @@ HOST_DEVICE static inline float bits_float(uint32_t u) {
 // The rank that messages name, -1 for a single process; and what die calls before it exits.
 static int die_rank = -1;
 static void (*die_hook)(void) = NULL;
+// While one is open, a failed require leaves its text here and goes to `place` (call_load). What was opened stays open.
+static struct {
+    int open;
+    jmp_buf place;
+    char text[2048];
+} attempt;
 static const char *rank_prefix(void) {
     static __thread char text[32];
     if (die_rank >= 0) FORMAT(text, "[rank %d] ", die_rank);
@@ -104,6 +111,11 @@ __attribute__((noreturn, cold, format(printf, 3, 4))) static void die_at(const c
     va_end(again);
     char *hint = length < (int)sizeof text && text[length] ? text + length : NULL;
     if (hint) *hint++ = 0;
+    if (attempt.open) {
+        attempt.open = 0;
+        FORMAT(attempt.text, "%s%s%s", printable(text, ""), hint ? "\n" : "", hint ? printable(hint, "\n") : "");
+        longjmp(attempt.place, 1);
+    }
     fflush(stdout);
     fprintf(stderr, "\n%serror: %s\n", rank, printable(text, ""));
     if (hint) fprintf(stderr, "%s  hint: %s\n", rank, printable(hint, "\n"));

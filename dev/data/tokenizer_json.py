@@ -92,7 +92,7 @@ def trained_with(folder):
         data = first_pattern(options.get("train-data") or "nothing/")
         beside = os.path.join(os.path.dirname((find_files(data) or [data])[0]), "tokenizer.bin")
         path = options.get("tokenizer") or beside
-        same = known is None or int(known, 16) == tokenizer_hash(path)
+        same = os.path.exists(path) and (known is None or int(known, 16) == tokenizer_hash(path))
     except (OSError, ValueError, AttributeError, TypeError):
         return None
     return path if same else None

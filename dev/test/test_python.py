@@ -5,6 +5,8 @@ import gc
 import json
 import math
 import os
+import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -656,6 +658,52 @@ def test_a_checkpoint_of_the_same_step_again(start, tmp_path):
         same(([], t.weights()), ([], after))
 
 
+def test_a_folder_of_another_model(start, tmp_path, bases):
+    """Is refused, and the trainer can be used further."""
+    t = start(output=tmp_path / "run")
+    train_step(t, 0)
+    before, made = t.weights(), t.save()
+    assert json.loads(Path(made, "train_state.json").read_text())["options"]["train-data"] == ""
+    heads = shutil.copytree(made, tmp_path / "heads")
+    (heads / "train_state.json").unlink()
+    config = json.loads((heads / "config.json").read_text())
+    (heads / "config.json").write_text(json.dumps(config | {"n_head": 1}))
+    short = shutil.copytree(made, tmp_path / "short")
+    (short / "train_state.json").unlink()
+    (short / "model.safetensors").write_bytes(Path(made, "model.safetensors").read_bytes()[:-4])
+    damaged = shutil.copytree(made, tmp_path / "damaged")
+    with open(damaged / "model.safetensors", "r+b") as f:
+        f.seek(-4, 2)
+        f.write(b"abcd")
+    for folder, words in ((heads, "of another model"), (short, "model.safetensors"), (damaged, "checkpoint '"),
+                          (bases["llama3"], "another model|does not hold"), (tmp_path, "config.json")):  # fmt: skip
+        for optimizer in (False, True):
+            with pytest.raises(llmc.Error, match="is no checkpoint|" + words) as e:
+                t.load(folder, optimizer=optimizer)
+            assert not e.value.ended and "\n  hint: " in str(e.value), folder
+    t.load(tmp_path / "run")  # its newest checkpoint
+    same(([], t.weights()), ([], before))
+    train_step(t, 1)
+
+
+@launcher.on_linux
+def test_a_save_that_fails(start, tmp_path):
+    t = start(output=tmp_path)
+    train_step(t, 0)
+    limits = resource.prlimit(t._life["process"].pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(t._life["process"].pid, resource.RLIMIT_FSIZE, (1 << 14, limits[1]))
+    with pytest.raises(llmc.Error, match="was not written"):
+        t.save()
+    resource.prlimit(t._life["process"].pid, resource.RLIMIT_FSIZE, limits)
+    assert os.path.exists(t.save())
+
+
+def test_options_of_what_the_caller_does():
+    for option in llmc.CALLERS:
+        with pytest.raises(llmc.Error, match=f"{option} does nothing here\n  hint: leave it out"):
+            llmc.Trainer(MODELS["gpt2"], program=TRAINER, **{option: 1})
+
+
 def test_checkpoints_of_adapters(start, bases, tmp_path):
     t = start(bases["gpt2"], lora=4, output=tmp_path)
     digits(t)
@@ -731,7 +779,6 @@ BAD = {
     "prompt far": (lambda t: t.generate([[(1 << 32) + 1]]), "prompt 0 has an id that is not in the vocabulary"),
     "prompt negative": (lambda t: t.generate([[-1]]), "prompt 0 has an id that is not in the vocabulary"),
     "prompts a text": (lambda t: t.generate("Once"), "prompts are no list"),
-    "no prompts": (lambda t: t.generate([]), "prompts are no list"),
     "text": (lambda t: t.generate(["Once"]), "no tokenizer for text"),
     "decode": (lambda t: t.decode([1]), "no tokenizer for text"),
     "no samples": (lambda t: t.generate([[1]], n=0), "0 samples"),
@@ -745,6 +792,9 @@ BAD = {
     "tensor": (lambda t: t.weights("wte"), "no tensor 'wte'"),
     "folder": (lambda t: t.load("/no/such"), "'/no/such' is no model"),
     "checkpoint": (lambda t: t.load(os.getcwd(), optimizer=True), "is no checkpoint"),
+    "no model": (lambda t: t.load(os.getcwd()), "cannot read '.*config.json'"),
+    "ids": (lambda t: t.decode([1.5]), "no array of int32"),
+    "no prompts": (lambda t: t.generate([]), "no prompts"),
 }
 
 

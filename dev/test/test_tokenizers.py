@@ -385,3 +385,9 @@ def test_a_folder_has_one_tokenizer(tmp_path, good):
         change(file)
         (tmp_path / "model/tokenizer.json").write_text(json.dumps(file))
         prepare(*args, "c", fails="tokenizer.bin of another tokenizer")
+
+
+def test_a_run_whose_data_named_no_tokenizer(tmp_path):
+    for data in ("", "gone/train.bin"):
+        (tmp_path / "train_state.json").write_text(json.dumps({"options": {"train-data": data}}))
+        assert tokenizer_json.tokenizer_path(tmp_path) is None

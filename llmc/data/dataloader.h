@@ -283,6 +283,7 @@ static int find_shards(DataLoader *d, const char *pattern) {
     glob_t found;
     int status = find_files(pattern, &found);
     require(status == 0 || status == GLOB_NOMATCH, "cannot list '%s': %s\ncheck the folder", pattern, strerror(errno));
+    require(*pattern, "no data are named\ngive --train-data PATTERN");
     require(status == 0 && found.gl_pathc > 0, "no file matches '%s'\n" DATA_HINT, pattern);
     require(found.gl_pathc < (1 << 24) - 1, "%zu files match '%s': too many\nmake larger shards", found.gl_pathc,
             pattern);

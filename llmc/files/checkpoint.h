@@ -420,12 +420,15 @@ static int checkpoint_is_intact(const Comm *c, const char *folder, int files, ch
     return intact;
 }
 // For a folder that --model names. A checkpoint of ours must have its checksums; other folders have none.
-static void checkpoint_require_intact(const Comm *c, const char *folder, int files) {
-    char why[WHY_BYTES];
+static int folder_is_intact(const Comm *c, const char *folder, int files, char *why) {
     int ours = file_bytes(folder, "train_state.json") >= 0;
     comm_broadcast(c, &ours, sizeof ours);
-    comm_require(c, !ours || checkpoint_is_intact(c, folder, files, why),
-                 "checkpoint '%s': %s\nname another checkpoint of the run", folder, why);
+    return !ours || checkpoint_is_intact(c, folder, files, why);
+}
+static void checkpoint_require_intact(const Comm *c, const char *folder, int files) {
+    char why[WHY_BYTES];
+    comm_require(c, folder_is_intact(c, folder, files, why), "checkpoint '%s': %s\nname another checkpoint of the run",
+                 folder, why);
 }
 
 // ---- whether a run has diverged
@@ -868,9 +871,7 @@ static void checkpoint_load_state(const char *folder, TrainState *s) {
     read_options(&j, path, s);
     json_free(&j);
 }
-// Weights, masters, m and v, bit for bit: only into the dtypes and kind of masters that were saved. `s`: the state that
-// was loaded from the same folder.
-static void checkpoint_load(Model *m, const char *folder, const TrainState *s) {
+static void checkpoint_require_precision(const Model *m, const char *folder, const TrainState *s) {
     char precision[sizeof s->precision];
     precision_text(precision, sizeof precision, model_dtype(m), model_has_slot(m, SLOT_MASTER), states_dtype(m),
                    optimizer_name(m));
@@ -880,6 +881,11 @@ static void checkpoint_load(Model *m, const char *folder, const TrainState *s) {
         "resume with the same --optimizer, --state-dtype and kind of build, or with --reset-optimizer 1, which takes "
         "its weights and begins with empty states; or start a new run from its weights with --model %s",
         folder, s->precision, precision, folder);
+}
+// Weights, masters, m and v, bit for bit: only into the dtypes and kind of masters that were saved. `s`: the state that
+// was loaded from the same folder.
+static void checkpoint_load(Model *m, const char *folder, const TrainState *s) {
+    checkpoint_require_precision(m, folder, s);
     model_load_weights(m, folder);  // first: this sets the masters too
     load_slots(m, checkpoint_states, num_checkpoint_states(m), path_of("%s/optimizer.safetensors", folder).text, NULL);
     const Path average = path_in(folder, companion_files[facts_of(m).frozen->count ? 3 : 1]);

@@ -276,17 +276,22 @@ static void require_base(uint64_t made_for, uint64_t mark, const char *what) {
             "name their own base: in adapter_config.json, or to resume by --model",
             what);
 }
-// Loads slots from a file, or from a folder of weights. All ranks call it. merged: adapters that weights are loaded
-// with; NULL: none.
+// Of a file, or of a folder of weights, that holds these slots.
+static StReader slots_open(const Model *m, const SlotName *slots, int num_slots, const char *path) {
+    const ModelFacts facts = facts_of(m);
+    StReader r;
+    st_open(&r, path);
+    require_same_tensors(m, slots, num_slots, &r, path);
+    if (slots->slot == SLOT_WEIGHT && facts.lora->base) require_base(base_of_adapters(&r), facts.lora->base, path);
+    return r;
+}
+// Loads slots from it. All ranks call it. merged: adapters that weights are loaded with; NULL: none.
 static void load_slots(Model *m, const SlotName *slots, int num_slots, const char *path, const Adapters *merged) {
     const ModelFacts facts = facts_of(m);
     const ParamTable *table = table_of(m, slots);
     float *piece = new_array(float, 2 * HF_PIECE);
-    StReader r;
-    st_open(&r, path);
-    require_same_tensors(m, slots, num_slots, &r, path);
+    StReader r = slots_open(m, slots, num_slots, path);
     if (slots->slot == SLOT_FROZEN) facts.lora->base = base_mark(&r, facts.frozen, facts.table);
-    if (slots->slot == SLOT_WEIGHT && facts.lora->base) require_base(base_of_adapters(&r), facts.lora->base, path);
     if (merged) require_base(merged->lora.base, base_mark(&r, table, &merged->table), path);
     for (int k = 0; k < num_slots; k++)
         for (int i = 0; i < table->count; i++) {
@@ -312,6 +317,22 @@ static void load_slots(Model *m, const SlotName *slots, int num_slots, const cha
 // --lora: the adapters of a folder.
 static void model_load_weights(Model *m, const char *folder) {
     load_slots(m, weight_slot, 1, facts_of(m).frozen->count ? adapter_file(folder).text : folder, NULL);
+}
+// Stops where that would, and if the folder's model is another one of that shape.
+static void model_require_weights(const Model *m, const char *folder) {
+    const ModelFacts facts = facts_of(m);
+    const int adapters = facts.frozen->count > 0;
+    if (!adapters) {
+        Config its = config_from_json(folder);
+        its.max_seq_len = facts.config->max_seq_len;
+        its.balance = facts.config->balance;
+        require(config_same(&its, facts.config),
+                "'%s' is of another model: tensors of the same shapes, but another config.json\n"
+                "start with it as the model",
+                folder);
+    }
+    StReader r = slots_open(m, weight_slot, 1, adapters ? adapter_file(folder).text : folder);
+    st_close(&r);
 }
 // With --lora: what the adapters are for.
 static void model_load_frozen(Model *m, const char *folder) { load_slots(m, frozen_slot, 1, folder, NULL); }

@@ -413,16 +413,33 @@ static void call_save(Calls *c) {
     if (t->retry_step) return calls_refuse(c, "the checkpoint was not written, see above\nmake room and save again");
     calls_answer(c, "ok|%s", checkpoint_folder(t->o.output, t->state.step, "").text);
 }
+// Whether this model can take a folder's weights, or all of a checkpoint; if not, attempt.text says why.
+static int can_load(const Model *m, const char *folder, int whole) {
+    TrainState s = {};
+    if (setjmp(attempt.place)) return 0;
+    attempt.open = 1;
+    if (whole) checkpoint_load_state(folder, &s);
+    if (whole) checkpoint_require_precision(m, folder, &s);
+    model_require_weights(m, folder);
+    attempt.open = 0;
+    state_free(&s);
+    return 1;
+}
 // load|FOLDER: weights, and what training needs to go on if the folder has it and x is 1
 static void call_load(Calls *c) {
     Trainer *t = c->t;
-    const char *folder = c->call.text;
+    Path newest;
+    const char *folder = newest_of_run(&t->comm, c->call.text, &newest);
     char why[WHY_BYTES];
     const int whole = c->call.x[0] != 0;
     int good = t->comm.rank > 0 || (whole ? checkpoint_is_whole(folder, -1, why) : is_directory(folder));
     comm_broadcast(&t->comm, &good, sizeof good);
     if (!good) return calls_refuse(c, "'%s' is no %s\nname the folder of one", folder, whole ? "checkpoint" : "model");
-    checkpoint_require_intact(&t->comm, folder, whole ? 3 : 2);
+    if (!folder_is_intact(&t->comm, folder, whole ? 3 : 2, why))
+        return calls_refuse(c, "checkpoint '%s': %s\nname another checkpoint of the run", folder, why);
+    good = t->comm.rank > 0 || can_load(t->model, folder, whole);
+    comm_broadcast(&t->comm, &good, sizeof good);
+    if (!good) return calls_refuse(c, "%s", attempt.text);
     if (whole) {
         TrainState s = {};
         checkpoint_load_state(folder, &s);

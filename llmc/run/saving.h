@@ -31,7 +31,8 @@ static void save_finish(void *trainer) {
     int64_t step = t->saving.state.step, wait = t->o.save_every > 10 ? t->o.save_every / 10 : 1;
     int error = checkpoint_finish(&t->saving);
     double now = now_seconds();
-    t->retry_step = error ? smaller(t->state.step + wait, t->steps) : 0;
+    const int64_t next = t->state.step + wait;
+    t->retry_step = !error ? 0 : t->steps > 0 ? smaller(next, t->steps) : next;  // 0 steps: calls make them
     t->unrotated = !error;
     t->unproven &= !error;
     console_overwrite("");

@@ -373,6 +373,8 @@ static void init_weights(Model *m, uint64_t seed) {
 static void record_options(Trainer *t) {
     char number[OPTION_NUMBER];
     OPTION_EACH(p) state_set_option(&t->state, p->name, option_text(&t->o, p, number));
+    const Options standard = options_default();
+    if (*t->o.calls && !strcmp(t->o.train_data, standard.train_data)) state_set_option(&t->state, "train-data", "");
     if (t->o.val_data == t->val_data) state_set_option(&t->state, "val-data", "auto");
 }
 // Prints what a resumed run changes, because its loss curve will show it. --patience begins anew where validation
@@ -464,7 +466,7 @@ static void settle_options(Trainer *t) {
     o->generate |= o->serve > 0;
     if (*o->calls) {  // rows and their order are the caller's
         o->val_data = "";
-        o->eval_every = o->sample_every = 0;
+        o->eval_every = o->sample_every = o->patience = 0;
     }
     find_validation_data(t);
     if (!*o->output && o->save_every < 0 && !forward_only(o)) o->save_every = 0;
