@@ -218,7 +218,7 @@ def test_what_starts_ranks_in_llmc_scripts_is_taken_and_changes_nothing(trainer)
         (["-e", "d2,channels=0"], ["channels=0"]),
         (["-e", "d2,channels=60"], ["60 channels"]),
         (["-e", "d2,heads=3"], ["3 heads"]),
-        (["-e", "gpt2_124M.bin"], ["llm.c checkpoint", "python dev/eval/hf.py import gpt2_124M.bin FOLDER"]),
+        (["-e", "gpt2_124M.bin"], ["llm.c checkpoint", "python dev/eval/hf.py import 'gpt2_124M.bin' FOLDER"]),
         (["-t", "128"], ["--seq-len 128", "context of 64"]),
         (["--prompt", "def"], ["prompt", "tokenizer"]),
     ],

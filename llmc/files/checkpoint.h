@@ -879,7 +879,7 @@ static void checkpoint_require_precision(const Model *m, const char *folder, con
         strcmp(s->precision, precision) == 0,
         "checkpoint '%s' is %s; this run is %s\n"
         "resume with the same --optimizer, --state-dtype and kind of build, or with --reset-optimizer 1, which takes "
-        "its weights and begins with empty states; or start a new run from its weights with --model %s",
+        "its weights and begins with empty states; or start a new run from its weights with --model '%s'",
         folder, s->precision, precision, folder);
 }
 // Weights, masters, m and v, bit for bit: only into the dtypes and kind of masters that were saved. `s`: the state that

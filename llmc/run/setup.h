@@ -163,7 +163,7 @@ static void choose_config(Trainer *t, int argc, char **argv) {
     size_t n = strlen(model);
     require(n < 4 || strcmp(model + n - 4, ".bin") != 0,
             "'%s' is an llm.c checkpoint\n"
-            "make a folder of it: python dev/eval/hf.py import %s FOLDER, then --model FOLDER",
+            "make a folder of it: python dev/eval/hf.py import '%s' FOLDER, then --model FOLDER",
             model, model);
     require(!strchr(model, '/') || is_directory(model),
             "'%s' is no folder\n"
@@ -344,7 +344,7 @@ static void compare_tokenizers(Trainer *t) {
     tokenizer_name(&data, datas, sizeof datas);
     require(t->o.force,
             "the model '%s' has the tokenizer %s, the data were made with %s\n"
-            "make data for this model with python dev/data/prepare.py --tokenizer %s; or use these all the same "
+            "make data for this model with python dev/data/prepare.py --tokenizer '%s'; or use these all the same "
             "with --force 1",
             folder, models, datas, folder);
     printf("warning: the model has the tokenizer %s, the data were made with %s (--force 1)\n", models, datas);
@@ -394,7 +394,7 @@ static void report_changed_options(Trainer *t) {
 static void use_adapters(Trainer *t, const char *folder) {
     require(forward_only(&t->o),
             "'%s' holds adapters, and a run begins with a whole model\n"
-            "go on with them by --resume 1; or merge them: python dev/eval/hf.py merge %s FOLDER",
+            "go on with them by --resume 1; or merge them: python dev/eval/hf.py merge '%s' FOLDER",
             folder, folder);
     t->adapters = path_of("%s", folder);
     t->base = adapter_base(folder);
@@ -427,7 +427,7 @@ static void take_options(Trainer *t, int argc, char **argv) {
             t->state.gone[0], t->state.gone[2]);
     require(named || !t->o.lora || is_adapter_folder(folder),
             "'%s' has whole weights, and --lora trains adapters\n"
-            "begin another run: --model %s and an --output of its own",
+            "begin another run: --model '%s' and an --output of its own",
             folder, folder);
     if (*t->newest.text) t->o.model = t->newest.text;
     if (*t->base.text) t->o.model = t->base.text;
