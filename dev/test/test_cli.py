@@ -1727,7 +1727,7 @@ def test_data_of_another_tokenizer_than_the_models(trainer, tmp_path):
     assert state["tokenizer"] == {"kind": 1, "tokens": 256, "hash": f"{own_hash:016x}"}
     resumed = ["-o", run, "-n", "2", "-x", "4", "-y", "1"]
     first = run / "step_00000002"
-    fails(trainer(*data(other), *resumed), f"the model '{first}'", f"--tokenizer {first}", *words)
+    fails(trainer(*data(other), *resumed), f"the model '{first}'", f"--tokenizer '{first}'", *words)
     fails(trainer(*data(other), "-e", first), *words)
     succeeds(trainer(*data(own), *resumed))
     imported = tmp_path / "imported"
