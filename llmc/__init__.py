@@ -587,8 +587,8 @@ class Trainer:
         return self._ask("save")[1]
 
     def load(self, folder, optimizer=False):
-        """Takes the weights of a folder of this model; optimizer: of a checkpoint, also the states, steps and
-        tokens."""
+        """Takes the weights of a folder of this model, or of a run's newest checkpoint; optimizer: of a checkpoint,
+        also the states, steps and tokens. Another model is refused."""
         self._flush(last=False)
         self._forward = None
         steps, tokens = self._ask("load", optimizer, text=os.path.abspath(str(folder)))[0]

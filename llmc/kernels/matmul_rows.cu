@@ -373,7 +373,6 @@ __global__ void __launch_bounds__(T::THREADS, T::BLOCKS)
 // ---- host
 
 static int rows_gated(const RowsProduct *p) { return p->activates && mlp_is_gated(p->activation); }
-static int rows_bits(const RowsProduct *p) { return p->w.format == WEIGHTS_FP32 ? 16 : quant_bits(p->w.format); }
 // Of a row of codes: as they lie on the device (kernels/lora.cuh).
 static int rows_bytes(const RowsProduct *p) { return (int)round_up(quant_row_bytes(p->w.format, p->K), 16); }
 static int rows_tiles(const RowsProduct *p) { return (int)ceil_div(p->N, ROWS_TILE); }
