@@ -26,8 +26,8 @@ import numpy as np  # noqa: E402
 import llmc  # noqa: E402, which finds dev/
 from chat_template import TemplateError  # noqa: E402
 from checked_json import BadFile  # noqa: E402
-from post_training import end_of, of_step, parse, rate_of, read_prompts, rows_of, save_if_due  # noqa: E402
-from post_training import steps_left, tokenised, trainer_options, write_messages  # noqa: E402
+from post_training import end_of, make_steps, of_step, parse, rate_of, read_prompts, rows_of  # noqa: E402
+from post_training import tokenised, trainer_options, write_messages  # noqa: E402
 from reward_file import BadReward, Rewards  # noqa: E402
 
 # ---- the mathematics
@@ -131,9 +131,7 @@ def add_arguments(p):
 
 def train(t, a, prompts, rewards, reference=None):
     prompts = tokenised(t, prompts, a.max_tokens, a.model)
-    for step in steps_left(a, t, a.iterations):
-        make_step(t, a, prompts, rewards, reference, step)
-        save_if_due(a, t, step)
+    make_steps(a, t, lambda step: make_step(t, a, prompts, rewards, reference, step), a.iterations)
 
 
 def main(argv=None):
