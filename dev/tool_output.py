@@ -8,8 +8,8 @@ too.
     outlive_reader()     of one that makes something: goes on to its end without a word
 
 Either is called once, where a program starts. From then on a character that the output's encoding lacks is escaped,
-such as half of one in the name of a file: Python would end there. Parser is argparse's, whose errors are two lines.
-Standard library only.
+such as half of one in the name of a file: Python would end there. And a UserError that nobody catches is told in two
+lines. Parser is argparse's, whose errors are two lines. Standard library only.
 """
 
 import argparse
@@ -46,7 +46,29 @@ class Output:
         return getattr(self.stream, name)
 
 
+class UserError(ValueError):
+    """Of functions that tools and programs of one's own call: what is wrong, and what to do. options: the hint where
+    the user has a command line."""
+
+    def __init__(self, what, hint, options=None):
+        super().__init__(f"{what}\n  hint: {hint}")
+        self.of_tool = f"error: {what}\n  hint: {options or hint}"
+
+
+def tell_of(others):
+    """others: what is done with other exceptions."""
+
+    def tell(kind, e, trace):
+        if not hasattr(e, "of_tool"):
+            return others(kind, e, trace)
+        sys.stdout.flush()
+        print(f"\n{e.of_tool}", file=sys.stderr)
+
+    return tell
+
+
 def reader_may_leave(end):
+    sys.excepthook = tell_of(sys.excepthook)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Output):  # None: closed
