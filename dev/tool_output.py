@@ -103,6 +103,17 @@ def warn(lines):
         print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
+def whole_from(low):
+    """A type of argparse: whole numbers from low on."""
+
+    def read(text):
+        if not text.isdecimal() or not low <= int(text) < 1 << 63:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} on")
+        return int(text)
+
+    return read
+
+
 class Parser(argparse.ArgumentParser):
     """Says what is wrong, and where the options are, without a list of them all."""
 

@@ -14,6 +14,7 @@ times. All that is random follows from --seed and the step: a resumed run makes 
 temperature 1. The log has reward and reward_std, kl, entropy (mean -logp of the tokens drawn), length, truncated and
 clipped (shares), left_out (bad samples), and logp_difference (mean, of generate's from forward's)."""
 
+import argparse
 import math
 import os
 import sys
@@ -120,10 +121,17 @@ NUMBERS = (  # name, default, least, what it is
 )
 
 
+def numbers(text):
+    try:
+        return [float(x) for x in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 1,0.5") from None
+
+
 def add_arguments(p):
     p.add_argument("--prompts", required=True, help="the .jsonl file")
     p.add_argument("--rewards", required=True, help="the .py file")
-    p.add_argument("--weights", type=lambda s: [float(x) for x in s.split(",")], help="of its functions: 1,0.5")
+    p.add_argument("--weights", type=numbers, help="of its functions: 1,0.5")
     p.add_argument("--on-bad-reward", choices=("skip", "stop"), default="skip", help="leave that sample out, or end")
     p.add_argument("--loss", choices=("grpo", "dr-grpo", "rloo"), default="grpo")
     p.add_argument("--reference", help="folder of the policy that training began with, for --beta without adapters")

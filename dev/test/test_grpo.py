@@ -388,10 +388,12 @@ def test_what_is_wrong_is_said_with_what_to_do(taught, tmp_path, files, words, s
 
 
 @pytest.mark.parametrize(
-    "words", (("--samples-per-prompt", 1), ("--groups", 0), ("--beta", "nan"), ("--prompts", "none"))
+    "words",
+    (("--samples-per-prompt", 1), ("--groups", 0), ("--beta", "nan"), ("--prompts", "none"), ("--weights", "1,x")),
 )
 def test_numbers_and_names_are_checked(taught, words):
-    run(*command(taught, *words), status=1 if "none" in words else 2)
+    said = run(*command(taught, *words), status=1 if "none" in words else 2)
+    assert words[0] != "--weights" or "--weights: '1,x' is no list of numbers" in said
 
 
 BAD_REWARDS = """
