@@ -2,6 +2,7 @@
 transformers as the reference for it."""
 
 import os
+import shlex
 import sys
 
 from weights import ROOT, opened, read_config  # first: it finds dev/data
@@ -116,7 +117,10 @@ class Scorer:
     def __init__(self, folder, way="engine", seq_len=2048, batch_size=None, program=None):
         folder = opened(folder)
         if adapter.is_adapter(folder):
-            die(f"'{folder}' holds LoRA adapters", f"make a model of them: hf.py merge {folder} NEW_FOLDER")
+            die(
+                f"'{folder}' holds LoRA adapters",
+                f"make a model of them: hf.py merge {shlex.quote(str(folder))} NEW_FOLDER",
+            )
         config = read_config(folder)
         self.seq_len = min(seq_len, config.get("n_positions") or config["max_position_embeddings"])
         self.tokenizer = folder_tokenizer(folder)
