@@ -61,7 +61,8 @@ def tell_of(others):
     def tell(kind, e, trace):
         if not hasattr(e, "of_tool"):
             return others(kind, e, trace)
-        sys.stdout.flush()
+        if sys.stdout:  # not where it is closed
+            sys.stdout.flush()
         print(f"\n{e.of_tool}", file=sys.stderr)
 
     return tell
