@@ -168,15 +168,16 @@ def main():
         f"{losses[-1]['loss']:.2f} nats a byte; "
         f'the text above is what the model wrote after "def ".'
     )
+    trainer = shlex.quote(args.trainer)
     print(f"loss curve:  {picture}\nlog:         {args.output}/main.jsonl\nmodel:       {model}\n\nnext:")
-    print(f"  {args.trainer} -e {model} --generate -g 400 --prompt 'import '       more text")
+    print(f"  {trainer} -e {shlex.quote(model)} --generate -g 400 --prompt 'import '       more text")
     print("  make test                        every check that this machine can run")
     print("  make doctor                      what else it could use, and how to turn it on")
-    print(f"  {args.trainer} --help               the options that matter; --help all: every one")
+    print(f"  {trainer} --help               the options that matter; --help all: every one")
     print(
         "  python dev/data/prepare.py --input YOUR_TEXT --output dev/data/mine       train on your own text (README.md)"
     )
-    print(f"\ntalk to what was trained (Ctrl-D ends):\n  {args.trainer} -e {args.output} --generate -g 200")
+    print(f"\ntalk to what was trained (Ctrl-D ends):\n  {trainer} -e {shlex.quote(args.output)} --generate -g 200")
 
 
 if __name__ == "__main__":

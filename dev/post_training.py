@@ -6,14 +6,17 @@ import glob
 import math
 import os
 import re
+import shlex
+import signal
 import sys
+import time
 from dataclasses import dataclass
 
 import numpy as np
 
 from chat_template import Renderer, TemplateError, read_template
 from checked_json import BadFile, open_regular, parse_object, read_object
-from tool_output import Parser, outlive_reader, warn
+from tool_output import Parser, outlive_reader, plural, warn
 
 NUMBERS = (  # name, default, least, what it is
     ("steps", 100, 1, "in all, with those that --resume finds"),
@@ -40,6 +43,8 @@ def parse(argv, doc, add, numbers):
     p.set_defaults(seq_len=None)
     at = argv.index("--") if "--" in argv else len(argv)
     a, options, name = p.parse_args(argv[:at]), {}, ""
+    again = [*argv[:at], *([] if a.resume else ["--resume"]), *argv[at:]]
+    a.again = shlex.join([sys.orig_argv[0], sys.argv[0], *again])  # the command that goes on
     models = [a.model, *filter(None, (getattr(a, name, None) for name in ("teacher", "reference")))]
     a.seq_len = min(1024, *map(context_of, models)) if a.seq_len is None else a.seq_len
     for number, _, least, _ in numbers:
@@ -102,9 +107,59 @@ def steps_left(a, t, updates=1):
     return left
 
 
-def save_if_due(a, t, step):
-    if a.output and (step + 1 == a.steps or a.save_every and (step + 1) % a.save_every == 0):
-        t.save()
+class Stopped(Exception):
+    """By a signal, between steps: what is said of it."""
+
+
+class Signals:
+    """The first signal to stop gives it a name, and a second one ends the process at once. One that comes sooner may be
+    the same, as timeout(1) sends it: llmc/ranks/stop.h."""
+
+    def __init__(self, notice):
+        self.name, self.first, self.notice, self.before = None, {}, notice, {}
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                self.before[number] = signal.signal(number, self.take)
+
+    def take(self, number, _):
+        now = time.monotonic()
+        begin = min(self.first.values(), default=now)
+        if not self.name:
+            self.name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            os.write(2, f"\n{self.name}: {self.notice}; once more ends it at once\n".encode())  # print may be at work
+        elif now - begin > 0.1 if number == signal.SIGINT else now - self.first.get(number, now) > 1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.first.setdefault(number, now)
+
+    def close(self):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def make_steps(a, t, make, updates=1):
+    """make(step) for each that is left, and checkpoints. After a signal the run ends with its step, and is saved."""
+    saved = t.steps_done // updates
+    if a.resume and not saved:
+        print(f"there is no checkpoint in '{a.output}': the run begins with step 1", flush=True)
+    signals = Signals("the run ends after this step, " + ("and is saved" if a.output else "without a checkpoint"))
+    try:
+        for step in steps_left(a, t, updates):
+            make(step)
+            done, stopped = step + 1, signals.name
+            lost = plural(done - saved, "step") + (" is lost" if done - saved == 1 else " are lost")
+            if a.output and (done == a.steps or a.save_every and done % a.save_every == 0 or stopped):
+                try:
+                    t.save()
+                except RuntimeError:  # llmc.Error
+                    print(f"step {done} cannot be saved: {lost}", flush=True)
+                    raise
+                saved = done
+            if stopped and done < a.steps:
+                how = f"this goes on: {a.again}" if a.output else f"{lost} (no --output)"
+                raise Stopped(f"stopped by {stopped} after step {done}; {how}")
+    finally:
+        signals.close()
 
 
 # ---- prompts
@@ -228,10 +283,15 @@ def remove_if_no_run(output):
             os.rmdir(output)
 
 
+def interrupt(number, _):
+    raise KeyboardInterrupt(number)
+
+
 def end_of(run, output, *errors):
     """The exit status of run(); its errors are for people. Where it fails before its first step, a folder that it has
     made does not stay."""
     was_there = not output or os.path.exists(output)
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         run()
         return 0
@@ -240,8 +300,15 @@ def end_of(run, output, *errors):
         text = text.replace("--resume 1", "--resume")  # as it is named here
         print(f"error: {text}" + ("" if "hint:" in text else "\n  hint: see --help"), file=sys.stderr)
         status = 1
-    except KeyboardInterrupt:  # the trainer has ended
-        status = 130
+    except Stopped as e:
+        print(e, flush=True)
+        return 75  # as the trainer's
+    except KeyboardInterrupt as e:  # no step has begun
+        number = e.args[0] if e.args else signal.SIGINT
+        print(f"stopped by {'SIGTERM' if e.args else 'Ctrl-C'} before a step: start the same command again", flush=True)
+        status = 128 + number
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if not was_there:
         remove_if_no_run(output)
     return status

@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import math
 import os
+import shlex
 import sys
 
 from limited import Failed, Limited
@@ -51,7 +52,7 @@ class Rewards:
         try:
             self.names = self.child()
         except Failed as e:
-            raise BadReward(f"{path} does not run: {e}\n  hint: try `python {path}`") from None
+            raise BadReward(f"{path} does not run: {e}\n  hint: try `python {shlex.quote(path)}`") from None
         self.weights = weights or [1.0] * len(self.names)
         if not self.names:
             raise BadReward(

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import missing_package
 from program import NoProgram, trainer, under_mpirun
-from tool_output import Parser, outlive_reader
+from tool_output import Parser, outlive_reader, whole_from
 
 missing_package.HINT = "python3 dev/venv.py serve; source .venv/bin/activate"
 # aiohttp: server, streaming, limits of a body and the end of a connection in one well-kept package; starlette with
@@ -46,6 +46,7 @@ MOST_LINE = (16 << 20) - 1  # bytes of a line that the program takes
 MOST_EVENT = 1 << 22  # bytes of a line of the program
 MOST_HELD = 32 << 20  # bytes of the program's events that wait in an answer
 MOST_STOPS, MOST_STOP = 16, 1000  # stop strings of a request, characters of one
+SEED_STEP = 0x13C6EF372FE94F  # between the prompts of a request: far from those that people count up
 CLIENT_SECONDS = 60  # for a client to send a request, or to take what is sent
 RENDER_SECONDS = 30  # for a chat to be written, the wait for others included
 log = logging.getLogger("serve")
@@ -460,11 +461,12 @@ class Answer:
         self.chat, self.asked, self.jobs, self.choices = chat, asked, [], []
         stops, keeps = [Stop(text) for text in asked["stops"]], asked["logprobs"] is not None
         asked.pop("prompt", None)
-        for prompt in asked.pop("prompts"):  # which may be large: kept by the lines alone
+        for i, prompt in enumerate(asked.pop("prompts")):  # which may be large: kept by the lines alone
             begin = prompt if asked.get("echo") else ""
             first = len(self.choices)
-            self.choices += [Choice(first + i, stops, begin, keeps) for i in range(asked["n"])]
-            request = asked["options"] | {"prompt" if isinstance(prompt, str) else "tokens": prompt}
+            self.choices += [Choice(first + k, stops, begin, keeps) for k in range(asked["n"])]
+            seed = (asked["seed"] + i * SEED_STEP) % (1 << 53)  # equal prompts get texts of their own
+            request = asked["options"] | {"seed": seed, "prompt" if isinstance(prompt, str) else "tokens": prompt}
             self.jobs.append(Job(request, self.choices[first:], self))
         self.problem, self.accepted, self.finished, self.held = None, 0, 0, 0  # Refusal, jobs, choices, bytes
         self.changed = {}  # choices that have something to say; a dict keeps the order
@@ -607,6 +609,8 @@ class Server:
             await self.template.open()
             self.model = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "llm.cu"}
             self.model |= {"context": facts["context"], "chat": self.template.problem is None}
+            if (self.args.context or 0) > facts["context"]:
+                log.warning("--context is %d: the model has %d tokens", self.args.context, facts["context"])
             log.info("%s is ready: %s (Ctrl-C ends)", self.name, self.args.url)
             yield
         finally:
@@ -778,21 +782,22 @@ def commands(args, options):
 
 def parse(arguments):
     at = arguments.index("--") if "--" in arguments else len(arguments)
-    whole = lambda low: lambda text: int(text) if int(text) >= low else int("")
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("model", help="a checkpoint, a folder with checkpoints, or another model folder (-e of the program)")
     p.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     p.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any that is free")
     p.add_argument("--api-key", help=f"what clients must send; better in {KEY_VARIABLE}, which other users cannot see")
     p.add_argument("--name", help="the model's name (default: that of its folder, or of its run)")
-    p.add_argument("--slots", type=whole(1), default=16, help="sequences at a time on each copy (default: 16)")
-    p.add_argument("--context", type=whole(2), help="tokens of prompt and answer (default: the model's)")
-    p.add_argument("--queue", type=whole(1), default=256, help="sequences that may wait (default: 256), then: 429")
-    p.add_argument("--patience", type=whole(1), default=300,
+    p.add_argument("--slots", type=whole_from(1), default=16, help="sequences at a time on each copy (default: 16)")
+    p.add_argument("--context", type=whole_from(2), help="tokens of prompt and answer (default: the model's)")
+    p.add_argument("--queue", type=whole_from(1), default=256, help="sequences that may wait (default: 256), then: 429")
+    p.add_argument("--patience", type=whole_from(1), default=300,
                    help="seconds without a word of a program that has work (default: 300), then: 503")  # fmt: skip
-    p.add_argument("--max-body", type=whole(1), default=1 << 20, help="bytes of a request (default: 1 MiB), then: 413")
+    p.add_argument(
+        "--max-body", type=whole_from(1), default=1 << 20, help="bytes of a request (default: 1 MiB), then: 413"
+    )
     p.add_argument("--gpus", type=lambda text: text.split(","), help="0,1: a copy of the model on each")
-    p.add_argument("--tp", type=whole(1), default=1, help="GPUs (or CPU ranks) that share one copy, under mpirun")
+    p.add_argument("--tp", type=whole_from(1), default=1, help="GPUs (or CPU ranks) that share one copy, under mpirun")
     p.add_argument("--program", help="default: ./train_gpt2cu where there is a GPU, or else ./train_gpt2")
     return p.parse_args(arguments[:at]), arguments[at + 1 :]
 

@@ -8,8 +8,8 @@ too.
     outlive_reader()     of one that makes something: goes on to its end without a word
 
 Either is called once, where a program starts. From then on a character that the output's encoding lacks is escaped,
-such as half of one in the name of a file: Python would end there. Parser is argparse's, whose errors are two lines.
-Standard library only.
+such as half of one in the name of a file: Python would end there. And a UserError that nobody catches is told in two
+lines. Parser is argparse's, whose errors are two lines. Standard library only.
 """
 
 import argparse
@@ -46,7 +46,30 @@ class Output:
         return getattr(self.stream, name)
 
 
+class UserError(ValueError):
+    """Of functions that tools and programs of one's own call: what is wrong, and what to do. options: the hint where
+    the user has a command line."""
+
+    def __init__(self, what, hint, options=None):
+        super().__init__(f"{what}\n  hint: {hint}")
+        self.of_tool = f"error: {what}\n  hint: {options or hint}"
+
+
+def tell_of(others):
+    """others: what is done with other exceptions."""
+
+    def tell(kind, e, trace):
+        if not hasattr(e, "of_tool"):
+            return others(kind, e, trace)
+        if sys.stdout:  # not where it is closed
+            sys.stdout.flush()
+        print(f"\n{e.of_tool}", file=sys.stderr)
+
+    return tell
+
+
 def reader_may_leave(end):
+    sys.excepthook = tell_of(sys.excepthook)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Output):  # None: closed
@@ -79,6 +102,17 @@ def warn(lines):
     """Five of them, and how many more there are."""
     for line in lines[:5] + ([f"... and {len(lines) - 5} more"] if len(lines) > 5 else []):
         print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
+def whole_from(low):
+    """A type of argparse: whole numbers from low on."""
+
+    def read(text):
+        if not text.isdecimal() or not low <= int(text) < 1 << 63:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} on")
+        return int(text)
+
+    return read
 
 
 class Parser(argparse.ArgumentParser):

@@ -22,6 +22,8 @@ export HWLOC_COMPONENTS=${HWLOC_COMPONENTS:--opencl}
 command -v ssh > /dev/null || command -v rsh > /dev/null || export OMPI_MCA_plm_rsh_agent=${OMPI_MCA_plm_rsh_agent:-false}
 
 fail() { printf 'error: %s\n  hint: %s\n' "$1" "$2" >&2; exit 1; }
+quoted() { printf '%q' "$1"; }  # a path as a command has it
+make_folder() { mkdir -p "$1" 2> /dev/null || fail "cannot make the folder '$1'" "name one that you may write to: -o FOLDER"; }
 
 # need_data OPTIONS...: the training data is there, or $make_data makes it: now if $small is set, else after a word from the user
 need_data() {
@@ -101,9 +103,9 @@ wait_for_child() {
 # Two trainers must not write to one folder. The trainer inherits the lock: it holds even when this script is killed and it is not.
 lock() {
     command -v flock > /dev/null || return 0
-    mkdir -p "$out"
+    make_folder "$out"
     exec 9> "$out/.lock"
-    flock -n 9 || fail "another run writes to '$out'" "end it first (fuser '$out/.lock' names its processes), or give another -o FOLDER"
+    flock -n 9 || fail "another run writes to '$out'" "end it first (fuser $(quoted "$out/.lock") names its processes), or give another -o FOLDER"
 }
 
 # keep_going COMMAND...: runs it until it ends well, or fails twice without a new checkpoint in $out

@@ -25,8 +25,8 @@ import numpy as np  # noqa: E402
 import llmc  # noqa: E402, which finds dev/
 from chat_template import TemplateError  # noqa: E402
 from checked_json import BadFile  # noqa: E402
-from post_training import add_schedule, end_of, of_step, parse, rate_of, read_prompts, rows_of  # noqa: E402
-from post_training import save_if_due, steps_left, tokenised, trainer_options, write_messages  # noqa: E402
+from post_training import add_schedule, end_of, make_steps, of_step, parse, rate_of, read_prompts  # noqa: E402
+from post_training import rows_of, tokenised, trainer_options, write_messages  # noqa: E402
 
 FILES = ("tokenizer.bin", "tokenizer.json")
 HINT = "a teacher needs the student's own tokenizer"
@@ -81,9 +81,7 @@ def main(argv=None):
                 llmc.Trainer(a.model, **trainer_options(a, options, a.batch)) as t:  # fmt: skip
             require_same_tokenizer(t, teacher, (a.model, a.teacher))
             ready = tokenised(t, prompts, a.max_tokens, a.model)
-            for step in steps_left(a, t):
-                make_step(t, teacher, a, ready, step)
-                save_if_due(a, t, step)
+            make_steps(a, t, lambda step: make_step(t, teacher, a, ready, step))
 
     return end_of(run, a.output, llmc.Error, BadFile, TemplateError, OSError)
 

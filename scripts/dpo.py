@@ -25,8 +25,7 @@ import numpy as np  # noqa: E402
 import llmc  # noqa: E402, which finds dev/
 from chat_template import TemplateError  # noqa: E402
 from checked_json import BadFile  # noqa: E402
-from post_training import add_schedule, end_of, of_step, parse, rate_of, save_if_due, steps_left  # noqa: E402
-from post_training import trainer_options  # noqa: E402
+from post_training import add_schedule, end_of, make_steps, of_step, parse, rate_of, trainer_options  # noqa: E402
 from preference_file import arrays, read_pairs, read_texts  # noqa: E402
 
 # ---- the mathematics
@@ -137,9 +136,7 @@ def main(argv=None):
             pairs, adapters = read_pairs(a.data, t, a.model, texts), bool(options.get("lora"))
             a.steps = steps_of(len(pairs))  # without those that are left out
             reference = None if adapters or a.loss in ALONE else reference_of(t, a, pairs)
-            for step in steps_left(a, t):
-                make_step(t, a, pairs, reference, adapters, step)
-                save_if_due(a, t, step)
+            make_steps(a, t, lambda step: make_step(t, a, pairs, reference, adapters, step))
 
     return end_of(run, a.output, llmc.Error, BadFile, TemplateError, OSError)
 

@@ -14,6 +14,7 @@ times. All that is random follows from --seed and the step: a resumed run makes 
 temperature 1. The log has reward and reward_std, kl, entropy (mean -logp of the tokens drawn), length, truncated and
 clipped (shares), left_out (bad samples), and logp_difference (mean, of generate's from forward's)."""
 
+import argparse
 import math
 import os
 import sys
@@ -26,8 +27,8 @@ import numpy as np  # noqa: E402
 import llmc  # noqa: E402, which finds dev/
 from chat_template import TemplateError  # noqa: E402
 from checked_json import BadFile  # noqa: E402
-from post_training import end_of, of_step, parse, rate_of, read_prompts, rows_of, save_if_due  # noqa: E402
-from post_training import steps_left, tokenised, trainer_options, write_messages  # noqa: E402
+from post_training import end_of, make_steps, of_step, parse, rate_of, read_prompts, rows_of  # noqa: E402
+from post_training import tokenised, trainer_options, write_messages  # noqa: E402
 from reward_file import BadReward, Rewards  # noqa: E402
 
 # ---- the mathematics
@@ -120,10 +121,17 @@ NUMBERS = (  # name, default, least, what it is
 )
 
 
+def numbers(text):
+    try:
+        return [float(x) for x in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 1,0.5") from None
+
+
 def add_arguments(p):
     p.add_argument("--prompts", required=True, help="the .jsonl file")
     p.add_argument("--rewards", required=True, help="the .py file")
-    p.add_argument("--weights", type=lambda s: [float(x) for x in s.split(",")], help="of its functions: 1,0.5")
+    p.add_argument("--weights", type=numbers, help="of its functions: 1,0.5")
     p.add_argument("--on-bad-reward", choices=("skip", "stop"), default="skip", help="leave that sample out, or end")
     p.add_argument("--loss", choices=("grpo", "dr-grpo", "rloo"), default="grpo")
     p.add_argument("--reference", help="folder of the policy that training began with, for --beta without adapters")
@@ -131,9 +139,7 @@ def add_arguments(p):
 
 def train(t, a, prompts, rewards, reference=None):
     prompts = tokenised(t, prompts, a.max_tokens, a.model)
-    for step in steps_left(a, t, a.iterations):
-        make_step(t, a, prompts, rewards, reference, step)
-        save_if_due(a, t, step)
+    make_steps(a, t, lambda step: make_step(t, a, prompts, rewards, reference, step), a.iterations)
 
 
 def main(argv=None):

@@ -18,8 +18,8 @@ if [ ! -f "$model/config.json" ]; then  # a run: its newest checkpoint that has 
     done
 fi
 [[ ! $(basename "$called") =~ ^(best|step_[0-9]+)$ ]] || called=$(dirname "$called")
-[ ! -f "$model/adapter_config.json" ] || fail "'$model' holds adapters, and training begins with a whole model" "merge them first: python dev/eval/hf.py merge $model FOLDER"
-[ -f "$model/config.json" ] || fail "'$model' is neither a Hugging Face folder nor a run's: it has no config.json" "python dev/eval/hf.py import NAME $model"
+[ ! -f "$model/adapter_config.json" ] || fail "'$model' holds adapters, and training begins with a whole model" "merge them first: python dev/eval/hf.py merge $(quoted "$model") FOLDER"
+[ -f "$model/config.json" ] || fail "'$model' is neither a Hugging Face folder nor a run's: it has no config.json" "python dev/eval/hf.py import NAME $(quoted "$model")"
 [ -e "$chats" ] || fail "there is no '$chats'" "name a .jsonl, .json or .parquet file of conversations, or a folder of them; paths begin at $PWD"
 # The shards' name has nothing that a glob would not take literally.
 name=$(basename "$chats" | sed -E 's/\.(gz|xz|zst|bz2)$//; s/\.(jsonl|ndjson|json|parquet)$//; s/[^A-Za-z0-9._-]/_/g')
@@ -43,7 +43,7 @@ except Exception as e:  # of a damaged file
     print(f"{sys.argv[1]}: {e}", file=sys.stderr)
 END
 ) || true
-[ "${weights:-0}" -gt 0 ] || fail "'$model' holds no whole model*.safetensors" "python dev/eval/hf.py import NAME $model"
+[ "${weights:-0}" -gt 0 ] || fail "'$model' holds no whole model*.safetensors" "python dev/eval/hf.py import NAME $(quoted "$model")"
 
 T=$(last_value $((context < 2048 ? context : 2048)) t seq-len "$@")
 # What the shards are made of: conversations, options, the length of rows, and the model's tokenizer, template and ends.
@@ -64,11 +64,11 @@ for s, f in ((os.stat(f), f) for f in within or [path] if os.path.isfile(f)):
     done
 }
 new=$out; [ ! -e "$out" ] || new=$out/data; [ ! -e "$new" ] || new=  # what is made here, and goes where no shards come of it
-mkdir -p "$out/data"
+make_folder "$out/data"
 made_of > "$made.new"
 if ! cmp -s "$made" "$made.new"; then
     [ ! -e "$made" ] || [ -z "$(newest_checkpoint)" ] || fail "the shards in '$out/data' were made of something else: $(diff "$made" "$made.new" | grep -m 1 '^[<>]')" \
-        "another -o trains on what there is now; or: mv '$made.new' '$made', and this run goes on with its shards"
+        "another -o trains on what there is now; or: mv $(quoted "$made.new") $(quoted "$made"), and this run goes on with its shards"
     rm -f "$made"
     "$python" dev/data/chat.py --input "$chats" --model "$model" --output "$out/data" --name "$name" --seq-len "$T" --overwrite ${CHAT:-} \
         || { rm -f "$made.new"; [ -z "$new" ] || rmdir "$out/data" 2> /dev/null || true; [ "$new" != "$out" ] || rmdir "$out" 2> /dev/null || true
@@ -119,4 +119,4 @@ train "$kind" -e "$model" -i "$(literal "$out")/data/${name}_train_*.bin" -j "$(
     -b "$rows" -t "$T" -d "$batch" --epochs "$epochs" -l "$rate" -k linear -u $((every / 2)) -q 0.1 $room \
     -v "$every" -m -1 --patience 4 -n "$every" -nk 1 -s 0 "$@"
 [ -n "${DRY_RUN:-}" ] && exit
-echo "talk to it:  ${PROGRAM:-./train_gpt2$([ "$kind" = cpu ] || echo cu)} -e $out/best --generate"
+echo "talk to it:  $(quoted "${PROGRAM:-./train_gpt2$([ "$kind" = cpu ] || echo cu)}") -e $(quoted "$out/best") --generate"

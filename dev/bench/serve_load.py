@@ -34,7 +34,7 @@ from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from dev.tool_output import end_with_reader  # noqa: E402
+from dev.tool_output import end_with_reader, whole_from  # noqa: E402
 
 PATIENCE = 60  # seconds for a server without load to answer
 LOG = "the server's log may say more"
@@ -244,8 +244,13 @@ def table(told):
 
 def parse():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    whole = lambda text: int(text) if int(text) > 0 else int("")
-    positive = lambda text: float(text) if 0 < float(text) < math.inf else float("")
+    whole = whole_from(1)
+
+    def positive(text):
+        if not 0 < (number := float(text)) < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+        return number
+
     p.add_argument("url", help="the address that dev/serve.py prints")
     p.add_argument("--clients", type=whole, default=16, help="requests at a time (16)")
     p.add_argument("--prompt-tokens", type=whole, default=128, help="of a prompt (128)")

@@ -34,7 +34,8 @@ import missing_package  # noqa: E402, before numpy
 import numpy as np  # noqa: E402
 
 from checked_json import open_regular  # noqa: E402
-from tool_output import Parser, end_with_reader, outlive_reader, plural, reader_is_gone  # noqa: E402,F401
+from tool_output import Parser, UserError, end_with_reader, outlive_reader  # noqa: E402,F401
+from tool_output import plural, reader_is_gone  # noqa: E402,F401
 
 HEADER_WORDS = 256
 HEADER_BYTES = 4 * HEADER_WORDS

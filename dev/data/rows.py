@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from dev.data.data_common import MARKED, find_files
+from dev.data.data_common import MARKED, UserError, find_files
 
 
 def require(condition, what, hint):
@@ -16,6 +16,12 @@ def require(condition, what, hint):
         sys.stdout.flush()
         print(f"\nerror: {what}\n  hint: {hint}", file=sys.stderr)
         sys.exit(1)
+
+
+def check(condition, what, hint, options=None):
+    """As require, of functions that a program of one's own calls: an exception. options: the hint of a command line."""
+    if not condition:
+        raise UserError(what, hint, options)
 
 
 # ---- random numbers: a value depends on (seed, stream, counter) alone.
@@ -60,9 +66,10 @@ def row_kind(shard, pack, documents=-1):
     """--pack and --documents where they are auto and -1: whether the shard holds conversations decides."""
     marked = isinstance(shard, Conversations)
     pack = ("whole" if marked else "no") if pack == "auto" else pack
-    require(
+    check(
         not marked or pack != "no",
         f"'{shard.filename}' holds conversations: rows cannot be cut from it as from a text",
+        'give open_shards and rows pack="whole" or pack="cut", and Trainer documents=1',
         "use --pack whole or --pack cut",
     )
     return pack, int(marked) if documents < 0 else documents
@@ -72,7 +79,7 @@ def open_shards(pattern, T, pack="no", documents=0):
     """llm.c's files: 256 int32 of header, then tokens. Returns (the shards' tokens in the order of their names, the
     first header)."""
     paths, shards, headers = find_files(pattern), [], []
-    require(
+    check(
         paths,
         f"no file matches '{pattern}'",
         "make shards with: python dev/data/tinyshakespeare.py, or of your own text: python dev/data/prepare.py",
@@ -80,16 +87,16 @@ def open_shards(pattern, T, pack="no", documents=0):
     for path in paths:
         headers.append(np.fromfile(path, "<i4", 256))
         dtype = {(20240520, 1): "<u2", (20240801, 7): "<u4", MARKED: "<u4"}.get(tuple(headers[-1][:2].tolist()))
-        require(
+        check(
             len(headers[-1]) == 256 and dtype, f"'{path}' is not a token shard", "make shards with dev/data/prepare.py"
         )
-        require(
+        check(
             headers[-1][1] == headers[0][1],
             f"'{path}' and '{paths[0]}' are shards of different kinds",
             "name shards of one kind only",
         )
         n = int(headers[-1][2])
-        require(
+        check(
             os.path.getsize(path) == 1024 + n * np.dtype(dtype).itemsize,
             f"'{path}' has not the size that its header states",
             "make it again",
@@ -97,14 +104,16 @@ def open_shards(pattern, T, pack="no", documents=0):
         kind = Conversations if tuple(headers[-1][:2].tolist()) == MARKED else np.memmap
         shards.append(kind(path, dtype, "r", 1024, (n,)) if n else np.zeros(0, dtype))
         pack, documents = row_kind(shards[-1], pack, documents)
-        require(
+        check(
             n > (T if pack == "no" else 0),
             f"'{path}' has {n} tokens: too few for one row of {T} + 1",
+            "give shorter rows, or more text",
             "use a shorter --seq-len, or more text",
         )
-        require(
+        check(
             headers[-1][3] > 0 or (pack == "no" and not documents),
             f"'{path}' does not say which token ends a text: nobody knows where its documents begin",
+            "make shards with dev/data/prepare.py, or leave documents and pack out",
             "make shards with dev/data/prepare.py, or leave --documents and --pack out",
         )
     return shards, headers[0]
@@ -149,9 +158,10 @@ def pieces_of(tokens, T, pack, eot):
     begins = np.union1d([0], np.flatnonzero(begins_document(tokens, eot))).tolist()
     documents = list(zip(begins, begins[1:] + [n]))
     longest = max(documents, key=lambda d: d[1] - d[0])
-    require(
+    check(
         pack == "cut" or longest[1] - longest[0] <= T,
         f"'{tokens.filename}': the document at token {longest[0]} has {longest[1] - longest[0]} tokens, a row {T}",
+        'give longer rows, or pack="cut", which cuts such a document into rows',
         "use a longer --seq-len, or --pack cut, which cuts such a document into rows",
     )
     pieces = [(at, min(T, end - at)) for begin, end in documents for at in range(begin, end, T)]
@@ -201,7 +211,7 @@ def read_tokenizer(path):
     while at < len(body) and len(tokens) < header[2]:
         tokens.append(body[at + 1 : at + 1 + body[at]])
         at += 1 + body[at]
-    require(
+    check(
         header[0] == 20240328
         and header[1:3] in ([2, len(tokens)], [3, len(tokens)])
         and at <= len(body)
@@ -218,9 +228,10 @@ def bytes_per_token(stream, count, names, eot):
     lengths[eot] = 0
     for _, (_, targets) in zip(range(count), stream):
         targets = targets[targets >= 0]
-        require(
+        check(
             targets.max(initial=0) < len(names),
             f"the data holds token {targets.max(initial=0)} and the tokenizer has {len(names)}",
+            "give the data's own tokenizer",
             "give the data's own --tokenizer",
         )
         total, learned = total + int(lengths[targets].sum()), learned + len(targets)

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import math
 import os
+import shlex
 
 import numpy as np
 
@@ -148,7 +149,8 @@ def require_tokenizer(folder, config):
     if tokenizer_path(folder) is None:
         die(
             f"'{folder}' has no tokenizer, and llama.cpp needs one",
-            f"add it: hf.py tokenizer {folder} --tokenizer gpt2, or a tokenizer.bin or tokenizer.json",
+            f"add it: hf.py tokenizer {shlex.quote(str(folder))} --tokenizer gpt2, or a tokenizer.bin or "
+            f"tokenizer.json",
         )
     try:
         tokenizer = folder_tokenizer(folder)

@@ -28,6 +28,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 
@@ -352,7 +353,8 @@ def import_model(args):
     if not local and args.dtype:
         die("a model of the hub comes in its own dtype", "import it without --dtype, then import its folder with it")
     if adapter.is_adapter(args.source):
-        die(f"'{args.source}' holds LoRA adapters", f"make a model of them: hf.py merge {args.source} {args.folder}")
+        paths = shlex.join([args.source, args.folder])
+        die(f"'{args.source}' holds LoRA adapters", f"make a model of them: hf.py merge {paths}")
     with new_folder(args.folder, resume=not local) as partial:
         if not local:
             import_hub(args.source, partial, args.revision)
@@ -386,7 +388,10 @@ def merge_model(args):
 def export(args):
     """To the format that the name of the file ends in."""
     if adapter.is_adapter(args.folder):
-        die(f"'{args.folder}' holds LoRA adapters", f"make a model of them: hf.py merge {args.folder} NEW_FOLDER")
+        die(
+            f"'{args.folder}' holds LoRA adapters",
+            f"make a model of them: hf.py merge {shlex.quote(args.folder)} NEW_FOLDER",
+        )
     if args.file.endswith(".gguf"):
         if args.dtype:
             die("--dtype is for a .bin", "--type F16, BF16 or Q8_0")
@@ -403,7 +408,7 @@ def check(args):
         ask("finite", args.folder)
         return
     if args.verify:
-        die("adapters are no model to verify", f"hf.py merge {args.folder} NEW_FOLDER, then verify that")
+        die("adapters are no model to verify", f"hf.py merge {shlex.quote(args.folder)} NEW_FOLDER, then verify that")
     loaded = adapter.read_adapter(args.folder)
     base = adapter.base_of(loaded, args.base)
     adapter.check_base(loaded, base)

@@ -2,6 +2,7 @@
 transformers as the reference for it."""
 
 import os
+import shlex
 import sys
 
 from weights import ROOT, opened, read_config  # first: it finds dev/data
@@ -11,6 +12,7 @@ import numpy as np
 import adapter
 from data_common import die
 from tokenizer_json import begins_with_separator, folder_tokenizer
+from tool_output import whole_from
 
 sys.path.append(ROOT)
 import llmc  # noqa: E402
@@ -115,7 +117,10 @@ class Scorer:
     def __init__(self, folder, way="engine", seq_len=2048, batch_size=None, program=None):
         folder = opened(folder)
         if adapter.is_adapter(folder):
-            die(f"'{folder}' holds LoRA adapters", f"make a model of them: hf.py merge {folder} NEW_FOLDER")
+            die(
+                f"'{folder}' holds LoRA adapters",
+                f"make a model of them: hf.py merge {shlex.quote(str(folder))} NEW_FOLDER",
+            )
         config = read_config(folder)
         self.seq_len = min(seq_len, config.get("n_positions") or config["max_position_embeddings"])
         self.tokenizer = folder_tokenizer(folder)
@@ -149,6 +154,9 @@ class Scorer:
         self.model.close()
 
 
+positive = whole_from(1)
+
+
 def add_arguments(parser):
     a = parser.add_argument
     a("model", help="a Hugging Face folder, a checkpoint, or a run's folder for its newest")
@@ -156,13 +164,6 @@ def add_arguments(parser):
     a("--seq-len", type=positive, default=2048, metavar="N", help="most tokens of a row, at most the context [2048]")
     a("--batch-size", type=positive, metavar="N", help="rows of a call [16,384 tokens on a GPU, else 2,048]")
     a("--program", metavar="PATH", help="the trainer [train_gpt2cu where there is a GPU, else train_gpt2]")
-
-
-def positive(text):
-    """For numbers of a command line."""
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
 
 
 def of_arguments(args):

@@ -597,7 +597,7 @@ def read_as_trainers_do(folder, train, val):
         for pattern in train, val:
             rows.open_shards(f"{folder}/{pattern}", 16, "auto", -1)
             found |= {p.name: p.read_bytes() for p in folder.glob(pattern)}
-    except SystemExit:
+    except ValueError:
         return None
     return found | {"tokenizer.bin": (folder / "tokenizer.bin").read_bytes()}
 
@@ -1452,3 +1452,16 @@ def test_vocab_bpe_is_kept_in_the_cache(tmp_path, monkeypatch):
     next((tmp_path / "cache").iterdir()).write_bytes(b"damaged")
     monkeypatch.setattr(data_common.urllib.request, "urlopen", lambda *a, **k: open(ASSETS / "vocab.bpe", "rb"))
     assert data_common.find_vocab_bpe() == data
+
+
+def test_rows_raise_in_a_program_of_ones_own_and_tools_say_it(tmp_path):
+    """With a hint in Python's words, and in a command line's."""
+    header = np.array([20240801, 8, 9, 257, 1, 0, 0, 256] + [0] * 248, "<i4")
+    (tmp_path / "chats.bin").write_bytes(header.tobytes() + bytes(36))
+    with pytest.raises(ValueError, match='holds conversations.*\n  hint: give open_shards and rows pack="whole"'):
+        rows.open_shards(str(tmp_path / "chats.bin"), 4)
+    code = "from dev.data.rows import *; from tool_output import outlive_reader; outlive_reader(); "
+    code += f"open_shards({str(tmp_path / 'chats.bin')!r}, 4)"
+    p = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert p.returncode == 1 and p.stderr.startswith("\nerror: '") and p.stderr.count("\n") == 3
+    assert "hint: use --pack whole or --pack cut" in p.stderr

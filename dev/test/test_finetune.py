@@ -3,6 +3,8 @@ which learns a few facts (dev/data/tiny_chats.py) and is asked in ways that no c
 
 import json
 import os
+import shlex
+import re
 import shutil
 import subprocess
 import sys
@@ -120,6 +122,8 @@ def test_what_is_missing_is_said(tiny, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}]}\n')
     assert "line 1" in run(SCRIPT, model, tmp_path / "bad.jsonl", "-o", tmp_path / "out", status=1)
     assert not (tmp_path / "out").exists()
+    said = run(SCRIPT, model, chats, "-o", tmp_path / "bad.jsonl", status=1)
+    assert "error: cannot make the folder '" in said and "mkdir" not in said and "hint: " in said
     (tmp_path / "few.jsonl").write_text('{"prompt": "?", "completion": "!"}\n' * 3)
     few = (SCRIPT, model, tmp_path / "few.jsonl", "-o", tmp_path / "out")
     assert "so few conversations" in (said := run(*few, status=1)) and "at least two" not in said
@@ -134,7 +138,7 @@ def test_what_is_missing_is_said(tiny, tmp_path):
 def test_shards_that_are_not_of_these_conversations(tiny, tmp_path):
     """Too few for one to be held out, and a file that changed since: both are said, and the same command goes on."""
     model, chats = tiny
-    mine, out = tmp_path / "mine.jsonl", tmp_path / "out"
+    mine, out = tmp_path / "mine.jsonl", tmp_path / "my own"
     mine.write_text("".join(chats.read_text().splitlines(keepends=True)[:4]))
     command = [SCRIPT, model, mine, "-o", out, "-x", "1"]
     for _ in range(2):
@@ -144,8 +148,10 @@ def test_shards_that_are_not_of_these_conversations(tiny, tmp_path):
     shutil.copy(chats, mine)
     for _ in range(2):
         assert "were made of something else" in run(*command, status=1)
-    (out / "data/shards.made.new").rename(out / "data/shards.made")
-    assert "talk to it" in run(*command)
+    said = run(*command, status=1)
+    subprocess.run(re.search("or: (mv .*), and this run", said)[1], shell=True, check=True)
+    talk = shlex.split(re.search("talk to it:  (.*)", run(*command))[1])
+    assert talk[1:] == ["-e", str(out / "best"), "--generate"]
 
 
 def test_shards_are_made_of_what_is_named(tiny, tmp_path):

@@ -5,7 +5,9 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -285,6 +287,62 @@ def test_a_finished_run_says_that_nothing_is_left(capsys):
     assert not steps_left(a, t, updates=2) and "nothing is left to do: 'out' is at step 4" in capsys.readouterr().out
 
 
+STOPPING = """
+import os, signal
+def reward_sum(prompt, completion, answer):
+    if os.path.exists(__file__ + ".stop"):
+        os.remove(__file__ + ".stop")
+        os.kill(os.getppid(), signal.SIGTERM)
+    return completion == [answer]
+"""
+
+
+def test_a_signal_saves_the_steps_made(taught, tmp_path):
+    """In the first of three steps; the printed command makes the digits of a run that was not stopped."""
+    (tmp_path / "two words.py").write_text(STOPPING)
+    (tmp_path / "two words.py.stop").touch()
+    words = command(taught, "--steps", 3, "--output", tmp_path / "out", rewards=tmp_path / "two words.py")
+    said = run(*words, status=75)
+    assert "SIGTERM: the run ends after this step, and is saved" in said and len(steps_of(tmp_path / "out")) == 1
+    again = shlex.split(re.search("stopped by SIGTERM after step 1; this goes on: (.*)", said)[1])
+    subprocess.run(again, check=True, capture_output=True)
+    run(*command(taught, "--steps", 3, "--output", tmp_path / "whole"))
+    same = [[(s["loss"], s["norm"]) for s in steps_of(tmp_path / name)] for name in ("out", "whole")]
+    assert same[0] == same[1] and len(same[0]) == 3
+
+
+@pytest.mark.parametrize("output", ("out", ""))
+def test_a_signal_ends_the_run_with_its_step(capfd, output):
+    from post_training import end_of, make_steps
+
+    def run(saved, begin=0, steps=9, signals=()):
+        a = argparse.Namespace(output=output, steps=steps, save_every=4, resume=True, again="python x.py --resume")
+        t = argparse.Namespace(steps_done=begin, save=lambda: saved.append(1))
+        make = lambda step: signal.raise_signal(signals[step - begin]) if step - begin < len(signals) else None
+        return end_of(lambda: make_steps(a, t, make), output), capfd.readouterr()
+
+    for number, name in ((signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")):
+        before, saved = signal.getsignal(number), []
+        status, said = run(saved, 5, signals=[number])
+        end = "this goes on: python x.py --resume" if output else "1 step is lost (no --output)"
+        assert status == 75 and said.out == f"stopped by {name} after step 6; {end}\n" and len(saved) == bool(output)
+        assert f"{name}: the run ends after this step" in said.err and signal.getsignal(number) == before
+    assert run([], 8, signals=[signal.SIGINT])[0] == 0  # in the last step
+    assert run([])[1].out == f"there is no checkpoint in '{output}': the run begins with step 1\n"
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert end_of(interrupted, output) == 130 and "stopped by Ctrl-C before a step" in capfd.readouterr().out
+
+
+def test_a_second_ctrl_c_ends_at_once():
+    code = "import signal, time; from post_training import Signals; Signals('it ends')\n"
+    code += "for wait in (0, 0.01, 0.2):\n    time.sleep(wait)\n    signal.raise_signal(signal.SIGINT)\n    print(wait)"
+    p = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "dev", capture_output=True, text=True)
+    assert p.returncode == -signal.SIGINT and p.stderr == "\nCtrl-C: it ends; once more ends it at once\n"
+
+
 # ---- what is wrong
 
 BAD_FILES = {
@@ -330,10 +388,12 @@ def test_what_is_wrong_is_said_with_what_to_do(taught, tmp_path, files, words, s
 
 
 @pytest.mark.parametrize(
-    "words", (("--samples-per-prompt", 1), ("--groups", 0), ("--beta", "nan"), ("--prompts", "none"))
+    "words",
+    (("--samples-per-prompt", 1), ("--groups", 0), ("--beta", "nan"), ("--prompts", "none"), ("--weights", "1,x")),
 )
 def test_numbers_and_names_are_checked(taught, words):
-    run(*command(taught, *words), status=1 if "none" in words else 2)
+    said = run(*command(taught, *words), status=1 if "none" in words else 2)
+    assert words[0] != "--weights" or "--weights: '1,x' is no list of numbers" in said
 
 
 BAD_REWARDS = """

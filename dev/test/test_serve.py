@@ -181,6 +181,10 @@ def test_seed_and_n(client):
     assert texts(seed=1, n=3) == texts(seed=1, n=3) and len(set(texts(seed=1, n=3))) == 3
     assert texts(seed=1) != texts(seed=2) and texts() != texts() and texts(seed=-1) == texts(seed=2**53 - 1)
     assert texts(n=20, seed=1)[:3] == texts(n=3, seed=1)  # more than there are slots
+    several = lambda **how: [c.text for c in complete(client, ["x"] * 3, max_tokens=30, **how).choices]
+    assert len(set(several())) == 3 and several(seed=1) == several(seed=1) != several(seed=2)
+    assert several(seed=1)[:1] == texts(seed=1) and several(seed=1, n=2)[:2] == texts(seed=1, n=2)
+    assert len(set(several(seed=1, n=2))) == 6
 
 
 def test_several_prompts_and_tokens(client):
@@ -622,7 +626,8 @@ def test_a_full_queue(tmp_path):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away(tmp_path, stream):
-    with Server(tmp_path, "--slots", "1") as s:
+    with Server(tmp_path, "--slots", "1", "--context", "99999") as s:
+        assert "--context is 99999: the model has 512 tokens" in s.text
         body = json.dumps({"prompt": "slow", "max_tokens": 500, "stream": stream}).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\n"
@@ -920,6 +925,7 @@ def test_bad_starts(tmp_path, server):
         assert "Traceback" not in done.stderr
     for arguments in (["--slots", 0], ["--queue", "x"], ["--nonsense"]):
         assert run(*arguments).returncode == 2
+    assert "--slots: '0' is not a whole number from 1 on\n  hint: " in run("--slots", 0).stderr
     bare = subprocess.run([sys.executable, "-S", ROOT / "dev/serve.py", "x"], capture_output=True, text=True)
     assert bare.returncode == 1 and "hint: python3 dev/venv.py serve" in bare.stderr and "Traceback" not in bare.stderr
 
