@@ -389,7 +389,7 @@ def test_the_gpu_trainers_table(tmp_path):
         "-std=c++17",
         "-G",
         "-Xcompiler",
-        "-O2",
+        "-O3",
         "-gencode",
         "arch=compute_80,code=compute_80",
         "-I.",
