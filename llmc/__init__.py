@@ -217,7 +217,7 @@ class Trainer:
         ranks = whole(ranks, "ranks")
         if ranks < 1:
             raise Error(f"{ranks} ranks\n  hint: give 1, or a number of GPUs")
-        for name in options.keys() & CALLERS:
+        for name in (name for name in CALLERS if options.get(name) is not None):
             raise Error(f"{name} does nothing here\n  hint: leave it out, and {CALLERS[name]}")
         for name, value in (options | {"samples": samples}).items():
             value = int(value) if isinstance(value, bool) else value

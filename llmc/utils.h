@@ -74,8 +74,9 @@ HOST_DEVICE static inline float bits_float(uint32_t u) {
 // The rank that messages name, -1 for a single process; and what die calls before it exits.
 static int die_rank = -1;
 static void (*die_hook)(void) = NULL;
-// While one is open, a failed require leaves its text here and goes to `place` (call_load). What was opened stays open.
-static struct {
+// While this thread's is open, a failed require leaves its text here and goes to `place` (can_load). Files and memory
+// of what was tried are not given back.
+static __thread struct {
     int open;
     jmp_buf place;
     char text[2048];

@@ -322,17 +322,17 @@ static void model_load_weights(Model *m, const char *folder) {
 static void model_require_weights(const Model *m, const char *folder) {
     const ModelFacts facts = facts_of(m);
     const int adapters = facts.frozen->count > 0;
-    if (!adapters) {
-        Config its = config_from_json(folder);
-        its.max_seq_len = facts.config->max_seq_len;
-        its.balance = facts.config->balance;
-        require(config_same(&its, facts.config),
-                "'%s' is of another model: tensors of the same shapes, but another config.json\n"
-                "start with it as the model",
-                folder);
-    }
     StReader r = slots_open(m, weight_slot, 1, adapters ? adapter_file(folder).text : folder);
     st_close(&r);
+    if (adapters) return;
+    Config its = config_from_json(folder);
+    its.max_seq_len = facts.config->max_seq_len;  // weights do not depend on these three
+    its.window = facts.config->window;
+    its.balance = facts.config->balance;
+    require(config_same(&its, facts.config),
+            "'%s' is of another model: tensors of the same shapes, but another config.json\n"
+            "start with it as the model",
+            folder);
 }
 // With --lora: what the adapters are for.
 static void model_load_frozen(Model *m, const char *folder) { load_slots(m, frozen_slot, 1, folder, NULL); }

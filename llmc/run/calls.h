@@ -65,7 +65,7 @@ static int calls_receive(const Calls *c, char *text, uint32_t size) {
     return n;
 }
 __attribute__((format(printf, 2, 3))) static void calls_answer(const Calls *c, const char *format, ...) {
-    char text[1200];
+    char text[sizeof attempt.text + 64];
     va_list args;
     va_start(args, format);
     int n = vsnprintf(text, sizeof text, format, args);
