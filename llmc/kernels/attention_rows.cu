@@ -1,40 +1,48 @@
 // The kernels of attention_rows.cuh, an object of their own.
 #include "attention_rows.cuh"
 
-// Block: a row. Its q and k are normalised and rotated; keys and values go to the cache, e4m3: by way of qkv.
+// Block: a row's neighbouring heads. q and k are normalised and rotated; keys and values go to the cache, e4m3: by way
+// of qkv. What does not depend on the product before is read before its end.
 template <int N>
 static __global__ void __launch_bounds__(PROMPT_THREADS)
     kv_append_kernel(KvRows cache, const DecodeInput *inputs, floatX *qkv, const QkNorm norm, bool normalises,
                      const QkRows r, int lanes) {
     static_assert((int)PROMPT_THREADS == (int)QK_NORM_THREADS, "HeadThread counts them");
     const HeadThread<N> t(lanes, r.HD);
-    const DecodeInput row = inputs[blockIdx.x];
-    const int heads = r.NH + 2 * r.NKV;
-    floatX *from = qkv + (size_t)blockIdx.x * heads * r.HD;
     kernels_behind_begin();
-    kernels_before_wait();
-    if (row.slot < 0) return;
+    const DecodeInput row = inputs[blockIdx.x];
+    const int heads = r.NH + 2 * r.NKV, first = blockIdx.y * t.at_once, head = first + t.slot, kv = head - r.NH;
+    floatX *const from = qkv + (size_t)blockIdx.x * heads * r.HD;
+    if (row.slot < 0) {
+        kernels_before_wait();
+        return;
+    }
     const size_t cached = cache.row(row.slot, row.position, 0, r.NKV);
-    for (int first = 0; first < heads; first += t.at_once) {
-        const int head = first + t.slot, kv = head - r.NH, is_value = kv >= r.NKV;
-        const bool mine = t.used && head < heads;
-        floatX *to = from + head * r.HD;
-        HeadPart<N> x;
-        x.fill(0, 0);
-        if (mine) x.load(to + t.first, t.half);
-        const float rstd = normalises ? head_rstd(x, norm, r, head, lanes) : 0;
-        if (!mine) continue;
+    const HeadPart<N> angles = t.angles(r, row.position);
+    const bool mine = t.used && head < heads, is_value = kv >= r.NKV;
+    HeadPart<N> x;
+    x.fill(0, 0);
+    kernels_before_wait();
+    if (mine) x.load(from + head * r.HD + t.first, t.half);
+    const float rstd = normalises ? head_rstd(x, norm, r, head, lanes) : 0;
+    if (mine) {
         if (normalises && !is_value)
-            head_normalise(x, t, norm, r, head, row.position, rstd);
+            head_normalise(x, t, norm, r, head, angles, rstd);
         else if (r.cos_sin && !is_value)
-            x.rotate(t.angles(r, row.position), 1);
+            x.rotate(angles, 1);
+        floatX *to = from + head * r.HD;
         if (kv >= 0 && !cache.scales)
             to = (floatX *)cache.part(is_value) + (cached + (size_t)(kv - is_value * r.NKV) * KV_PAGE) * r.HD;
         x.store(to + t.first, t.half);
     }
     if (!cache.scales) return;
     __syncthreads();
-    kv_append<PROMPT_THREADS>(cache, from, row.slot, row.position, r.NH, r.NKV, r.HD);
+    for (int i = threadIdx.x / WARP + (first < r.NH ? r.NH - first : 0); i < t.at_once; i += PROMPT_THREADS / WARP) {
+        const int of_kv = first + i - r.NH;
+        floatX *const made = from + (first + i) * r.HD;
+        if (of_kv >= 2 * r.NKV) break;
+        kv_store_rounded(cache, cached + (size_t)(of_kv % r.NKV) * KV_PAGE, of_kv / r.NKV, made, made, r.HD);
+    }
 }
 
 struct AttentionRows {
@@ -102,9 +110,10 @@ void attention_rows(floatX *out, const KvCache *cache, int layer, floatX *qkv, c
     const KvRows of_layer = kv_layer(cache, layer, NKV, HD);
     const QkRows heads = {rows, cache->room, NH, NKV, HD, cos_sin, NULL};
     const QkNorm none = {};
-    const int vector = HD / 2 % VecX::size == 0 ? VecX::size : 4;
-    launch_early(vector == 4 ? kv_append_kernel<4> : kv_append_kernel<VecX::size>, rows, PROMPT_THREADS, 0, 1, stream,
-                 of_layer, cache->rows, qkv, norm ? *norm : none, norm != NULL, heads, head_lanes(HD, vector));
+    const int vector = HD / 2 % VecX::size == 0 ? VecX::size : 4, lanes = head_lanes(HD, vector);
+    const dim3 blocks(rows, ceil_div(NH + 2 * NKV, PROMPT_THREADS / lanes));
+    launch_early(vector == 4 ? kv_append_kernel<4> : kv_append_kernel<VecX::size>, blocks, PROMPT_THREADS, 0, 1, stream,
+                 of_layer, cache->rows, qkv, norm ? *norm : none, norm != NULL, heads, lanes);
     const DecodeAttention a = {NH,
                                NKV,
                                HD,

@@ -380,7 +380,7 @@ static __device__ __noinline__ void decode_normalise_heads(const Decode &d, cons
         if (mine) x.load(at, t.half);
         const float rstd = head_rstd(x, norm, r, head, lanes);
         if (!mine) continue;
-        head_normalise(x, t, norm, r, head, s.positions[row], rstd);
+        head_normalise(x, t, norm, r, head, t.angles(r, s.positions[row]), rstd);
         x.store(at, t.half);
     }
 }

@@ -131,12 +131,12 @@ __device__ float head_rstd(const HeadPart<N> &x, const QkNorm &norm, const QkRow
         squares += pair_squares(x.low + k, x.high + k) + pair_squares(x.low + k + 2, x.high + k + 2);
     return rsqrtf(head_sum(squares, lanes) / r.HD + norm.eps) * (head < r.NH ? norm.scale : 1);
 }
-// What forward makes of q and k. at: the row of the table of angles.
+// What forward makes of q and k.
 template <int N>
 __device__ void head_normalise(HeadPart<N> &x, const HeadThread<N> &t, const QkNorm &norm, const QkRows &r, int head,
-                               int at, float rstd) {
+                               const HeadPart<N> &angles, float rstd) {
     x.each(t.gains(norm, r, head), [&](float &a, float gain) { a *= rstd * gain; });
-    x.rotate(t.angles(r, at), 1);
+    x.rotate(angles, 1);
 }
 
 // Block: neighbouring heads, of one row or of several.
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(QK_NORM_THREADS)
     if (mine) x.load(qkv + at, t.half);
     const float rstd = head_rstd(x, norm, r, head, lanes);
     if (!mine) return;
-    if (head < r.NH + r.NKV) head_normalise(x, t, norm, r, head, row, rstd);
+    if (head < r.NH + r.NKV) head_normalise(x, t, norm, r, head, t.angles(r, row), rstd);
     x.store(out + at, t.half);
 }
 
@@ -273,7 +273,8 @@ __global__ void __launch_bounds__(QK_NORM_THREADS)
     for (int head = t.slot; head < end; head += t.at_once) {
         const int of_k = head >= r.NH;
         x.load(qkv + place(head), t.half);
-        if (head < r.NH + r.NKV) head_normalise(x, t, norm, r, head, row, rstd[of_k] * (of_k ? 1 : norm.scale));
+        if (head < r.NH + r.NKV)
+            head_normalise(x, t, norm, r, head, t.angles(r, row), rstd[of_k] * (of_k ? 1 : norm.scale));
         x.store(out + place(head), t.half);
     }
 }
