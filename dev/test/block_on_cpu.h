@@ -97,6 +97,25 @@ static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     for (int i = 0; i < 4; i++) r |= (unsigned)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return r;
 }
+static inline uint32_t f16_bits(float x) {  // to nearest, ties to even
+    const uint32_t sign = signbit(x) ? 0x8000 : 0;
+    uint32_t u;
+    x = fabsf(x);
+    memcpy(&u, &x, sizeof u);
+    if (x != x) return 0x7e00;
+    if (x >= 65520) return sign | 0x7c00;
+    if (x < ldexpf(1, -14)) return sign | (uint32_t)nearbyintf(x * (1 << 24));
+    return sign | (((u + 0xfff + (u >> 13 & 1)) >> 13) - (112 << 10));
+}
+static inline float float_of_f16(uint32_t bits) {
+    const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    const float x = exponent == 31
+                        ? (mantissa ? NAN : INFINITY)
+                        : ldexpf((float)(exponent ? 1024 | mantissa : mantissa), (exponent ? exponent : 1) - 25);
+    return bits & 0x8000 ? -x : x;
+}
+static inline unsigned pack_f16(float low, float high) { return f16_bits(low) | f16_bits(high) << 16; }
+static inline float log2_approx(float x) { return log2f(x); }
 static inline float half_of(uint32_t word, int upper) { return float_of_bits(upper ? word & 0xffff0000u : word << 16); }
 static inline unsigned fma_bf16(unsigned a, unsigned b, unsigned c) {
     return pack_bf16(fmaf(half_of(a, 0), half_of(b, 0), half_of(c, 0)),
@@ -333,7 +352,8 @@ static inline void stmatrix(unsigned row, const unsigned (&r)[4]) { matrices_sto
 static inline void stmatrix_transposed(unsigned row, const unsigned (&r)[4]) { matrices_store(row, r, true); }
 static inline void ldmatrix(unsigned (&r)[4], unsigned row) { matrices(r, row, false); }
 static inline void ldmatrix_transposed(unsigned (&r)[4], unsigned row) { matrices(r, row, true); }
-static inline void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+template <typename Half>
+static inline void multiply_halves(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, Half half) {
     memcpy(fiber->words, a, sizeof a);
     fiber->words[4] = b0;
     fiber->words[5] = b1;
@@ -343,12 +363,18 @@ static inline void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned 
     float rows[2][16], columns[2][16];  // of a and b, that this lane multiplies
     for (int i = 0; i < 2; i++)
         for (int k = 0; k < 16; k++) {
-            rows[i][k] = half_of(warp[g * 4 + k % 8 / 2].words[i + k / 8 * 2], k % 2);
-            columns[i][k] = half_of(warp[(2 * t + i) * 4 + k % 8 / 2].words[4 + k / 8], k % 2);
+            rows[i][k] = half(warp[g * 4 + k % 8 / 2].words[i + k / 8 * 2], k % 2);
+            columns[i][k] = half(warp[(2 * t + i) * 4 + k % 8 / 2].words[4 + k / 8], k % 2);
         }
     for (int k = 0; k < 16; k++)
         for (int i = 0; i < 4; i++) c[i] += rows[i / 2][k] * columns[i % 2][k];
     __syncwarp();
+}
+static inline void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    multiply_halves(c, a, b0, b1, half_of);
+}
+static inline void mma_m16n8k16_f16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    multiply_halves(c, a, b0, b1, [](uint32_t word, int upper) { return float_of_f16(word >> 16 * upper & 0xffff); });
 }
 
 // ---- asynchronous copies

@@ -1,6 +1,7 @@
 // What the kernel of a step of generation uses of CUDA beside what block_on_cpu.h has.
 #ifndef DECODE_ON_CPU_H
 #define DECODE_ON_CPU_H
+#include "llmc/fp8.h"
 #include <sched.h>
 #define LLMC_ACTIVATION_POLICY_CUH
 #define __forceinline__ inline
@@ -36,6 +37,10 @@ template <typename T> static inline T __shfl_sync(unsigned, T x, int from) {
     memcpy(&x, words_of(from), sizeof x);
     __syncwarp();
     return x;
+}
+static inline float2 unpack_bf16(unsigned x) { return {half_of(x, 0), half_of(x, 1)}; }
+static inline unsigned f16_of_e4m3(unsigned codes) {
+    return pack_f16(fp8_to_float((uint8_t)codes), fp8_to_float((uint8_t)(codes >> 8)));
 }
 static inline float __fsub_rn(float a, float b) { return a - b; }
 static inline float __fdiv_rn(float a, float b) { return a / b; }

@@ -49,6 +49,25 @@ __device__ inline unsigned pack_bf16(float low, float high) {
     __nv_bfloat162 p = __floats2bfloat162_rn(low, high);
     return *(unsigned *)&p;
 }
+__device__ inline float2 unpack_bf16(unsigned x) {
+    return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
+}
+__device__ inline unsigned pack_f16(float low, float high) {
+    unsigned x;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    return x;
+}
+// The lower two bytes. Before sm_89: the bits of an e4m3 are those of an f16 that is 2^8 times smaller.
+__device__ inline unsigned f16_of_e4m3(unsigned codes) {
+    unsigned x;
+    #if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 890
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(x) : "h"((unsigned short)codes));
+    #else
+    const unsigned upper = __byte_perm(codes, 0, 0x1404);
+    asm("mul.f16x2 %0, %1, %2;" : "=r"(x) : "r"((upper >> 1 & 0x3f803f80) | (upper & 0x80008000)), "r"(0x5c005c00));
+    #endif
+    return x;
+}
 // 16 or 4 bytes from global to shared memory without passing registers; zeros where there is no row.
 __device__ inline void copy_async_16(unsigned to, const void *from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
@@ -96,6 +115,18 @@ __device__ inline void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsig
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// The same of f16.
+__device__ inline void mma_m16n8k16_f16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ inline float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 // One MUFU instruction; exp2(-infinity) = 0.
 __device__ inline float exp2_approx(float x) {

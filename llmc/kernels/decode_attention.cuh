@@ -2,10 +2,12 @@
 // An item is a row, a head of keys, up to 8 of its queries and a span of chunks of 128 keys. A block has an item, each
 // of its warps 16 keys of each chunk (a turn), for all queries, on tensor cores: scores (queries x keys), weights
 // (exp2, online: Milakov and Gimelshein, arXiv:1805.02867), then values (dimensions x queries). Weights are rounded to
-// bf16. Keys and values in e4m3 (kv_cache.cuh) are widened to bf16; scales of keys multiply the scores, those of values
-// the weights. While a turn is computed, the next one's keys and values are on their way to L2. In the end the warps'
-// sums are joined in shared memory. What several spans give is written to scratch, and who finishes last joins them in
-// their order. The spans follow from the position alone, so a row's bits do not depend on the rows beside it.
+// bf16. Keys and values in e4m3 (kv_cache.cuh) are multiplied in f16, which holds them exactly and is one instruction
+// away; scales of keys multiply the scores, those of values the weights, which then have their maximum, so that none of
+// them is too large or too small for f16. While a turn is computed, the next one's keys and values are on their way to
+// L2. In the end the warps' sums are joined in shared memory. What several spans give is written to scratch, and who
+// finishes last joins them in their order. The spans follow from the position alone, so a row's bits do not depend on
+// the rows beside it.
 #ifndef LLMC_DECODE_ATTENTION_CUH
 #define LLMC_DECODE_ATTENTION_CUH
 
@@ -140,8 +142,12 @@ __device__ inline void decode_load_cached(DecodeCodes &x, const void *from, size
     load_past_l1(x.x, (const uint8_t *)from + at);
 }
 __device__ inline void decode_words(unsigned (&w)[4], const DecodeCodes &codes) {
-    const unsigned x[4] = {codes.x[0], codes.x[VecX::size / 4 - 1]};
+    #ifdef PRECISION_FP32
+    const unsigned x[4] = {codes.x[0]};
     WeightsE4m3::widen(w, x, 0);
+    #else
+    for (int i = 0; i < 4; i++) w[i] = f16_of_e4m3(codes.x[i / 2] >> i % 2 * 16);
+    #endif
 }
 // A warp's part of an item. ROOM: for HD dimensions, precisely so many up to 128. With g = lane / 4 and t = lane % 4 a
 // lane has of each 4 vectors of query g and of keys g and g + 8 the one with number t, of each 8 vectors of the values
@@ -152,10 +158,11 @@ template <int ROOM, typename Cached> struct DecodeWarp {
     static constexpr bool FP8 = sizeof(Cached) < sizeof(int4);
     const DecodeAttention &a;
     Cached k[2][PIECES], v[4][BLOCKS];
-    float acc[BLOCKS][TILES][4];  // of two neighbouring dimensions, each for queries 2 t and 2 t + 1
-    float highest, sum;           // of query g; sum: over this lane's keys
-    float score[2][4];            // of query g and keys 2 t and 2 t + 1, then 8 further
-    float scale;                  // e4m3: of key lane / 2; of its values if the lane's number is odd
+    unsigned q[FP8 ? PIECES : 1][4];  // of query g, as the product takes them
+    float acc[BLOCKS][TILES][4];      // of two neighbouring dimensions, each for queries 2 t and 2 t + 1
+    float highest, sum;               // of query g; sum: over this lane's keys
+    float score[2][4];                // of query g and keys 2 t and 2 t + 1, then 8 further
+    float scale;                      // e4m3: of key lane / 2; of its values if the lane's number is odd
 
     __device__ int HD() const { return EXACT ? ROOM : a.HD; }
     // Vectors `vector` + i * step of a key; zeros behind the position.
@@ -195,7 +202,20 @@ template <int ROOM, typename Cached> struct DecodeWarp {
                 load<8, 1>(a.cache.values, turn, key, 8 * b + g, [&](int, const Cached &x) { v[i][b] = x; });
         }
     }
-    __device__ void open() {
+    // bf16: the queries are loaded each time, because there are no registers for them.
+    __device__ void load_query(unsigned (&words)[4], const DecodeTurn &turn, int piece) const {
+        const int g = threadIdx.x % WARP / 4, first = (4 * piece + threadIdx.x % 4) * EACH;
+        const floatX *from = a.q + (size_t)turn.row * a.q_row + (turn.query + g) * HD();
+        int4 x = {0, 0, 0, 0};
+        if (g < turn.queries && (EXACT || first < HD())) x = load_past_l1(from + first);
+        decode_words(words, x);
+        #ifndef PRECISION_FP32
+        for (int i = 0; i < 4 && FP8; i++) words[i] = pack_f16(unpack_bf16(words[i]).x, unpack_bf16(words[i]).y);
+        #endif
+    }
+    __device__ void open(const DecodeTurn &turn) {
+        #pragma unroll
+        for (int p = 0; p < PIECES && FP8; p++) load_query(q[p], turn, p);
         #pragma unroll
         for (int b = 0; b < BLOCKS; b++)
             #pragma unroll
@@ -205,10 +225,7 @@ template <int ROOM, typename Cached> struct DecodeWarp {
         highest = -INFINITY;
         sum = 0;
     }
-    // The queries are loaded each time: there are no registers for them.
     __device__ void take_scores(const DecodeTurn &turn) {
-        const int g = threadIdx.x % WARP / 4;
-        const floatX *from = a.q + (size_t)turn.row * a.q_row + (turn.query + g) * HD();
         load_keys(turn, 0);
         load_keys(turn, 1);
         if (FP8) load_scales(turn);
@@ -219,20 +236,23 @@ template <int ROOM, typename Cached> struct DecodeWarp {
             for (int e = 0; e < 4; e++) score[i][e] = 0;
         #pragma unroll
         for (int p = 0; p < PIECES; p++) {
-            const int vector = 4 * p + threadIdx.x % 4;
-            int4 q = {0, 0, 0, 0};
-            unsigned x[4];
-            if (g < turn.queries && (EXACT || vector * EACH < HD())) q = load_past_l1(from + vector * EACH);
-            decode_words(x, q);
+            unsigned (&x)[4] = q[FP8 ? p : 0];
+            if (!FP8) load_query(x, turn, p);
             const unsigned rows[2][4] = {{x[0], 0, x[1], 0}, {x[2], 0, x[3], 0}};
             #pragma unroll
             for (int i = 0; i < 2; i++) {
                 unsigned key[4];
                 decode_words(key, k[i][p]);
-                decode_mma(score[i], rows[0], key[0], key[1]);
-                decode_mma(score[i], rows[1], key[2], key[3]);
+                multiply(score[i], rows[0], key[0], key[1]);
+                multiply(score[i], rows[1], key[2], key[3]);
             }
         }
+    }
+    __device__ static void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+        #ifndef PRECISION_FP32
+        if (FP8) return mma_m16n8k16_f16(c, a, b0, b1);
+        #endif
+        decode_mma(c, a, b0, b1);
     }
     // Scores become weights.
     __device__ void weigh(const DecodeTurn &turn) {
@@ -245,7 +265,7 @@ template <int ROOM, typename Cached> struct DecodeWarp {
                 const bool seen = turn.first_key() + 8 * i + 2 * t + e <= turn.position;
                 if (FP8) score[i][e] = __fmul_rn(score[i][e], scale_of(i, e, 0));
                 score[i][e] = seen ? __fmul_rn(score[i][e], a.scale) : -INFINITY;
-                top = fmaxf(top, score[i][e]);
+                top = fmaxf(top, FP8 ? __fadd_rn(score[i][e], log2_approx(scale_of(i, e, 1))) : score[i][e]);
             }
         top = quad_max(top);
         const float keep = exp2_approx(__fsub_rn(highest, top));
@@ -267,25 +287,41 @@ template <int ROOM, typename Cached> struct DecodeWarp {
                 #pragma unroll
                 for (int e = 0; e < 4; e++) acc[b][j][e] = __fmul_rn(acc[b][j][e], keeps[e % 2]);
     }
+    #ifndef PRECISION_FP32
+    // Dimensions 2 j and 2 j + 1 of two keys.
+    __device__ static void value_pair(unsigned *rows, const int4 &x, const int4 &y, int j) {
+        unsigned of_x[4], of_y[4];
+        decode_words(of_x, x);
+        decode_words(of_y, y);
+        rows[0] = __byte_perm(of_x[j], of_y[j], 0x5410);
+        rows[1] = __byte_perm(of_x[j], of_y[j], 0x7632);
+    }
+    __device__ static void value_pair(unsigned *rows, const DecodeCodes &x, const DecodeCodes &y, int j) {
+        const unsigned both = __byte_perm(x.x[j / 2], y.x[j / 2], j % 2 ? 0x7362 : 0x5140);
+        rows[0] = f16_of_e4m3(both);
+        rows[1] = f16_of_e4m3(both >> 16);
+    }
+    #endif
     __device__ void add_values(const DecodeTurn &turn) {
         #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
-            unsigned x[4][4];
             if (!EXACT) load_values(turn, b);
-            #pragma unroll
-            for (int i = 0; i < 4; i++) decode_words(x[i], v[i][b]);
             #pragma unroll
             for (int j = 0; j < TILES; j++) {
                 #ifdef PRECISION_FP32
                 for (int i = 0; i < 2; i++) {
-                    const unsigned *first = x[2 * i], *second = x[2 * i + 1];
+                    unsigned first[4], second[4];
+                    decode_words(first, v[2 * i][b]);
+                    decode_words(second, v[2 * i + 1][b]);
                     const unsigned rows[4] = {first[2 * j], first[2 * j + 1], second[2 * j], second[2 * j + 1]};
                     decode_mma(acc[b][j], rows, float_bits(score[i][0]), float_bits(score[i][1]));
                 }
                 #else
-                const unsigned rows[4] = {__byte_perm(x[0][j], x[1][j], 0x5410), __byte_perm(x[0][j], x[1][j], 0x7632),
-                                          __byte_perm(x[2][j], x[3][j], 0x5410), __byte_perm(x[2][j], x[3][j], 0x7632)};
-                decode_mma(acc[b][j], rows, pack_bf16(score[0][0], score[0][1]), pack_bf16(score[1][0], score[1][1]));
+                unsigned rows[4];
+                value_pair(rows, v[0][b], v[1][b], j);
+                value_pair(rows + 2, v[2][b], v[3][b], j);
+                const auto pack = FP8 ? pack_f16 : pack_bf16;
+                multiply(acc[b][j], rows, pack(score[0][0], score[0][1]), pack(score[1][0], score[1][1]));
                 #endif
             }
         }
@@ -385,7 +421,7 @@ __device__ void decode_attend_items(const DecodeAttention &a, DecodeAttentionSha
     while (turn.valid) {
         if (opens) {
             if (warp.FP8 && a.fresh) decode_store_fresh(a, in, turn);
-            warp.open();
+            warp.open(turn);
         }
         const bool has_keys = turn.first_key() <= turn.position;
         if (has_keys) warp.take_scores(turn);

@@ -60,10 +60,6 @@ struct HopperWork {
     NormRows norm;
 };
 
-__device__ inline float2 unpack_bf16(unsigned x) {
-    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
-}
-
 // ---- a finished tile of a math warpgroup on its way out
 
 template <typename S> struct FinishedTile {
