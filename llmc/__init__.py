@@ -16,6 +16,7 @@ mathematics, the options and the files are the program's: doc/python.md has exam
 llmc/run/calls.h is the other side."""
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -191,8 +192,19 @@ CALLERS = {  # options of the program whose work is the caller's here
 }
 
 
+def in_turn(method):
+    """A call of the trainer: one of another thread waits until it has ended."""
+
+    @functools.wraps(method)
+    def call(self, *arguments, **named):
+        with self._turn:
+            return method(self, *arguments, **named)
+
+    return call
+
+
 class Trainer:
-    """A model in training, held by the program.
+    """A model in training, held by the program. Threads may share it: their calls take turns.
 
     model: a preset with random weights ("gpt2:124M", "d6,channels=128"), a Hugging Face folder, or a run's folder.
     Without one it is gpt2:124M, or with resume=1 that of the run in output.
@@ -247,6 +259,7 @@ class Trainer:
         # a session of its own: Ctrl-C is for Python, which then ends it
         self._life = {"process": process, "channels": [listener], "folder": folder, "patience": 60}
         self._end = weakref.finalize(self, end_program, self._life)
+        self._turn = threading.RLock()
         self._owed, self._pending, self._forward = 0, None, None
         self._received = b""  # of messages that were not read
         self._made = "", 0  # by what the step has got gradients so far, and how many times
@@ -400,6 +413,7 @@ class Trainer:
                 place[:] = fill
             place[: array.shape[0], : array.shape[1]] = array
 
+    @in_turn
     def forward(self, tokens, targets, adapters=True):
         """tokens, targets: (R,T) ints, T <= seq_len, any R -> (R,T) float32: the log-probability of each target after
         the tokens up to its own, as evaluation computes it; 0 where the target is < 0. Of at most `rows` rows the
@@ -424,6 +438,7 @@ class Trainer:
         self._forward = (R, T) if R <= self.rows and adapters else None
         return logp
 
+    @in_turn
     def backward(self, weights):
         """weights: (R,T), of the last forward: adds the gradient of sum weights * logp, so that a step makes that sum
         *smaller*: weights are the derivatives of a loss by logp. Once after each forward; several calls add up, at most
@@ -459,6 +474,7 @@ class Trainer:
         np.negative(w, out=factors[: w.shape[0], : w.shape[1]])
         self._ask("backward", not self._open)
 
+    @in_turn
     def train(self, tokens, targets):
         """Forward and backward of the built-in loss, the mean over the targets >= 0 of a step. tokens, targets: (R,T)
         ints, R <= rows, T <= seq_len. A step has micro_steps of them. Returns at once: the GPU goes on."""
@@ -472,6 +488,7 @@ class Trainer:
         self._ask("train")
         self._made = "train", self._made[1] + 1
 
+    @in_turn
     def step(self, learning_rate, *, beta1=None, beta2=None, eps=None, weight_decay=None, clip=None, loss=math.nan,
              **fields):  # fmt: skip
         """Updates the weights -> Step, (norm, verdict). None: as the options say. Where groups of weights have rates or
@@ -501,6 +518,7 @@ class Trainer:
 
     # ---- texts
 
+    @in_turn
     def encode(self, text, special=False):
         """A text -> its ids, (n) int32. special: texts of special tokens in it, such as "<|im_end|>", are those
         tokens."""
@@ -510,6 +528,7 @@ class Trainer:
         n = int(self._ask("encode", len(data), special)[0][0])
         return self._words(np.int32, n).copy()
 
+    @in_turn
     def decode(self, ids):
         """Ids -> their text."""
         ids = array(ids, "ids", np.int32).ravel()
@@ -525,6 +544,7 @@ class Trainer:
             self._room(len(self._memory))  # four times as long
             self._words(np.int32, len(ids))[:] = ids
 
+    @in_turn
     def generate(self, prompts, n=1, max_tokens=64, temperature=1.0, top_k=0, top_p=1.0, stop=(), seed=0):
         """n texts after each prompt -> Samples, (tokens, logp). prompts: a list of texts, or of lists of ids. Ends: the
         model's own (generation_config.json; eot), and stop, a list of ids and texts. top_k 0, top_p 1: all tokens.
@@ -581,11 +601,13 @@ class Trainer:
 
     # ---- checkpoints and weights
 
+    @in_turn
     def save(self):
         """Writes a checkpoint into output -> its folder: a Hugging Face folder that resume=1 goes on from."""
         self._flush(last=False)
         return self._ask("save")[1]
 
+    @in_turn
     def load(self, folder, optimizer=False):
         """Takes the weights of a folder of this model, or of a run's newest checkpoint; optimizer: of a checkpoint,
         also the states, steps and tokens. Another model is refused."""
@@ -595,12 +617,14 @@ class Trainer:
         self.steps_done, self.tokens_done = int(steps), int(tokens)
         self._made, self._open = ("", 0), False
 
+    @in_turn
     def names(self):
         """The names of all tensors that are trained, as Hugging Face has them (with lora: the adapters, as peft)."""
         self._room(1 << 20)
         n = int(self._ask("names")[0][0])
         return self._words(np.uint8, n).tobytes().decode().split()
 
+    @in_turn
     def weights(self, name=None):
         """One tensor as float32, in Hugging Face's shape and orientation; without a name {name: array} of all: the
         weights that products read, of bf16 on a GPU."""
@@ -624,6 +648,7 @@ class Trainer:
             made[key] = raw.view(np.float32).reshape(entry["shape"])
         return made[name] if name else made
 
+    @in_turn
     def log(self, event, **fields):
         """A line of main.jsonl in output, beside the program's: log("eval", loss=2.1) is drawn as a validation loss."""
         if not isinstance(event, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", event):

@@ -538,6 +538,25 @@ def test_seeds_and_neighbours(start):
     assert t.context == T
 
 
+def test_threads_take_turns(start):
+    """Each gets its own answers while others call."""
+    t = start("llama3")
+    prompts = [[i, i + 1, i + 2] for i in range(4)]
+    alone = [t.generate([p], max_tokens=20, seed=7)[0][0].tolist() for p in prompts]
+    made = [[] for _ in prompts]
+
+    def ask(i):
+        for _ in range(5):
+            made[i].append(t.generate([prompts[i]], max_tokens=20, seed=7)[0][0].tolist())
+
+    threads = [threading.Thread(target=ask, args=(i,), daemon=True) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert made == [5 * [tokens] for tokens in alone]
+
+
 def test_ends_of_texts(start, bytes_tokenizer):
     t = start("d2,channels=64,heads=2,vocab=257,seq=64", tokenizer=bytes_tokenizer, batch_size=4)
     assert t.eot == 256 and t.facts["known"] == 257
