@@ -557,6 +557,20 @@ def test_threads_take_turns(start):
     assert made == [5 * [tokens] for tokens in alone]
 
 
+def test_a_signal_to_the_program_is_pythons(start, tmp_path):
+    """As a batch system sends it to all processes of a job: Python goes on, saves, and ends the program."""
+    t = start("llama3", output=tmp_path / "out")
+    process = t._life["process"]
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM):
+        os.kill(process.pid, number)
+        time.sleep(0.1)
+    t.train(*draw())
+    assert t.step(1e-3)[1] == "applied"
+    assert (Path(t.save()) / "config.json").exists()
+    t.close(10)
+    assert process.poll() == 0
+
+
 def test_ends_of_texts(start, bytes_tokenizer):
     t = start("d2,channels=64,heads=2,vocab=257,seq=64", tokenizer=bytes_tokenizer, batch_size=4)
     assert t.eot == 256 and t.facts["known"] == 257
