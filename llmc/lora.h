@@ -92,7 +92,7 @@ static int lora_weight(const Config *c, int layer, int kind, int expert) {
 // Names are peft's. A is split as W's columns are, B as its rows.
 static void lora_add(ParamTable *t, const Config *c, const Lora *l, int kind, int expert, int is_b) {
     const ParamKind *k = &block_kinds[kind];
-    const Split split = split_of(k->role);
+    const Split split = split_of(k);
     const int layer = t->num_units - 1;
     LoraName name;
     char in_block[80];

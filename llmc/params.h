@@ -158,33 +158,6 @@ static Span param_shard(const ParamTable *t, int unit, int rank, int world) {
     return s;
 }
 
-// q, k, v, gate and up are split by their outputs, projections by their inputs, embedding and head by the vocabulary.
-static Split split_of(Role role) {
-    switch (role) {
-    case ROLE_WTE:
-    case ROLE_HEADW:
-    case ROLE_HEADB:
-    case ROLE_QKVW:
-    case ROLE_QKVB:
-    case ROLE_FCW:
-    case ROLE_FCB: return SPLIT_ROWS;
-    case ROLE_PROJW:
-    case ROLE_FCPROJW: return SPLIT_COLS;
-    case ROLE_WPE:
-    case ROLE_LNEW:
-    case ROLE_ROUTERW:
-    case ROLE_LN1W:
-    case ROLE_LN1B:
-    case ROLE_PROJB:
-    case ROLE_LN2W:
-    case ROLE_LN2B:
-    case ROLE_FCPROJB:
-    case ROLE_QKNORMW:
-    case ROLE_LNFW:
-    case ROLE_LNFB: return SPLIT_NONE;
-    default: unhandled(role);
-    }
-}
 // As Param.init_std. GPT-2 scales what is added to the residual stream by 1 / sqrt(2 L). The modern recipe begins with
 // branches and logits of 0, and keeps the variance 1/3 of uniform weights between -1 and 1 over sqrt(inputs).
 static float role_init_std(Role role, int is_vector, const Config *c) {
@@ -229,8 +202,8 @@ static int config_has(const Config *c, Role role) {
     default: unhandled(role);
     }
 }
-// Sizes of tensors. DIM_QKV: all rows of a packed q, k, v.
-typedef enum { DIM_1, DIM_V, DIM_T, DIM_C, DIM_Q, DIM_KV, DIM_QKV, DIM_F, DIM_E, DIM_Q_GAINS, DIM_K_GAINS } Dim;
+// Sizes of tensors. DIM_QKV: all rows of a packed q, k, v. From DIM_V on: those that tensor-parallel ranks divide.
+typedef enum { DIM_1, DIM_T, DIM_C, DIM_E, DIM_Q_GAINS, DIM_K_GAINS, DIM_V, DIM_Q, DIM_KV, DIM_QKV, DIM_F } Dim;
 static int dim_size(const Config *c, Dim dim) {
     switch (dim) {
     case DIM_1: return 1;
@@ -254,6 +227,11 @@ typedef struct {
     const char *gpt2, *other;
     Dim rows, cols;
 } ParamKind;
+// q, k, v, gate and up are split by their outputs, projections by their inputs, embedding and head by the vocabulary.
+static Split split_of(const ParamKind *k) {
+    const Dim outputs = k->rows == DIM_1 ? k->cols : k->rows;
+    return outputs >= DIM_V ? SPLIT_ROWS : k->cols >= DIM_V ? SPLIT_COLS : SPLIT_NONE;
+}
 static const ParamKind embedding_kinds[] = {{ROLE_WTE, "transformer.wte.weight", "model.embed_tokens.weight", DIM_V,
                                              DIM_C},
                                             {ROLE_WPE, "transformer.wpe.weight", NULL, DIM_T, DIM_C},
@@ -387,7 +365,7 @@ static void params_add_kind(ParamTable *t, const Config *c, const ParamKind *k, 
     p.file_rows = k->rows == DIM_V ? c->vocab_size : p.rows;
     p.cols = dim_size(c, k->cols);
     p.file_cols = k->cols == DIM_V ? c->vocab_size : p.cols;
-    p.split = split_of(k->role);
+    p.split = split_of(k);
     p.is_vector = k->rows == DIM_1;
     p.transposed = in_block && config_is(c, "gpt2") && !p.is_vector;
     p.init_std = role_init_std(k->role, p.is_vector, c);
@@ -416,7 +394,7 @@ static void params_free(ParamTable *t) {
     free(t->params);
     free(t->unit_begin);
     free(t->first);
-    memset(t, 0, sizeof *t);
+    CLEAR(t);
 }
 
 // The part that has an element of a rank's tensor; NULL: padding.
