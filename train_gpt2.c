@@ -1998,7 +1998,7 @@ void model_close(Model *m) {
     params_free(&m->frozen);
     for (int r = 0; m->group && r < m->mesh->tp.world; r++) params_free(&m->group[r]);
     free(m->group);
-    memset(m, 0, sizeof *m);
+    CLEAR(m);
 }
 
 // ---- what the training loop asks

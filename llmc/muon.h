@@ -48,7 +48,7 @@ enum { MUON_MOST_MATRICES = 8 + 3 * MOST_EXPERTS };  // of a block
 
 // Multiplications of a step: two products with the smaller square, one of it with itself.
 static inline double muon_cost(const MuonMatrix *m) {
-    const double small = m->rows < m->cols ? m->rows : m->cols, large = m->rows < m->cols ? m->cols : m->rows;
+    const double small = smaller(m->rows, m->cols), large = larger(m->rows, m->cols);
     return small * small * (2 * large + small);
 }
 // The matrices of blocks [first, last], in the order of the table. table: of any rank of tp. Returns how many; all

@@ -55,8 +55,7 @@ static inline QuantMatrix quant_rows(const QuantMatrix *q, size_t first, int row
 }
 // Of a name of --weights.
 static inline WeightFormat quant_format(const char *name) {
-    int f = 0;
-    while (f < NUM_WEIGHT_FORMATS && strcmp(weight_format_names[f], name)) f++;
+    const int f = INDEX_OF(weight_format_names, name);
     assert(f < NUM_WEIGHT_FORMATS);
     return (WeightFormat)f;
 }

@@ -22,12 +22,11 @@ static struct {
 #define TIMING_RANKS "waiting for ranks"
 
 static void timing_add(const char *name, double seconds, double flops, double bytes) {
-    int i = 0;
-    while (i < timing.count && strcmp(timing.names[i].name, name) != 0) i++;
+    const int i = index_of(timing.names, sizeof *timing.names, timing.count, name);
     assert(i < TIMING_NAMES);
     TimingName *n = &timing.names[i];
     if (i == timing.count) {
-        memset(n, 0, sizeof *n);
+        CLEAR(n);
         n->name = name;
         timing.count++;
     }

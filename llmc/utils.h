@@ -132,6 +132,8 @@ __attribute__((noreturn, cold, format(printf, 3, 4))) static void die_at(const c
         if (!(condition)) die(__VA_ARGS__); \
     } while (0)
 
+#define warning(...) fprintf(stderr, "warning: " __VA_ARGS__)
+
 // Appends to a text of `size` bytes; what has no room is left out.
 __attribute__((format(printf, 3, 4))) static void append_text(char *text, size_t size, const char *format, ...) {
     const size_t used = strlen(text);
@@ -144,6 +146,7 @@ __attribute__((format(printf, 3, 4))) static void append_text(char *text, size_t
 
 // ---- memory and files: each call succeeds, or ends the process with a message
 
+#define CLEAR(object) memset(object, 0, sizeof *(object))
 // Aligned to 64 bytes: a cache line, an AVX-512 vector.
 static void *malloc_or_die(size_t bytes) {
     void *p = NULL;
@@ -172,6 +175,14 @@ static size_t host_bytes_free(void) {
     if (f) fclose(f);
     return bytes;
 }
+
+// The entry of a table whose entries begin with their names; as many as there are: none has this one.
+static int index_of(const void *table, size_t entry_bytes, int count, const char *name) {
+    int i = 0;
+    while (i < count && strcmp(*(const char *const *)((const char *)table + i * entry_bytes), name)) i++;
+    return i;
+}
+#define INDEX_OF(table, name) index_of(table, sizeof *(table), COUNT_OF(table), name)
 
 // The name of a file or folder, by value: pass path_in(folder, name).text.
 typedef struct { char text[4096]; } Path;

@@ -39,12 +39,7 @@ static inline float fast_exp(float x) {
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = p * (r * r) + r + 1.0f;
-    int32_t bits;
-    memcpy(&bits, &shifted, sizeof bits);
-    bits = (int32_t)((uint32_t)bits << 23) + 0x3f800000;  // 2^n: n becomes the exponent field
-    float scale;
-    memcpy(&scale, &bits, sizeof scale);
-    return p * scale;
+    return p * bits_float((float_bits(shifted) << 23) + 0x3f800000);  // 2^n: n becomes the exponent field
 }
 
 // x (n) = softmax(scale x). Returns the logarithm of the sum of exponentials.

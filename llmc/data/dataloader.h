@@ -311,7 +311,7 @@ static void set_open(DataLoader *d, DataSet *set) {
 static void dataloader_open(DataLoader *d, const char *pattern, int B, int T, RowKind kind, int rank, int world,
                             int shuffle, uint64_t seed, int vocab_size) {
     size_t tokens = (size_t)B * T;
-    memset(d, 0, sizeof *d);
+    CLEAR(d);
     require(tokens <= INT32_MAX / 4, "batch size %d times sequence length %d is too large\nuse a smaller --batch-size",
             B, T);
     assert(B > 0 && T > 0 && 0 <= rank && rank < world);
@@ -505,7 +505,7 @@ static void dataloader_close(DataLoader *d) {
     mixture_close(&d->mixture);
     void *const owned[] = {d->inputs, d->ahead, d->shards, d->sets, d->raw};
     for (int i = 0; i < COUNT_OF(owned); i++) free(owned[i]);
-    memset(d, 0, sizeof *d);
+    CLEAR(d);
 }
 
 #endif

@@ -102,7 +102,7 @@ static void state_set_option(TrainState *s, const char *name, const char *value)
 }
 static void state_free(TrainState *s) {
     for (int i = 0; i < NUM_OPTIONS; i++) free(s->options[i]);
-    memset(s, 0, sizeof *s);
+    CLEAR(s);
 }
 
 // ---- writing
@@ -255,9 +255,7 @@ static int write_train_state(const Model *m, const char *folder, const TrainStat
     text_flush(&text);
     state_seal(text.bytes, text.length, seal, sizeof seal);
     fputs(seal, f);
-    int error = write_text_file(folder, "train_state.json", text_close(&text), NULL);
-    free(text.bytes);
-    return error;
+    return write_text_file(folder, "train_state.json", &text, NULL);
 }
 
 // Returns errno of what failed, or 0.
@@ -275,7 +273,7 @@ static void remove_checkpoint(const char *folder) {
     rmdir(path_of(AVERAGE_FOLDER, folder).text);
     unlink(path_in(folder, checkpoint_file(folder, 0)).text);  // last: it says which files these are
     unlink(path_of("%s/" DIVERGED_MARK, folder).text);
-    if (rmdir(folder) != 0) fprintf(stderr, "warning: cannot remove '%s': %s\n", folder, strerror(errno));
+    if (rmdir(folder) != 0) warning("cannot remove '%s': %s\n", folder, strerror(errno));
 }
 static int is_step_name(const struct dirent *e) {
     int length = 0;
@@ -369,7 +367,7 @@ static int file_has_checksum(const Comm *c, const char *path, int64_t bytes, uin
             failed = failed ? failed : errors[k];
         }
     }
-    if (failed) fprintf(stderr, "warning: cannot read '%s' on %s: %s\n", path, c->host, strerror(failed));
+    if (failed) warning("cannot read '%s' on %s: %s\n", path, c->host, strerror(failed));
     if (fd >= 0) close(fd);
     comm_add_sums(c, &sum, 1);
     return !comm_or(c, failed != 0) && sum == expected;
@@ -383,7 +381,7 @@ static int checkpoint_is_intact(const Comm *c, const char *folder, int files, ch
         int64_t bytes[NUM_KNOWN_FILES];  // -1: not to be read
         uint64_t sums[NUM_KNOWN_FILES];
     } s;
-    memset(&s, 0, sizeof s);
+    CLEAR(&s);
     *why = 0;
     if (c->rank == 0) {
         Json j;
@@ -409,8 +407,7 @@ static int checkpoint_is_intact(const Comm *c, const char *folder, int files, ch
         if (!intact && may_change(i)) {
             intact = 1;
             if (c->rank == 0)
-                fprintf(stderr, "warning: '%s' is not what was written with the checkpoint: edited or damaged\n",
-                        path.text);
+                warning("'%s' is not what was written with the checkpoint: edited or damaged\n", path.text);
         } else if (!intact)
             snprintf(why, WHY_BYTES, "%s is not what was written: damaged or edited%s", known_file(folder, i),
                      edit_hint(i));
@@ -458,8 +455,7 @@ static int losses_have_diverged(const StateWindow *w) {
 static void checkpoint_mark_diverged(const char *folder, const char *why) {
     Text line;
     fprintf(text_open(&line), "%s\n", why);
-    write_text_file(folder, DIVERGED_MARK, text_close(&line), NULL);
-    free(line.bytes);
+    write_text_file(folder, DIVERGED_MARK, &line, NULL);
 }
 static int checkpoint_is_diverged(const char *folder) { return file_bytes(folder, DIVERGED_MARK) >= 0; }
 
@@ -486,8 +482,7 @@ static NextCheckpoint next_checkpoint(const char *output, struct dirent **names,
         Path folder = path_in(output, name);
         int second_time = *at >= count, diverged = checkpoint_is_diverged(folder.text);
         if (diverged && !second_time)
-            fprintf(stderr,
-                    "warning: checkpoint '%s' is marked as diverged, its file " DIVERGED_MARK
+            warning("checkpoint '%s' is marked as diverged, its file " DIVERGED_MARK
                     " says why; an older one is looked for\n",
                     folder.text);
         if (diverged != second_time) continue;
@@ -508,10 +503,10 @@ static int checkpoint_latest(const Comm *comm, const char *output, int files, Pa
         comm_broadcast(comm, &next, sizeof next);
         found = *next.folder.text && !*next.why && checkpoint_is_intact(comm, next.folder.text, files, next.why);
         if (*next.folder.text && !found && comm->rank == 0)
-            fprintf(stderr, "warning: checkpoint '%s' is not whole and is left out: %s\n", next.folder.text, next.why);
+            warning("checkpoint '%s' is not whole and is left out: %s\n", next.folder.text, next.why);
     } while (*next.folder.text && !found);
     if (found && comm->rank == 0 && checkpoint_is_diverged(next.folder.text))
-        fprintf(stderr, "warning: all whole checkpoints in '%s' are marked so: the newest is taken\n", output);
+        warning("all whole checkpoints in '%s' are marked so: the newest is taken\n", output);
     require(found || count <= 0,
             "none of the %d checkpoints in '%s' is whole\n"
             "put back what was damaged or edited, or start anew in another folder; the warnings above name the files",
@@ -536,8 +531,7 @@ static int is_locked_elsewhere(const int *places) {
         without++;
     }
     if (without == 2)
-        fprintf(stderr, "warning: this file system has no locks (%s): nothing keeps a second run out of the folder\n",
-                strerror(errno));
+        warning("this file system has no locks (%s): nothing keeps a second run out of the folder\n", strerror(errno));
     return 0;
 }
 // Both stay open until the process ends. A killed process holds its locks until its last thread is gone. A file server
@@ -576,7 +570,7 @@ static void link_best(const char *output, int64_t step) {
     const Path link = path_of("%s/best", output), fresh = path_of("%s.tmp", link.text);
     unlink(fresh.text);
     if (symlink(file_name(checkpoint_folder(output, step, "").text), fresh.text) || rename(fresh.text, link.text))
-        fprintf(stderr, "warning: cannot link '%s': %s\n", link.text, strerror(errno));
+        warning("cannot link '%s': %s\n", link.text, strerror(errno));
 }
 // Keeps the newest `keep` whole checkpoints up to this step (0: all), those at multiples of `major_every` (0: none),
 // the one that is linked as the best, and the newest that has not diverged.
@@ -658,14 +652,9 @@ static int write_ends(const char *model, const char *folder) {
     const int ends = json_load(&j, path_of("%s/config.json", model).text) ? json_get(&j, 0, "eos_token_id") : JSON_NONE;
     const char *ids = ends == JSON_NONE ? "" : j.text + j.tokens[ends].begin;
     const int length = *ids == '[' ? strcspn(ids, "]") + 1 : strspn(ids, "0123456789");
-    int error = 0;
-    if (length) {
-        fprintf(text_open(&text), "{\n  \"eos_token_id\": %.*s\n}\n", length, ids);
-        error = write_text_file(folder, "generation_config.json", text_close(&text), NULL);
-        free(text.bytes);
-    }
+    if (length) fprintf(text_open(&text), "{\n  \"eos_token_id\": %.*s\n}\n", length, ids);
     json_free(&j);
-    return error;
+    return length ? write_text_file(folder, "generation_config.json", &text, NULL) : 0;
 }
 static void checkpoint_make_folder(Checkpoint *c) {
     const char *model = state_option(&c->state, "model"), *output = c->output.text;
@@ -704,7 +693,7 @@ static void checkpoint_make_folder(Checkpoint *c) {
 // all is written when this returns.
 static void checkpoint_begin(Checkpoint *c, Model *m, const char *output, const TrainState *s, int overlap) {
     assert(!c->m);
-    memset(c, 0, sizeof *c);
+    CLEAR(c);
     c->m = m;
     c->state = *s;
     c->read = overlap ? model_read_snapshot : model_read;
@@ -775,7 +764,7 @@ static int checkpoint_finish(Checkpoint *c) {
     // From here on every rank sees the same: the checkpoint is there, or is gone.
     if (comm_or(comm, c->error != 0) && !c->error) c->error = OTHER_RANK_FAILED;
     int error = c->error;
-    memset(c, 0, sizeof *c);
+    CLEAR(c);
     return error;
 }
 

@@ -110,10 +110,6 @@ typedef struct {
     ParamTable table;  // of a single rank
     float *values;
 } Adapters;
-static void adapters_close(Adapters *a) {
-    params_free(&a->table);
-    free(a->values);
-}
 // w: `count` elements of a rank's tensor `index` from `at` on, all of one part.
 static void adapters_merge(const Adapters *adapters, int index, const Param *p, size_t at, size_t count, float *w) {
     const ParamPart *part = param_part_at(p, at);
