@@ -64,6 +64,7 @@ typedef struct {
 typedef struct {
     char name[96];  // Hugging Face's name
     Role role;
+    int kind;  // its place in block_kinds
     int unit;
     int rows, cols;            // as in this rank's memory: (out, in); a vector has rows = 1
     int file_rows, file_cols;  // of the whole tensor in files: V of the Vp rows of the embedding and the head
@@ -347,19 +348,13 @@ static const char *kind_name(const Config *c, const ParamKind *k) {
 static int role_count(const Config *c, Role role) {
     return role == ROLE_FCW || role == ROLE_FCPROJW ? block_mlps(c) : 1;
 }
-static void params_name(Param *p, const Config *c, int layer, const char *name, int expert) {
-    const char *block = config_is(c, "gpt2") ? "transformer.h.%d." : "model.layers.%d.";
-    FORMAT(p->name, block, layer);
-    APPEND(p->name, name, expert);
-}
 static void params_add_kind(ParamTable *t, const Config *c, const ParamKind *k, int in_block, int expert) {
     const char *name = kind_name(c, k);
     Param p = {};
     if (!name) return;
-    if (in_block)
-        params_name(&p, c, t->num_units - 1, name, expert);
-    else
-        FORMAT(p.name, "%s", name);
+    if (in_block) FORMAT(p.name, config_is(c, "gpt2") ? "transformer.h.%d." : "model.layers.%d.", t->num_units - 1);
+    APPEND(p.name, name, expert);
+    p.kind = in_block ? (int)(k - block_kinds) : -1;
     p.role = k->role;
     p.rows = dim_size(c, k->rows);
     p.file_rows = k->rows == DIM_V ? c->vocab_size : p.rows;

@@ -95,7 +95,7 @@ static void adapter_config_write(const Config *c, const Lora *l, const char *bas
             config_is(c, "gpt2") ? "true" : "false");
     for (int kind = 0; kind < NUM_BLOCK_KINDS; kind++) {
         LoraName name;
-        if (!(l->targets >> kind & 1) || !lora_name(c, kind, -1, &name)) continue;
+        if (!(l->targets >> kind & 1) || !lora_name(c, kind, &name)) continue;
         fputs(separator, f);
         json_write_string(f, name.text);
         separator = ", ";
