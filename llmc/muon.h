@@ -55,14 +55,13 @@ static inline double muon_cost(const MuonMatrix *m) {
 // ranks get the same.
 static inline int muon_matrices(const ParamTable *t, int tp, int first, int last, MuonMatrix *out) {
     int count = 0;
-    for (int i = 0; i < t->count; i++) {
-        const Param *p = &t->params[i];
+    PARAM_EACH(p, t) {
         if (p->optimiser != OPTIMISER_MUON || p->unit < first || p->unit > last) continue;
         for (int k = 0; k < p->num_parts; k++) {
             const ParamPart *q = &p->parts[k];
             const int rows = (int)(q->count / param_width(p, q)), ranks = tp / q->copies;
             const int by_rows = p->split == SPLIT_ROWS;
-            const MuonMatrix m = {i, k, by_rows ? rows * ranks : p->file_rows, p->file_cols, 0};
+            const MuonMatrix m = {(int)(p - t->params), k, by_rows ? rows * ranks : p->file_rows, p->file_cols, 0};
             out[count++] = m;
         }
     }

@@ -176,7 +176,9 @@ static size_t host_bytes_free(void) {
     return bytes;
 }
 
-// The entry of a table whose entries begin with their names; as many as there are: none has this one.
+// Tables whose entries begin with their names: their order for qsort, and the entry of a name; as many as there are:
+// there is none.
+static int by_name(const void *a, const void *b) { return strcmp(*(const char *const *)a, *(const char *const *)b); }
 static int index_of(const void *table, size_t entry_bytes, int count, const char *name) {
     int i = 0;
     while (i < count && strcmp(*(const char *const *)((const char *)table + i * entry_bytes), name)) i++;

@@ -255,10 +255,10 @@ static uint64_t base_mark(const StReader *r, const ParamTable *model, const Para
     enum { VALUES = 16 };
     float values[VALUES];
     uint64_t mark = FNV1A;
-    for (int i = 0; i < model->count; i++) {
-        const Param *p = &model->params[i];
+    PARAM_EACH(p, model) {
         const StTensor *t = find_param(r, "", p);
-        if (p->is_vector || !t || t->count < VALUES || !lora_next(adapters, p->unit, i, NULL)) continue;
+        const int index = (int)(p - model->params);
+        if (p->is_vector || !t || t->count < VALUES || !lora_next(adapters, p->unit, index, NULL)) continue;
         st_read_floats(r, t, 0, VALUES, values);
         mark = fnv1a(mark, values, sizeof values);
     }
@@ -294,8 +294,7 @@ static void load_slots(Model *m, const SlotName *slots, int num_slots, const cha
     if (slots->slot == SLOT_FROZEN) facts.lora->base = base_mark(&r, facts.frozen, facts.table);
     if (merged) require_base(merged->lora.base, base_mark(&r, table, &merged->table), path);
     for (int k = 0; k < num_slots; k++)
-        for (int i = 0; i < table->count; i++) {
-            const Param *p = &table->params[i];
+        PARAM_EACH(p, table) {
             if (!slot_holds(slots[k].slot, p)) continue;
             const StTensor *t = find_param(&r, slots[k].prefix, p);
             Span mine = span_overlap(model_owned(m, slots[k].slot, p->unit), p->offset, p->size);
@@ -306,7 +305,7 @@ static void load_slots(Model *m, const SlotName *slots, int num_slots, const cha
                 param_read(&r, t, p, at, n, piece, piece + HF_PIECE);
                 if (finite && !(finite = floats_are_finite(piece, n)))
                     warning("'%s': tensor '%.100s' holds NaN or infinity\n", path, t->name);
-                if (merged) adapters_merge(merged, i, p, at, n, piece);
+                if (merged) adapters_merge(merged, (int)(p - table->params), p, at, n, piece);
                 model_write(m, slots[k].slot, p->offset + at, n, piece);
             }
         }

@@ -67,9 +67,6 @@ static float st_float_of_half(uint16_t h) {
             "\nthe file is damaged or no safetensors file: use another copy of it or, of a run, another checkpoint", \
             path, ##__VA_ARGS__)
 
-static int st_by_name(const void *a, const void *b) {
-    return strcmp(((const StTensor *)a)->name, ((const StTensor *)b)->name);
-}
 static int st_by_begin(const void *a, const void *b) {
     const StTensor *x = (const StTensor *)a, *y = (const StTensor *)b;
     if (x->begin != y->begin) return x->begin < y->begin ? -1 : 1;
@@ -146,9 +143,7 @@ static void st_open_file(StReader *r, const char *path) {
 }
 
 static const StTensor *st_find(const StReader *r, const char *name) {
-    StTensor key;
-    key.name = name;
-    return r->count ? (const StTensor *)bsearch(&key, r->tensors, r->count, sizeof key, st_by_name) : NULL;
+    return r->count ? (const StTensor *)bsearch(&name, r->tensors, r->count, sizeof(StTensor), by_name) : NULL;
 }
 
 // The files that an index names, each once. File names only: an index must not reach outside its folder.
@@ -184,9 +179,9 @@ static void st_open(StReader *r, const char *path) {
                 path);
         st_open_indexed(r, path, index_path.text, &index);
     }
-    if (r->count) qsort(r->tensors, r->count, sizeof(StTensor), st_by_name);
+    if (r->count) qsort(r->tensors, r->count, sizeof(StTensor), by_name);
     for (int i = 1; i < r->count; i++)
-        ST_REQUIRE(st_by_name(&r->tensors[i - 1], &r->tensors[i]) != 0, " holds tensor '%.100s' twice",
+        ST_REQUIRE(by_name(&r->tensors[i - 1], &r->tensors[i]) != 0, " holds tensor '%.100s' twice",
                    r->tensors[i].name);
     int map = json_get(&index, index.text ? 0 : JSON_NONE, "weight_map");
     JSON_EACH(&index, key, map) {
