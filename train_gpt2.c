@@ -1882,7 +1882,7 @@ static BlockActs block_acts(Model *m, int N, int rows, int l) {
 }
 static void open_operands(Model *m, const Options *o) {
     const Config *c = &m->local;
-    int C = c->channels, wide = larger(qkv_width(c), fc_width(c)), widest = C > wide ? C : wide;
+    int C = c->channels, widest = larger(C, larger(qkv_width(c), fc_width(c)));
     int rounds = strcmp(o->matmul_dtype, "native") != 0;
     OperandDtype other = rounds ? OPERANDS_BF16 : OPERANDS_NATIVE;
     Operands *p = &m->operands, *head = &m->head_operands;

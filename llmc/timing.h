@@ -48,9 +48,7 @@ static void timing_clock_lap(const char *name, double flops, double bytes) {
 }
 // Seconds; 0: unknown.
 static double timing_floor(const TimingName *n, double peak_flops, double peak_bytes) {
-    double compute = peak_flops > 0 ? n->flops / peak_flops : 0;
-    double memory = peak_bytes > 0 ? n->bytes / peak_bytes : 0;
-    return compute > memory ? compute : memory;
+    return fmax(peak_flops > 0 ? n->flops / peak_flops : 0, peak_bytes > 0 ? n->bytes / peak_bytes : 0);
 }
 // peaks: FLOP/s and bytes/s, 0: unknown
 static void timing_print(long long step, double peak_flops, double peak_bytes) {

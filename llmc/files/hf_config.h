@@ -58,11 +58,6 @@ static const struct {
                    {"qwen3_moe", "Qwen3MoeForCausalLM"}, {"mixtral", "MixtralForCausalLM"},
                    {"olmoe", "OlmoeForCausalLM"}};
 enum { HF_FAMILIES = COUNT_OF(hf_families) };
-static const char *hf_architecture(const Config *c) {
-    const int i = INDEX_OF(hf_families, c->model_type);
-    require(i < HF_FAMILIES, "model type '%s' has no architecture\nadd it to hf_families", c->model_type);
-    return hf_families[i].architecture;
-}
 static const char *hidden_act(const Config *c) {
     switch (c->mlp) {
     case MLP_GELU: return "gelu_new";
@@ -72,8 +67,8 @@ static const char *hidden_act(const Config *c) {
     }
 }
 
-// The first and the last token of a text in the published tokenizer of this size; 0 for raw bytes; -1 if unknown.
-static void config_special_tokens(int vocab_size, int *bos, int *eos) {
+// The first and the last token of a text in the published tokenizer of this size; 0 for raw bytes; NULL if unknown.
+static const int *text_ends(int vocab_size) {
     static const int table[][3] = {// vocabulary size, first, last
                                    {256, 0, 0},
                                    {VOCAB_GPT2, 50256, 50256},
@@ -81,12 +76,9 @@ static void config_special_tokens(int vocab_size, int *bos, int *eos) {
                                    {VOCAB_LLAMA3, 128000, 128001},
                                    {151936, 151643, 151643},
                                    {152064, 151643, 151643}};
-    *bos = *eos = -1;
-    for (int i = 0; i < COUNT_OF(table); i++) {
-        if (table[i][0] != vocab_size) continue;
-        *bos = table[i][1];
-        *eos = table[i][2];
-    }
+    for (int i = 0; i < COUNT_OF(table); i++)
+        if (table[i][0] == vocab_size) return &table[i][1];
+    return NULL;
 }
 
 #define WRITE_KEY(key, ...) (fprintf(f, ",%s\"" key "\": ", separator), fprintf(f, __VA_ARGS__))
@@ -115,8 +107,9 @@ static void config_write_experts(const Config *c, FILE *f, const char *separator
 }
 // dtype: "fp32" or "bf16", of the weights beside the file.
 static void config_write(const Config *c, const char *dtype, FILE *f, const char *separator) {
-    int bos, eos;
-    fprintf(f, "{%s\"architectures\": [\"%s\"]", separator, hf_architecture(c));
+    const int *ends = text_ends(c->vocab_size), family = INDEX_OF(hf_families, c->model_type);
+    require(family < HF_FAMILIES, "model type '%s' has no architecture\nadd it to hf_families", c->model_type);
+    fprintf(f, "{%s\"architectures\": [\"%s\"]", separator, hf_families[family].architecture);
     WRITE_KEY("model_type", "\"%s\"", c->model_type);
     CONFIG_EACH(k, config_sizes) config_write_key(c, f, separator, k);
     config_write_experts(c, f, separator);
@@ -143,10 +136,9 @@ static void config_write(const Config *c, const char *dtype, FILE *f, const char
         WRITE_KEY("sliding_window", "null");
     if (config_is(c, "qwen2") || c->qk_norm == QK_NORM_GAINS) WRITE_KEY("use_sliding_window", "false");
     if (c->qk_norm == QK_NORM_GAINS) WRITE_KEY("attention_bias", "false");
-    config_special_tokens(c->vocab_size, &bos, &eos);
-    if (eos >= 0) {
-        WRITE_KEY("bos_token_id", "%d", bos);
-        WRITE_KEY("eos_token_id", "%d", eos);
+    if (ends) {
+        WRITE_KEY("bos_token_id", "%d", ends[0]);
+        WRITE_KEY("eos_token_id", "%d", ends[1]);
     } else {
         WRITE_KEY("bos_token_id", "null");
         WRITE_KEY("eos_token_id", "null");
