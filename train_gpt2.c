@@ -1639,7 +1639,7 @@ static void *zeros(Model *m, size_t size) {
     enum { LINE = 64 };
     size_t bytes = round_up(size, LINE);
     void **p = calloc(1, bytes + 2 * LINE);
-    require(p, "out of memory: %.1f MiB were asked for\nuse a smaller batch or model", bytes / 1048576.0);
+    require_memory(p, bytes);
     char *buffer = (char *)round_up((size_t)(p + 1), LINE);
     char *page = (char *)round_up((size_t)buffer, 1 << 16);                    // ARM's have up to 64 KiB
     if (bytes > 1 << 22) madvise(page, buffer + bytes - page, MADV_HUGEPAGE);  // fewer address look-ups

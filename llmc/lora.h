@@ -18,7 +18,7 @@
 
 #include "params.h"
 
-enum { LORA_MOST_RANK = 4096, LORA_MOST_TARGETS = 7 };
+enum { LORA_MOST_RANK = 4096 };
 typedef struct {
     int rank;  // 0: no adapters
     int rank_stabilised;
@@ -89,8 +89,7 @@ static void lora_add(ParamTable *t, const Config *c, const Lora *l, const ParamT
 }
 // Of one rank of a tensor-parallel group of tp.
 static ParamTable lora_table(const Config *c, const Lora *l, int tp, int rank) {
-    ParamTable model = params_of_rank(c, 1, 0);
-    ParamTable t = params_begin(c, tp, rank, 2 * LORA_MOST_TARGETS * (size_t)block_mlps(c));
+    ParamTable model = params_of_rank(c, 1, 0), t = params_begin(c, tp, rank);
     params_end_unit(&t);
     for (int layer = 0, begin, end = 0; layer < c->num_layers; layer++) {
         for (begin = end; model.params[end].unit <= layer + 1;) end++;

@@ -293,13 +293,12 @@ static void param_split(Param *p, const Config *c, int tp, int rank) {
         *along += share;
     }
 }
-// A table with room for `most` tensors in each of the model's units.
-static ParamTable params_begin(const Config *c, int tp, int rank, size_t most) {
+// A table without tensors.
+static ParamTable params_begin(const Config *c, int tp, int rank) {
     const size_t units = c->num_layers + 2;
     ParamTable t = {};
     t.tp = tp;
     t.rank = rank;
-    t.params = new_array(Param, units * most);
     t.unit_begin = new_array(size_t, units + 1);
     t.first = new_array(size_t, (units * NUM_ROLES));
     for (size_t i = 0; i < units * NUM_ROLES; i++) t.first[i] = NO_PARAM;
@@ -324,6 +323,7 @@ static void params_add(ParamTable *t, const Config *c, Param *p) {
     t->total += p->size;
     t->num_weights += (size_t)p->file_rows * p->file_cols;
     if (*first == NO_PARAM) *first = p->offset;
+    grow_array(t->params, t->count + 1);
     t->params[t->count++] = *p;
 }
 static void params_end_unit(ParamTable *t) {
@@ -379,7 +379,7 @@ static void params_add_unit(ParamTable *t, const Config *c, const ParamKind *kin
 // The table of one rank of a tensor-parallel group of tp.
 static ParamTable params_of_rank(const Config *c, int tp, int rank) {
     #define KINDS(kinds) kinds, COUNT_OF(kinds)
-    ParamTable t = params_begin(c, tp, rank, COUNT_OF(block_kinds) + 3 * (size_t)(block_mlps(c) - 1));
+    ParamTable t = params_begin(c, tp, rank);
     params_add_unit(&t, c, KINDS(embedding_kinds));
     for (int l = 0; l < c->num_layers; l++) params_add_unit(&t, c, KINDS(block_kinds));
     params_add_unit(&t, c, KINDS(head_kinds));

@@ -147,11 +147,12 @@ __attribute__((format(printf, 3, 4))) static void append_text(char *text, size_t
 // ---- memory and files: each call succeeds, or ends the process with a message
 
 #define CLEAR(object) memset(object, 0, sizeof *(object))
+#define require_memory(ok, bytes) \
+    require(ok, "out of memory: %.1f MiB were asked for\nuse a smaller batch or model", (bytes) / 1048576.0)
 // Aligned to 64 bytes: a cache line, an AVX-512 vector.
 static void *malloc_or_die(size_t bytes) {
     void *p = NULL;
-    require(posix_memalign(&p, 64, bytes ? bytes : 1) == 0,
-            "out of memory: %.1f MiB were asked for\nuse a smaller batch or model", bytes / 1048576.0);
+    require_memory(posix_memalign(&p, 64, bytes ? bytes : 1) == 0, bytes);
     return p;
 }
 static void *calloc_or_die(size_t bytes) { return memset(malloc_or_die(bytes), 0, bytes); }
