@@ -64,7 +64,7 @@ enum { KV_PAGE = 128 };
 // A step of generation has at most DECODE_ROWS rows. Steps of up to DECODE_FEW_ROWS, which one instruction of tensor
 // cores takes, have kernels of their own on GPUs.
 enum { DECODE_ROWS = 256, DECODE_FEW_ROWS = 8 };
-static int kv_pages(int tokens) { return (tokens + KV_PAGE - 1) / KV_PAGE; }
+static int kv_pages(int tokens) { return ceil_div(tokens, KV_PAGE); }
 
 // On a GPU the rows of each expert begin at a multiple of EXPERT_ROWS, and sums over their columns are made of those of
 // EXPERT_PART.

@@ -307,7 +307,7 @@ static int expected_of(const Json *j, const char *what, const char *folder, int 
 static int state_open(Json *j, const char *folder, int64_t expected, int files, char *why) {
     size_t length = 0;
     int64_t format = 0, step = -1;
-    char *text = json_read(j, path_of("%s/train_state.json", folder).text, &length);
+    char *text = json_read(j, path_in(folder, "train_state.json").text, &length);
     int sealed = text && state_is_sealed(text, length);
     *why = 0;
     if (!text || !json_parse_owned(j, text, length))
@@ -401,7 +401,8 @@ static int checkpoint_is_intact(const Comm *c, const char *folder, int files, ch
     int intact = s.whole;
     for (int i = 0; i < NUM_KNOWN_FILES && intact; i++) {
         if (s.bytes[i] < 0) continue;
-        const Path path = path_in(folder, known_file(folder, i));
+        const char *name = known_file(folder, i);
+        const Path path = path_in(folder, name);
         intact = file_has_checksum(c, path.text, s.bytes[i], s.sums[i]);
         gigabytes += 1e-9 * s.bytes[i];
         if (!intact && may_change(i)) {
@@ -409,8 +410,7 @@ static int checkpoint_is_intact(const Comm *c, const char *folder, int files, ch
             if (c->rank == 0)
                 warning("'%s' is not what was written with the checkpoint: edited or damaged\n", path.text);
         } else if (!intact)
-            snprintf(why, WHY_BYTES, "%s is not what was written: damaged or edited%s", known_file(folder, i),
-                     edit_hint(i));
+            snprintf(why, WHY_BYTES, "%s is not what was written: damaged or edited%s", name, edit_hint(i));
     }
     if (intact && gigabytes > 0)
         printf("checked   %s: %.2f GB have their checksums, %.1f s\n", folder, gigabytes, now_seconds() - begin);
@@ -517,7 +517,7 @@ static int checkpoint_latest(const Comm *comm, const char *output, int files, Pa
 }
 // The folder of a run stands for its newest checkpoint. All ranks call it.
 static const char *newest_of_run(const Comm *comm, const char *model, Path *newest) {
-    if (!is_directory(model) || file_exists(path_of("%s/config.json", model).text)) return model;
+    if (!is_directory(model) || file_exists(path_in(model, "config.json").text)) return model;
     return checkpoint_latest(comm, model, 0, newest) ? newest->text : model;
 }
 // One job at a time trains into a folder: two would write into each other's log and checkpoints. Two places are locked:
@@ -541,7 +541,7 @@ static void checkpoint_lock(const Comm *c, const char *output, double timeout) {
     int most = c->local_world == c->world ? 2 : timeout > 0 && timeout < 60 ? (int)(2 * timeout) : 120;  // seconds
     const int folder = open(output, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     require(folder >= 0, "cannot list folder '%s': %s\ncheck its permissions", output, strerror(errno));
-    const int places[] = {folder, open_or_die(path_of("%s/.lock.train", output).text, O_RDWR | O_CREAT,
+    const int places[] = {folder, open_or_die(path_in(output, ".lock.train").text, O_RDWR | O_CREAT,
                                               "name another --output folder, or make this one writable")};
     for (int waited = 0; is_locked_elsewhere(places); waited++) {
         require(waited < most, "another run writes to '%s'\nend it first, or name another folder with --output",
@@ -567,7 +567,7 @@ static void checkpoint_require_fresh(const char *output) {
 // The link `best` of a run (--patience). Without it the checkpoint is there all the same: a file system without links
 // gets a warning.
 static void link_best(const char *output, int64_t step) {
-    const Path link = path_of("%s/best", output), fresh = path_of("%s.tmp", link.text);
+    const Path link = path_in(output, "best"), fresh = path_of("%s.tmp", link.text);
     unlink(fresh.text);
     if (symlink(file_name(checkpoint_folder(output, step, "").text), fresh.text) || rename(fresh.text, link.text))
         warning("cannot link '%s': %s\n", link.text, strerror(errno));
@@ -578,7 +578,7 @@ static void remove_old_checkpoints(const char *output, int64_t step, int keep, i
     char best[32] = "";
     struct dirent **names = NULL;
     int count = keep > 0 ? scandir(output, &names, is_step_name, by_step) : -1;
-    if (readlink(path_of("%s/best", output).text, best, sizeof best - 1) < 0) *best = 0;
+    if (readlink(path_in(output, "best").text, best, sizeof best - 1) < 0) *best = 0;
     for (int i = count - 1, kept = 0, goods = 0; i >= 0; i--) {
         int64_t at = atoll(names[i]->d_name + 5);
         Path path = path_in(output, names[i]->d_name), gone = path_of("%s.tmp", path.text);
@@ -649,7 +649,7 @@ static int copy_companion(const char *from, const char *to) {
 static int write_ends(const char *model, const char *folder) {
     Json j;
     Text text;
-    const int ends = json_load(&j, path_of("%s/config.json", model).text) ? json_get(&j, 0, "eos_token_id") : JSON_NONE;
+    const int ends = json_load(&j, path_in(model, "config.json").text) ? json_get(&j, 0, "eos_token_id") : JSON_NONE;
     const char *ids = ends == JSON_NONE ? "" : j.text + j.tokens[ends].begin;
     const int length = *ids == '[' ? strcspn(ids, "]") + 1 : strspn(ids, "0123456789");
     if (length) fprintf(text_open(&text), "{\n  \"eos_token_id\": %.*s\n}\n", length, ids);
@@ -708,7 +708,7 @@ static void checkpoint_begin(Checkpoint *c, Model *m, const char *output, const 
         slots_declare(&c->files[2], m, average_slot, 1, NULL,
                       path_of(AVERAGE_FOLDER "/%s", c->writing.text, weights).text);
     slots_declare(&c->files[1], m, checkpoint_states, num_checkpoint_states(m), NULL,
-                  path_of("%s/optimizer.safetensors", c->writing.text).text);
+                  path_in(c->writing.text, "optimizer.safetensors").text);
     if (first) {
         checkpoint_make_folder(c);
         checkpoint_open_files(c, 1);
@@ -836,7 +836,7 @@ static const char *read_word(const Json *j, const char *path, const char *key, c
 static void checkpoint_load_state(const char *folder, TrainState *s) {
     state_free(s);
     char why[WHY_BYTES];
-    Path file = path_of("%s/train_state.json", folder);
+    Path file = path_in(folder, "train_state.json");
     const char *path = file.text;
     Json j;
     int master;
@@ -876,7 +876,7 @@ static void checkpoint_require_precision(const Model *m, const char *folder, con
 static void checkpoint_load(Model *m, const char *folder, const TrainState *s) {
     checkpoint_require_precision(m, folder, s);
     model_load_weights(m, folder);  // first: this sets the masters too
-    load_slots(m, checkpoint_states, num_checkpoint_states(m), path_of("%s/optimizer.safetensors", folder).text, NULL);
+    load_slots(m, checkpoint_states, num_checkpoint_states(m), path_in(folder, "optimizer.safetensors").text, NULL);
     const Path average = path_in(folder, companion_files[facts_of(m).frozen->count ? 3 : 1]);
     if (!model_has_slot(m, SLOT_AVERAGE)) return;
     if (file_exists(average.text))

@@ -273,7 +273,7 @@ static void config_read_llama(const ConfigFile *f, Config *c) {
 }
 // `path`: a Hugging Face folder or its config.json.
 static Config config_from_json(const char *path) {
-    Path in_folder = path_of("%s/config.json", path);
+    Path in_folder = path_in(path, "config.json");
     ConfigFile f;
     f.path = is_directory(path) ? in_folder.text : path;
     require(json_load(&f.json, f.path),

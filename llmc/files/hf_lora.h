@@ -8,13 +8,13 @@
 #include "../lora.h"
 #include "safetensors.h"
 
-static Path adapter_file(const char *folder) { return path_of("%s/adapter_model.safetensors", folder); }
+static Path adapter_file(const char *folder) { return path_in(folder, "adapter_model.safetensors"); }
 static int is_adapter_folder(const char *folder) {
-    return is_directory(folder) && file_exists(path_of("%s/adapter_config.json", folder).text);
+    return is_directory(folder) && file_exists(path_in(folder, "adapter_config.json").text);
 }
 
 static void adapter_config_open(Json *j, const char *folder, Path *path) {
-    *path = path_of("%s/adapter_config.json", folder);
+    *path = path_in(folder, "adapter_config.json");
     require(json_load(j, path->text), "cannot read '%s': %s\nname a folder of adapters as peft writes it", path->text,
             j->error);
 }

@@ -168,7 +168,7 @@ static void st_open_indexed(StReader *r, const char *folder, const char *index_p
 static void st_open(StReader *r, const char *path) {
     CLEAR(r);
     Json index = {};
-    Path single = path_of("%s/model.safetensors", path), index_path = path_of("%s.index.json", single.text);
+    Path single = path_in(path, "model.safetensors"), index_path = path_of("%s.index.json", single.text);
     const char *file = is_directory(path) ? single.text : path;
     if (file == path || file_exists(file))
         st_open_file(r, file);
