@@ -136,7 +136,7 @@ void norm_backward_cpu(NormKind kind, float *dinp /*+=*/, float *dweight, float 
                        const float *dout, const float *inp, const float *weight, const float *mean, const float *rstd,
                        int N, int C) {
     enum { ROWS = 32 };
-    int tasks = (N + ROWS - 1) / ROWS, centred = norm_is_centred(kind);
+    int tasks = ceil_div(N, ROWS), centred = norm_is_centred(kind);
     float *sums = new_zeros(float, area(tasks, 2 * C));
     PARALLEL_FOR
     for (int task = 0; task < tasks; task++) {
@@ -970,11 +970,6 @@ static const int *read_marks(const Model *m, Pass *p, const int *inputs) {
     ranges_fill(&p->ranges, inputs, p->B, p->T, m->window);
     return p->ranges.ids;
 }
-static void clear_load(Model *m) {
-    const size_t all = area(m->config.num_layers, m->config.num_experts);
-    if (all) zero_floats(m->load, all);
-    m->balance = 0;
-}
 void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro) {
     Pass p = pass_of(m, m->B, m->T);
     m->tokens = (double)p.N * num_micro * m->mesh->dp.world;
@@ -985,12 +980,14 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     int learned = 0;
     for (int n = 0; n < p.N; n++) learned += targets[n] >= 0;
     p.balance = m->config.balance / m->config.num_layers * (float)(learned / m->tokens);  // step_share
-    if (micro == 0) clear_load(m);
-    if (micro == 0 && m->largest) zero_floats(m->largest, area(m->config.num_layers, p.NH));
+    if (micro == 0) {
+        m->loss = m->masked = m->balance = 0;
+        if (m->load) zero_floats(m->load, area(m->config.num_layers, m->config.num_experts));
+        if (m->largest) zero_floats(m->largest, area(m->config.num_layers, p.NH));
+    }
     model_forward(m, &p, inputs);
     head(m, &p, targets, 1 / m->tokens, NULL, 1);
     model_backward(m, &p, inputs);
-    if (micro == 0) m->loss = m->masked = 0;
     m->masked += p.N - learned;
     for (int n = 0; n < p.N; n++) m->loss += m->losses[n] / m->tokens;
 }
