@@ -136,7 +136,7 @@ void norm_backward_cpu(NormKind kind, float *dinp /*+=*/, float *dweight, float 
                        const float *dout, const float *inp, const float *weight, const float *mean, const float *rstd,
                        int N, int C) {
     enum { ROWS = 32 };
-    int tasks = (N + ROWS - 1) / ROWS, centred = norm_is_centred(kind);
+    int tasks = ceil_div(N, ROWS), centred = norm_is_centred(kind);
     float *sums = new_zeros(float, area(tasks, 2 * C));
     PARALLEL_FOR
     for (int task = 0; task < tasks; task++) {
@@ -970,11 +970,6 @@ static const int *read_marks(const Model *m, Pass *p, const int *inputs) {
     ranges_fill(&p->ranges, inputs, p->B, p->T, m->window);
     return p->ranges.ids;
 }
-static void clear_load(Model *m) {
-    const size_t all = area(m->config.num_layers, m->config.num_experts);
-    if (all) zero_floats(m->load, all);
-    m->balance = 0;
-}
 void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro) {
     Pass p = pass_of(m, m->B, m->T);
     m->tokens = (double)p.N * num_micro * m->mesh->dp.world;
@@ -985,12 +980,14 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     int learned = 0;
     for (int n = 0; n < p.N; n++) learned += targets[n] >= 0;
     p.balance = m->config.balance / m->config.num_layers * (float)(learned / m->tokens);  // step_share
-    if (micro == 0) clear_load(m);
-    if (micro == 0 && m->largest) zero_floats(m->largest, area(m->config.num_layers, p.NH));
+    if (micro == 0) {
+        m->loss = m->masked = m->balance = 0;
+        if (m->load) zero_floats(m->load, area(m->config.num_layers, m->config.num_experts));
+        if (m->largest) zero_floats(m->largest, area(m->config.num_layers, p.NH));
+    }
     model_forward(m, &p, inputs);
     head(m, &p, targets, 1 / m->tokens, NULL, 1);
     model_backward(m, &p, inputs);
-    if (micro == 0) m->loss = m->masked = 0;
     m->masked += p.N - learned;
     for (int n = 0; n < p.N; n++) m->loss += m->losses[n] / m->tokens;
 }
@@ -1290,49 +1287,48 @@ static Weights weights_at(const Unit *u, Role weight, Role bias) {
     return (Weights){param_pointer(u, u->weights, weight), param_pointer(u, u->weights, bias),
                      param_pointer(u, u->grads, weight), param_pointer(u, u->grads, bias)};
 }
-// layer: of `layers` alike that lie one after another, the experts of a mixture.
-static Linear layer_at(const Model *m, const Unit *u, Role weight, Role bias, int layer, int layers, int in, int out) {
+// expert: of a mixture, whose experts' layers lie one after another; else 0.
+static Linear layer_at(const Model *m, const Unit *u, Role weight, Role bias, int expert, int in, int out) {
     const int is_whole = u->weights == m->block_weights;  // of a block in few bits, too
     const QuantMatrix *q = is_whole ? NULL : quant_matrix(m->quantised, &m->config, u->number, weight);
-    const size_t first = layer * area(out, in);
+    const size_t first = expert * area(out, in);
     Weights w = weights_at(u, weight, bias);
     if (w.weight) w.weight += first;
     if (w.dweight) w.dweight += first;
-    const QuantMatrix stored =
-        q ? quant_rows(q, area(layer, out), out) : (QuantMatrix){WEIGHTS_FP32, out, in, (uint8_t *)w.weight, NULL};
+    QuantMatrix stored = {WEIGHTS_FP32, out, in, (uint8_t *)w.weight, NULL};
+    if (q)
+        stored =
+            (QuantMatrix){q->format, out, in, quant_codes(q, area(expert, out)), quant_scales(q, area(expert, out))};
     Linear l = {w, in, out, &m->operands, stored, u->use == UNIT_DECODE, "matmul", "block backward", 0, {{0}}};
-    l.num_adapters = adapters_of(&m->frozen, &m->table, u->number, weight, layer, layers, out, u->adapters,
-                                 u->adapter_grads, l.adapters);
+    l.num_adapters = adapters_of(&m->frozen, &m->table, u->number, weight, expert, role_count(&m->config, weight), out,
+                                 u->adapters, u->adapter_grads, l.adapters);
     return l;
-}
-static Linear linear_at(const Model *m, const Unit *u, Role weight, Role bias, int in, int out) {
-    return layer_at(m, u, weight, bias, 0, 1, in, out);
 }
 // role: ROLE_FCW or ROLE_FCPROJW
 static Linear expert_of(const Model *m, const Block *b, Role role, int expert) {
     const Linear *l = role == ROLE_FCW ? &b->fc : &b->fcproj;
-    return layer_at(m, &b->unit, role, NUM_ROLES, expert, m->config.num_experts, l->in, l->out);
+    return layer_at(m, &b->unit, role, NUM_ROLES, expert, l->in, l->out);
 }
 // A mixture's choice of experts, in fp32 whatever the other products round to.
 static Linear router_of(const Model *m, const Unit *u) {
     static const Operands native = {OPERANDS_NATIVE, OPERANDS_NATIVE, OPERANDS_NATIVE, 0, {NULL}, NULL};
-    Linear l = linear_at(m, u, ROLE_ROUTERW, NUM_ROLES, m->local.channels, m->config.num_experts);
+    Linear l = layer_at(m, u, ROLE_ROUTERW, NUM_ROLES, 0, m->local.channels, m->config.num_experts);
     l.operands = &native;
     return l;
 }
 static Block block_get(Model *m, int l, UnitUse use) {
     const Config *c = &m->local;
     const BlockActs *a = &m->blocks[l];
-    int C = c->channels, layers = block_mlps(c);
+    int C = c->channels;
     Unit u = unit_get(m, l + 1, use);
     return (Block){
         .unit = u,
         .norm1 = {weights_at(&u, ROLE_LN1W, ROLE_LN1B), a->mean1, a->rstd1, l == 0 ? m->x_embedding : a[-1].x_out},
         .norm2 = {weights_at(&u, ROLE_LN2W, ROLE_LN2B), a->mean2, a->rstd2, a->x_mid},
-        .qkv = linear_at(m, &u, ROLE_QKVW, ROLE_QKVB, C, qkv_width(c)),
-        .proj = linear_at(m, &u, ROLE_PROJW, ROLE_PROJB, heads_width(c), C),
-        .fc = layer_at(m, &u, ROLE_FCW, ROLE_FCB, 0, layers, C, fc_width(c)),
-        .fcproj = layer_at(m, &u, ROLE_FCPROJW, ROLE_FCPROJB, 0, layers, c->ffn_dim, C),
+        .qkv = layer_at(m, &u, ROLE_QKVW, ROLE_QKVB, 0, C, qkv_width(c)),
+        .proj = layer_at(m, &u, ROLE_PROJW, ROLE_PROJB, 0, heads_width(c), C),
+        .fc = layer_at(m, &u, ROLE_FCW, ROLE_FCB, 0, C, fc_width(c)),
+        .fcproj = layer_at(m, &u, ROLE_FCPROJW, ROLE_FCPROJB, 0, c->ffn_dim, C),
         .router = router_of(m, &u),
         .qk_norm = {param_pointer(&u, u.weights, ROLE_QKNORMW), param_pointer(&u, u.grads, ROLE_QKNORMW), c->norm_eps,
                     query_scale(c), c->qk_norm == QK_NORM_WHOLE},
@@ -1343,7 +1339,7 @@ static Linear head_of(Model *m, UnitUse use) {
     int tied = m->config.tied;  // the embedding is its weight, too
     Unit u = unit_get(m, tied ? 0 : m->config.num_layers + 1, use);
     Linear l =
-        linear_at(m, &u, tied ? ROLE_WTE : ROLE_HEADW, ROLE_HEADB, m->config.channels, m->local.padded_vocab_size);
+        layer_at(m, &u, tied ? ROLE_WTE : ROLE_HEADW, ROLE_HEADB, 0, m->config.channels, m->local.padded_vocab_size);
     l.operands = &m->head_operands;
     l.forward = "head";
     l.backward = "head backward";
@@ -1636,21 +1632,21 @@ void model_losses(Model *m, const int *inputs, const int *targets, int T, float 
 
 // A buffer of zeros, which model_close frees. In front of it lies the address of the one before. What is large takes
 // memory as it is written: a cache that is not full has less.
-static void *room(Model *m, size_t size) {
+static void *zeros(Model *m, size_t size) {
     enum { LINE = 64 };
     size_t bytes = round_up(size, LINE);
     void **p = calloc(1, bytes + 2 * LINE);
-    require(p, "out of memory: %.1f MiB were asked for\nuse a smaller batch or model", bytes / 1048576.0);
-    char *zeros = (char *)round_up((size_t)(p + 1), LINE);
-    char *page = (char *)round_up((size_t)zeros, 1 << 16);                    // ARM's have up to 64 KiB
-    if (bytes > 1 << 22) madvise(page, zeros + bytes - page, MADV_HUGEPAGE);  // fewer address look-ups
+    require_memory(p, bytes);
+    char *buffer = (char *)round_up((size_t)(p + 1), LINE);
+    char *page = (char *)round_up((size_t)buffer, 1 << 16);                    // ARM's have up to 64 KiB
+    if (bytes > 1 << 22) madvise(page, buffer + bytes - page, MADV_HUGEPAGE);  // fewer address look-ups
     *p = m->newest;
     m->newest = p;
     m->bytes += bytes;
-    return zeros;
+    return buffer;
 }
-static float *floats(Model *m, size_t count) { return room(m, count * sizeof(float)); }
-static int *integers(Model *m, size_t count) { return room(m, count * sizeof(int)); }
+static float *floats(Model *m, size_t count) { return zeros(m, count * sizeof(float)); }
+static int *integers(Model *m, size_t count) { return zeros(m, count * sizeof(int)); }
 static float *rope_of(Model *m, int positions) {
     float *cos_sin = floats(m, area(positions, m->local.head_dim));
     if (position_is_rotary(m->local.position)) rope_table(&m->local, positions, cos_sin);
@@ -1659,8 +1655,8 @@ static float *rope_of(Model *m, int positions) {
 
 // A matrix of zeros.
 static QuantMatrix quantised_zeros(Model *m, WeightFormat f, int rows, int cols) {
-    return (QuantMatrix){f, rows, cols, room(m, rows * quant_row_bytes(f, cols)),
-                         room(m, rows * quant_scale_bytes(f, cols))};
+    return (QuantMatrix){f, rows, cols, zeros(m, rows * quant_row_bytes(f, cols)),
+                         zeros(m, rows * quant_scale_bytes(f, cols))};
 }
 // Rows that one pass of generation has at most: every rank has them all.
 static int most_rows(const Model *m) { return m->B * m->T / m->mesh->tp.world; }
@@ -1691,11 +1687,11 @@ void model_decode_open(Model *m, int slots, int rows, int room, int known, int p
         return;
     }
     pages = most_pages(m, slots, room, pages);
-    KvCache *k = m->cache = (KvCache *)floats(m, sizeof *k / sizeof(float));
+    KvCache *k = m->cache = zeros(m, sizeof *k);
     k->pages = pages;
     k->each = kv_pages(room);
     k->table = integers(m, area(slots, k->each));
-    k->layers = (KvLayer *)floats(m, c->num_layers * sizeof(KvLayer) / sizeof(float));
+    k->layers = zeros(m, c->num_layers * sizeof(KvLayer));
     for (int l = 0; l < c->num_layers; l++) {
         const QuantMatrix keys = quantised_zeros(m, m->cache_format, pages * NKV * KV_PAGE, HD);
         const QuantMatrix values = quantised_zeros(m, m->cache_format, pages * NKV * KV_PAGE, HD);
@@ -1845,7 +1841,7 @@ static void open_quantised(Model *m, WeightFormat f) {
     const int E = block_mlps(c);
     const int sizes[][2] = {
         {qkv_width(c), C}, {C, Q}, {E * fc_width(c), C}, {E * C, c->ffn_dim}, {c->padded_vocab_size, C}};
-    m->quantised = room(m, (4 * L + 1) * sizeof(QuantMatrix));
+    m->quantised = zeros(m, (4 * L + 1) * sizeof(QuantMatrix));
     for (int i = 0; i <= 4 * L; i++) {
         const int *size = sizes[i < 4 * L ? i % 4 : 4];
         m->quantised[i] = quantised_zeros(m, f, size[0], size[1]);
@@ -1883,7 +1879,7 @@ static BlockActs block_acts(Model *m, int N, int rows, int l) {
 }
 static void open_operands(Model *m, const Options *o) {
     const Config *c = &m->local;
-    int C = c->channels, wide = larger(qkv_width(c), fc_width(c)), widest = C > wide ? C : wide;
+    int C = c->channels, widest = larger(C, larger(qkv_width(c), fc_width(c)));
     int rounds = strcmp(o->matmul_dtype, "native") != 0;
     OperandDtype other = rounds ? OPERANDS_BF16 : OPERANDS_NATIVE;
     Operands *p = &m->operands, *head = &m->head_operands;
@@ -1940,14 +1936,14 @@ static void open_activations(Model *m, const Options *o) {
         m->drouter = floats(m, area(N, c->num_experts));
         m->load = floats(m, area(c->num_layers, c->num_experts));
     }
-    m->blocks = room(m, c->num_layers * sizeof(BlockActs));
+    m->blocks = zeros(m, c->num_layers * sizeof(BlockActs));
     for (int l = 0; l < c->num_layers; l++) m->blocks[l] = block_acts(m, N, rows, l);
     m->final_norm = (Norm){.mean = floats(m, rows), .rstd = floats(m, rows), .x = m->blocks[c->num_layers - 1].x_out};
     m->ranks.exchange = floats(m, most > 1 ? (size_t)most * COMM_PIECE : 0);
     if (tp == 1) return;
     m->ranks.gathered = floats(m, area(N, c->channels));
     m->ranks.partial = floats(m, tp * tp_most_partial(&m->table));
-    m->logit_sums = room(m, area(tp, m->head_rows) * sizeof(LogitSums));
+    m->logit_sums = zeros(m, area(tp, m->head_rows) * sizeof(LogitSums));
     m->ranks.words = integers(m, N);
 }
 void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
@@ -1978,8 +1974,8 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     if (forward_only(o)) return;
     m->grads = floats(m, kept_of(m, SLOT_GRAD, units));
     if (m->ranks.zero_stage >= 2) m->block_grads = floats(m, param_unit(&m->table, 1).count);
-    m->m = room(m, kept_of(m, SLOT_M, units) * slot_bytes(m, SLOT_M));
-    m->v = room(m, kept_of(m, SLOT_V, units) * slot_bytes(m, SLOT_V));
+    m->m = zeros(m, kept_of(m, SLOT_M, units) * slot_bytes(m, SLOT_M));
+    m->v = zeros(m, kept_of(m, SLOT_V, units) * slot_bytes(m, SLOT_V));
     if (m->table.muon) open_muon(m);
     if (o->ema > 0) m->average = floats(m, kept_of(m, SLOT_AVERAGE, units));
     m->qk_clip = o->qk_clip;
@@ -1987,7 +1983,7 @@ void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {
     if (!saves_beside_training(o)) return;
     for (Slot s = 0; s < NUM_SLOTS; s++)
         if (model_has_slot(m, s) && s != SLOT_GRAD && s != SLOT_FROZEN)
-            m->snapshots[s] = room(m, slot_before(&mesh->dp, &m->table, KEEP_SHARDS, s, units) * slot_bytes(m, s));
+            m->snapshots[s] = zeros(m, slot_before(&mesh->dp, &m->table, KEEP_SHARDS, s, units) * slot_bytes(m, s));
 }
 void model_close(Model *m) {
     for (void *p = m->newest, *before; p; p = before) {
@@ -1998,7 +1994,7 @@ void model_close(Model *m) {
     params_free(&m->frozen);
     for (int r = 0; m->group && r < m->mesh->tp.world; r++) params_free(&m->group[r]);
     free(m->group);
-    memset(m, 0, sizeof *m);
+    CLEAR(m);
 }
 
 // ---- what the training loop asks

@@ -64,7 +64,7 @@ enum { KV_PAGE = 128 };
 // A step of generation has at most DECODE_ROWS rows. Steps of up to DECODE_FEW_ROWS, which one instruction of tensor
 // cores takes, have kernels of their own on GPUs.
 enum { DECODE_ROWS = 256, DECODE_FEW_ROWS = 8 };
-static int kv_pages(int tokens) { return (tokens + KV_PAGE - 1) / KV_PAGE; }
+static int kv_pages(int tokens) { return ceil_div(tokens, KV_PAGE); }
 
 // On a GPU the rows of each expert begin at a multiple of EXPERT_ROWS, and sums over their columns are made of those of
 // EXPERT_PART.
@@ -286,12 +286,9 @@ static int config_preset(const char *name, Config *c) {
         {"mixtral:8x22B", config_mixtral(56, 6144, 48, 16384, 32768, 65536, 0.001f)},
         {"olmoe:1B-7B", config_olmoe(16, 2048, 16, 1024, 50304, 4096)},
     };
-    for (int i = 0; i < COUNT_OF(table); i++) {
-        if (strcmp(table[i].name, name) != 0) continue;
-        *c = table[i].config;
-        return 1;
-    }
-    return 0;
+    const int i = INDEX_OF(table, name);
+    if (i < COUNT_OF(table)) *c = table[i].config;
+    return i < COUNT_OF(table);
 }
 
 // Stops unless `ok`. path: the config.json of the model; NULL: a preset, where `keys` can be changed.
@@ -379,8 +376,7 @@ static int config_parse(const char *descriptor, Config *c) {
         char *value = strchr(item, '='), *end = NULL;
         require(value, "'%s' in model '%s' is not key=value\n" CONFIG_KEYS, item, descriptor);
         *value++ = 0;
-        int k = 0;
-        while (k < COUNT_OF(keys) && strcmp(keys[k].key, item) != 0) k++;
+        const int k = INDEX_OF(keys, item);
         require(k < COUNT_OF(keys), "unknown key '%s' in model '%s'\n" CONFIG_KEYS, item, descriptor);
         const int is_of_experts = keys[k].value == &c->num_experts || keys[k].value == &c->active_experts;
         require(base.num_experts || !is_of_experts,

@@ -18,8 +18,7 @@
 
 #include "params.h"
 
-#define LORA_PREFIX "base_model.model."
-enum { LORA_MOST_RANK = 4096, LORA_MOST_TARGETS = 7 };
+enum { LORA_MOST_RANK = 4096 };
 typedef struct {
     int rank;  // 0: no adapters
     int rank_stabilised;
@@ -32,14 +31,14 @@ static float lora_scale(const Lora *l) {
 }
 
 // A matrix of a block, by its place in block_kinds, that adapters can be for. Its name in peft, without ".weight"; of
-// all experts together (-1) what follows their number.
+// experts what follows their number.
 typedef struct { char text[64]; } LoraName;
-static int lora_name(const Config *c, int kind, int expert, LoraName *name) {
+static int lora_name(const Config *c, int kind, LoraName *name) {
     const ParamKind *k = &block_kinds[kind];
     const char *full = k->rows == DIM_1 || k->role == ROLE_ROUTERW ? NULL : kind_name(c, k);
     if (!full) return 0;
     const char *number = strstr(full, "%d.");
-    FORMAT(name->text, expert < 0 && number ? number + strlen("%d.") : full, expert);
+    FORMAT(name->text, "%s", number ? number + strlen("%d.") : full);
     name->text[strlen(name->text) - strlen(".weight")] = 0;
     return 1;
 }
@@ -59,7 +58,7 @@ static unsigned lora_targets(const Config *c, const char *targets, const char *f
         unsigned found = 0;
         char known[512] = "";
         for (int i = 0; i < NUM_BLOCK_KINDS; i++) {
-            if (!lora_name(c, i, -1, &name)) continue;
+            if (!lora_name(c, i, &name)) continue;
             if (all || lora_matches(name.text, at, length)) found |= 1u << i;
             APPEND(known, "%s%s", *known ? ", " : "", name.text);
         }
@@ -74,57 +73,35 @@ static unsigned lora_targets(const Config *c, const char *targets, const char *f
 
 // ---- the table of adapters
 
-// The index in the model's table of a layer's tensor of block_kinds[kind]. Kinds of one role, of each expert apart, are
-// neighbours in it.
-static int lora_weight(const Config *c, int layer, int kind, int expert) {
-    int before = 0, in_block = 0, together = 0;
-    for (int i = 0; i < COUNT_OF(embedding_kinds); i++) before += kind_name(c, &embedding_kinds[i]) != NULL;
-    for (int i = 0; i < NUM_BLOCK_KINDS; i++) {
-        const int is_there = kind_name(c, &block_kinds[i]) != NULL,
-                  count = is_there * role_count(c, block_kinds[i].role);
-        const int is_together = block_kinds[i].role == block_kinds[kind].role;
-        in_block += count;
-        together += is_together * is_there;
-        if (i < kind) before += is_together ? is_there : count;
-    }
-    return before + layer * in_block + expert * together;
-}
-// Names are peft's. A is split as W's columns are, B as its rows.
-static void lora_add(ParamTable *t, const Config *c, const Lora *l, int kind, int expert, int is_b) {
-    const ParamKind *k = &block_kinds[kind];
-    const Split split = split_of(k->role);
-    const int layer = t->num_units - 1;
-    LoraName name;
-    char in_block[80];
+// Names are peft's. A is split as W's columns are, B as its rows. model: the table of a single rank.
+static void lora_add(ParamTable *t, const Config *c, const Lora *l, const ParamTable *model, int weight, int is_b) {
+    const Param *w = &model->params[weight];
     Param p = {};
-    lora_name(c, kind, expert, &name);
-    FORMAT(in_block, "%s.lora_%c.weight", name.text, is_b ? 'B' : 'A');
-    params_name(&p, c, layer, in_block, 0);
-    memmove(p.name + strlen(LORA_PREFIX), p.name, sizeof p.name - strlen(LORA_PREFIX));
-    memcpy(p.name, LORA_PREFIX, strlen(LORA_PREFIX));
-    p.role = k->role;
-    p.weight = lora_weight(c, layer, kind, expert);
-    p.rows = p.file_rows = is_b ? dim_size(c, k->rows) : l->rank;
-    p.cols = p.file_cols = is_b ? l->rank : dim_size(c, k->cols);
-    p.split = split == (is_b ? SPLIT_ROWS : SPLIT_COLS) ? split : SPLIT_NONE;
+    FORMAT(p.name, "base_model.model.%.*s.lora_%c.weight", (int)(strlen(w->name) - strlen(".weight")), w->name,
+           is_b ? 'B' : 'A');
+    p.role = w->role;
+    p.weight = weight;
+    p.rows = p.file_rows = is_b ? w->rows : l->rank;
+    p.cols = p.file_cols = is_b ? l->rank : w->cols;
+    p.split = w->split == (is_b ? SPLIT_ROWS : SPLIT_COLS) ? w->split : SPLIT_NONE;
     p.init_std = is_b ? 0 : 1 / sqrtf(3.0f * (float)p.cols);
     params_add(t, c, &p);
 }
-static void lora_add_role(ParamTable *t, const Config *c, const Lora *l, Role role, int is_b) {
-    for (int expert = 0; expert < role_count(c, role); expert++)
-        for (int kind = 0; kind < NUM_BLOCK_KINDS; kind++)
-            if (l->targets >> kind & 1 && block_kinds[kind].role == role) lora_add(t, c, l, kind, expert, is_b);
-}
 // Of one rank of a tensor-parallel group of tp.
 static ParamTable lora_table(const Config *c, const Lora *l, int tp, int rank) {
-    ParamTable t = params_begin(c, tp, rank, 2 * LORA_MOST_TARGETS * (size_t)block_mlps(c));
+    ParamTable model = params_of_rank(c, 1, 0), t = params_begin(c, tp, rank);
     params_end_unit(&t);
-    for (int layer = 0; layer < c->num_layers; layer++) {
+    for (int layer = 0, begin, end = 0; layer < c->num_layers; layer++) {
+        for (begin = end; model.params[end].unit <= layer + 1;) end++;
         for (int role = ROLE_QKVW; role <= ROLE_FCPROJW; role++)
-            for (int is_b = 0; is_b < 2; is_b++) lora_add_role(&t, c, l, (Role)role, is_b);
+            for (int is_b = 0; is_b < 2; is_b++)
+                for (int i = begin; i < end; i++)
+                    if ((int)model.params[i].role == role && l->targets >> model.params[i].kind & 1)
+                        lora_add(&t, c, l, &model, i, is_b);
         params_end_unit(&t);
     }
     params_end_unit(&t);
+    params_free(&model);
     return t;
 }
 // The first adapter (A, then B) after `after` (NULL: of all) of a matrix, by its unit and index in the model's table;

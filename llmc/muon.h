@@ -48,21 +48,20 @@ enum { MUON_MOST_MATRICES = 8 + 3 * MOST_EXPERTS };  // of a block
 
 // Multiplications of a step: two products with the smaller square, one of it with itself.
 static inline double muon_cost(const MuonMatrix *m) {
-    const double small = m->rows < m->cols ? m->rows : m->cols, large = m->rows < m->cols ? m->cols : m->rows;
+    const double small = smaller(m->rows, m->cols), large = larger(m->rows, m->cols);
     return small * small * (2 * large + small);
 }
 // The matrices of blocks [first, last], in the order of the table. table: of any rank of tp. Returns how many; all
 // ranks get the same.
 static inline int muon_matrices(const ParamTable *t, int tp, int first, int last, MuonMatrix *out) {
     int count = 0;
-    for (int i = 0; i < t->count; i++) {
-        const Param *p = &t->params[i];
+    PARAM_EACH(p, t) {
         if (p->optimiser != OPTIMISER_MUON || p->unit < first || p->unit > last) continue;
         for (int k = 0; k < p->num_parts; k++) {
             const ParamPart *q = &p->parts[k];
             const int rows = (int)(q->count / param_width(p, q)), ranks = tp / q->copies;
             const int by_rows = p->split == SPLIT_ROWS;
-            const MuonMatrix m = {i, k, by_rows ? rows * ranks : p->file_rows, p->file_cols, 0};
+            const MuonMatrix m = {(int)(p - t->params), k, by_rows ? rows * ranks : p->file_rows, p->file_cols, 0};
             out[count++] = m;
         }
     }

@@ -64,6 +64,7 @@ typedef struct {
 typedef struct {
     char name[96];  // Hugging Face's name
     Role role;
+    int kind;  // its place in block_kinds
     int unit;
     int rows, cols;            // as in this rank's memory: (out, in); a vector has rows = 1
     int file_rows, file_cols;  // of the whole tensor in files: V of the Vp rows of the embedding and the head
@@ -158,33 +159,6 @@ static Span param_shard(const ParamTable *t, int unit, int rank, int world) {
     return s;
 }
 
-// q, k, v, gate and up are split by their outputs, projections by their inputs, embedding and head by the vocabulary.
-static Split split_of(Role role) {
-    switch (role) {
-    case ROLE_WTE:
-    case ROLE_HEADW:
-    case ROLE_HEADB:
-    case ROLE_QKVW:
-    case ROLE_QKVB:
-    case ROLE_FCW:
-    case ROLE_FCB: return SPLIT_ROWS;
-    case ROLE_PROJW:
-    case ROLE_FCPROJW: return SPLIT_COLS;
-    case ROLE_WPE:
-    case ROLE_LNEW:
-    case ROLE_ROUTERW:
-    case ROLE_LN1W:
-    case ROLE_LN1B:
-    case ROLE_PROJB:
-    case ROLE_LN2W:
-    case ROLE_LN2B:
-    case ROLE_FCPROJB:
-    case ROLE_QKNORMW:
-    case ROLE_LNFW:
-    case ROLE_LNFB: return SPLIT_NONE;
-    default: unhandled(role);
-    }
-}
 // As Param.init_std. GPT-2 scales what is added to the residual stream by 1 / sqrt(2 L). The modern recipe begins with
 // branches and logits of 0, and keeps the variance 1/3 of uniform weights between -1 and 1 over sqrt(inputs).
 static float role_init_std(Role role, int is_vector, const Config *c) {
@@ -229,8 +203,8 @@ static int config_has(const Config *c, Role role) {
     default: unhandled(role);
     }
 }
-// Sizes of tensors. DIM_QKV: all rows of a packed q, k, v.
-typedef enum { DIM_1, DIM_V, DIM_T, DIM_C, DIM_Q, DIM_KV, DIM_QKV, DIM_F, DIM_E, DIM_Q_GAINS, DIM_K_GAINS } Dim;
+// Sizes of tensors. DIM_QKV: all rows of a packed q, k, v. From DIM_V on: those that tensor-parallel ranks divide.
+typedef enum { DIM_1, DIM_T, DIM_C, DIM_E, DIM_Q_GAINS, DIM_K_GAINS, DIM_V, DIM_Q, DIM_KV, DIM_QKV, DIM_F } Dim;
 static int dim_size(const Config *c, Dim dim) {
     switch (dim) {
     case DIM_1: return 1;
@@ -254,6 +228,11 @@ typedef struct {
     const char *gpt2, *other;
     Dim rows, cols;
 } ParamKind;
+// q, k, v, gate and up are split by their outputs, projections by their inputs, embedding and head by the vocabulary.
+static Split split_of(const ParamKind *k) {
+    const Dim outputs = k->rows == DIM_1 ? k->cols : k->rows;
+    return outputs >= DIM_V ? SPLIT_ROWS : k->cols >= DIM_V ? SPLIT_COLS : SPLIT_NONE;
+}
 static const ParamKind embedding_kinds[] = {{ROLE_WTE, "transformer.wte.weight", "model.embed_tokens.weight", DIM_V,
                                              DIM_C},
                                             {ROLE_WPE, "transformer.wpe.weight", NULL, DIM_T, DIM_C},
@@ -314,13 +293,12 @@ static void param_split(Param *p, const Config *c, int tp, int rank) {
         *along += share;
     }
 }
-// A table with room for `most` tensors in each of the model's units.
-static ParamTable params_begin(const Config *c, int tp, int rank, size_t most) {
+// A table without tensors.
+static ParamTable params_begin(const Config *c, int tp, int rank) {
     const size_t units = c->num_layers + 2;
     ParamTable t = {};
     t.tp = tp;
     t.rank = rank;
-    t.params = new_array(Param, units * most);
     t.unit_begin = new_array(size_t, units + 1);
     t.first = new_array(size_t, (units * NUM_ROLES));
     for (size_t i = 0; i < units * NUM_ROLES; i++) t.first[i] = NO_PARAM;
@@ -345,6 +323,7 @@ static void params_add(ParamTable *t, const Config *c, Param *p) {
     t->total += p->size;
     t->num_weights += (size_t)p->file_rows * p->file_cols;
     if (*first == NO_PARAM) *first = p->offset;
+    grow_array(t->params, t->count + 1);
     t->params[t->count++] = *p;
 }
 static void params_end_unit(ParamTable *t) {
@@ -369,25 +348,19 @@ static const char *kind_name(const Config *c, const ParamKind *k) {
 static int role_count(const Config *c, Role role) {
     return role == ROLE_FCW || role == ROLE_FCPROJW ? block_mlps(c) : 1;
 }
-static void params_name(Param *p, const Config *c, int layer, const char *name, int expert) {
-    const char *block = config_is(c, "gpt2") ? "transformer.h.%d." : "model.layers.%d.";
-    FORMAT(p->name, block, layer);
-    APPEND(p->name, name, expert);
-}
 static void params_add_kind(ParamTable *t, const Config *c, const ParamKind *k, int in_block, int expert) {
     const char *name = kind_name(c, k);
     Param p = {};
     if (!name) return;
-    if (in_block)
-        params_name(&p, c, t->num_units - 1, name, expert);
-    else
-        FORMAT(p.name, "%s", name);
+    if (in_block) FORMAT(p.name, config_is(c, "gpt2") ? "transformer.h.%d." : "model.layers.%d.", t->num_units - 1);
+    APPEND(p.name, name, expert);
+    p.kind = in_block ? (int)(k - block_kinds) : -1;
     p.role = k->role;
     p.rows = dim_size(c, k->rows);
     p.file_rows = k->rows == DIM_V ? c->vocab_size : p.rows;
     p.cols = dim_size(c, k->cols);
     p.file_cols = k->cols == DIM_V ? c->vocab_size : p.cols;
-    p.split = split_of(k->role);
+    p.split = split_of(k);
     p.is_vector = k->rows == DIM_1;
     p.transposed = in_block && config_is(c, "gpt2") && !p.is_vector;
     p.init_std = role_init_std(k->role, p.is_vector, c);
@@ -406,7 +379,7 @@ static void params_add_unit(ParamTable *t, const Config *c, const ParamKind *kin
 // The table of one rank of a tensor-parallel group of tp.
 static ParamTable params_of_rank(const Config *c, int tp, int rank) {
     #define KINDS(kinds) kinds, COUNT_OF(kinds)
-    ParamTable t = params_begin(c, tp, rank, COUNT_OF(block_kinds) + 3 * (size_t)(block_mlps(c) - 1));
+    ParamTable t = params_begin(c, tp, rank);
     params_add_unit(&t, c, KINDS(embedding_kinds));
     for (int l = 0; l < c->num_layers; l++) params_add_unit(&t, c, KINDS(block_kinds));
     params_add_unit(&t, c, KINDS(head_kinds));
@@ -416,7 +389,7 @@ static void params_free(ParamTable *t) {
     free(t->params);
     free(t->unit_begin);
     free(t->first);
-    memset(t, 0, sizeof *t);
+    CLEAR(t);
 }
 
 // The part that has an element of a rank's tensor; NULL: padding.

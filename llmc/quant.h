@@ -50,13 +50,9 @@ static inline uint8_t *quant_codes(const QuantMatrix *q, size_t row) {
 static inline uint8_t *quant_scales(const QuantMatrix *q, size_t row) {
     return q->scales + row * quant_scale_bytes(q->format, q->cols);
 }
-static inline QuantMatrix quant_rows(const QuantMatrix *q, size_t first, int rows) {
-    return (QuantMatrix){q->format, rows, q->cols, quant_codes(q, first), quant_scales(q, first)};
-}
 // Of a name of --weights.
 static inline WeightFormat quant_format(const char *name) {
-    int f = 0;
-    while (f < NUM_WEIGHT_FORMATS && strcmp(weight_format_names[f], name)) f++;
+    const int f = INDEX_OF(weight_format_names, name);
     assert(f < NUM_WEIGHT_FORMATS);
     return (WeightFormat)f;
 }

@@ -49,9 +49,8 @@ static const RecipeRow modern_recipe[] = {
     {"adam-eps", "1.907e-16", SCALE_EPSILON},  // 1e-10 of the gradient of a loss that is a sum over the batch's tokens
 };
 static const RecipeRow *recipe_row(const char *option) {
-    for (int i = 0; i < COUNT_OF(modern_recipe); i++)
-        if (!strcmp(modern_recipe[i].option, option)) return &modern_recipe[i];
-    return NULL;
+    const int i = INDEX_OF(modern_recipe, option);
+    return i < COUNT_OF(modern_recipe) ? &modern_recipe[i] : NULL;
 }
 
 // Sizes of a run relative to those of 12 layers.

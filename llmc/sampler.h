@@ -251,7 +251,7 @@ static inline void draw_token(const float *logits, int known, const Draw *d, uin
     if (finite && r.share < 1) least = draw_select(logits, known, &r, most, least, 1);
     least = draw_least(least);
     for (int first = 0; first < known && finite; first += DRAW_PART) {
-        const int count = known - first < DRAW_PART ? known - first : DRAW_PART;
+        const int count = smaller(known - first, DRAW_PART);
         const uint32_t part_largest = draw_largest(logits + first, count);
         const float part_most = draw_value(part_largest);
         uint64_t mass = 0;

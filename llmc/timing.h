@@ -22,12 +22,11 @@ static struct {
 #define TIMING_RANKS "waiting for ranks"
 
 static void timing_add(const char *name, double seconds, double flops, double bytes) {
-    int i = 0;
-    while (i < timing.count && strcmp(timing.names[i].name, name) != 0) i++;
+    const int i = index_of(timing.names, sizeof *timing.names, timing.count, name);
     assert(i < TIMING_NAMES);
     TimingName *n = &timing.names[i];
     if (i == timing.count) {
-        memset(n, 0, sizeof *n);
+        CLEAR(n);
         n->name = name;
         timing.count++;
     }
@@ -49,9 +48,7 @@ static void timing_clock_lap(const char *name, double flops, double bytes) {
 }
 // Seconds; 0: unknown.
 static double timing_floor(const TimingName *n, double peak_flops, double peak_bytes) {
-    double compute = peak_flops > 0 ? n->flops / peak_flops : 0;
-    double memory = peak_bytes > 0 ? n->bytes / peak_bytes : 0;
-    return compute > memory ? compute : memory;
+    return fmax(peak_flops > 0 ? n->flops / peak_flops : 0, peak_bytes > 0 ? n->bytes / peak_bytes : 0);
 }
 // peaks: FLOP/s and bytes/s, 0: unknown
 static void timing_print(long long step, double peak_flops, double peak_bytes) {

@@ -132,6 +132,8 @@ __attribute__((noreturn, cold, format(printf, 3, 4))) static void die_at(const c
         if (!(condition)) die(__VA_ARGS__); \
     } while (0)
 
+#define warning(...) fprintf(stderr, "warning: " __VA_ARGS__)
+
 // Appends to a text of `size` bytes; what has no room is left out.
 __attribute__((format(printf, 3, 4))) static void append_text(char *text, size_t size, const char *format, ...) {
     const size_t used = strlen(text);
@@ -144,11 +146,13 @@ __attribute__((format(printf, 3, 4))) static void append_text(char *text, size_t
 
 // ---- memory and files: each call succeeds, or ends the process with a message
 
+#define CLEAR(object) memset(object, 0, sizeof *(object))
+#define require_memory(ok, bytes) \
+    require(ok, "out of memory: %.1f MiB were asked for\nuse a smaller batch or model", (bytes) / 1048576.0)
 // Aligned to 64 bytes: a cache line, an AVX-512 vector.
 static void *malloc_or_die(size_t bytes) {
     void *p = NULL;
-    require(posix_memalign(&p, 64, bytes ? bytes : 1) == 0,
-            "out of memory: %.1f MiB were asked for\nuse a smaller batch or model", bytes / 1048576.0);
+    require_memory(posix_memalign(&p, 64, bytes ? bytes : 1) == 0, bytes);
     return p;
 }
 static void *calloc_or_die(size_t bytes) { return memset(malloc_or_die(bytes), 0, bytes); }
@@ -172,6 +176,16 @@ static size_t host_bytes_free(void) {
     if (f) fclose(f);
     return bytes;
 }
+
+// Tables whose entries begin with their names: their order for qsort, and the entry of a name; as many as there are:
+// there is none.
+static int by_name(const void *a, const void *b) { return strcmp(*(const char *const *)a, *(const char *const *)b); }
+static int index_of(const void *table, size_t entry_bytes, int count, const char *name) {
+    int i = 0;
+    while (i < count && strcmp(*(const char *const *)((const char *)table + i * entry_bytes), name)) i++;
+    return i;
+}
+#define INDEX_OF(table, name) index_of(table, sizeof *(table), COUNT_OF(table), name)
 
 // The name of a file or folder, by value: pass path_in(folder, name).text.
 typedef struct { char text[4096]; } Path;

@@ -67,10 +67,11 @@ DECODE_INLINE Vector widen_integer(Words w, int bit, int bits, int flip) {
 }
 DECODE_INLINE Vector widen_code(WeightFormat f, Words w, int j) {
     const int upper = j >= codes_of_word(f) / 2;  // half of the word
+    const Words half = upper ? (Words)(w >> 16) : w;
     switch (f) {
     case WEIGHTS_BF16: w = upper ? (Words)(w & 0xffff0000u) : (Words)(w << 16); return (Vector)w;
-    case WEIGHTS_INT8: return widen_integer(upper ? (Words)(w >> 16) : w, code_bit(f, j), 8, 1);
-    case WEIGHTS_INT4: return widen_integer(upper ? (Words)(w >> 16) : w, code_bit(f, j), 4, 0);
+    case WEIGHTS_INT8: return widen_integer(half, code_bit(f, j), 8, 1);
+    case WEIGHTS_INT4: return widen_integer(half, code_bit(f, j), 4, 0);
     case WEIGHTS_FP8:  // the bits of an e4m3 are those of an fp32 that is 2^120 times smaller, subnormals too
         w = w << (uint32_t)(24 - 8 * j);
         w = (w & 0x80000000u) | (w >> 4 & 0x07f00000u);

@@ -47,7 +47,7 @@ void qk_norm_forward_cpu(float *out, const float *qkv, HeadNorm norm, int N, int
 // Sums are taken within each task of ROWS rows, then over tasks in order.
 void qk_norm_backward_cpu(float *dqkv, const float *qkv, HeadNorm norm, int N, int NH, int NKV, int HD) {
     enum { ROWS = 32 };
-    const int tasks = (N + ROWS - 1) / ROWS, groups = norm_groups(norm, NH, NKV);
+    const int tasks = ceil_div(N, ROWS), groups = norm_groups(norm, NH, NKV);
     const size_t row = area(NH + 2 * NKV, HD), gained = area(norm.whole ? NH + NKV : 2, HD);
     float *sums = new_zeros(float, tasks *gained);
     PARALLEL_FOR

@@ -39,12 +39,7 @@ static inline float fast_exp(float x) {
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = p * (r * r) + r + 1.0f;
-    int32_t bits;
-    memcpy(&bits, &shifted, sizeof bits);
-    bits = (int32_t)((uint32_t)bits << 23) + 0x3f800000;  // 2^n: n becomes the exponent field
-    float scale;
-    memcpy(&scale, &bits, sizeof scale);
-    return p * scale;
+    return p * bits_float((float_bits(shifted) << 23) + 0x3f800000);  // 2^n: n becomes the exponent field
 }
 
 // x (n) = softmax(scale x). Returns the logarithm of the sum of exponentials.
@@ -217,7 +212,7 @@ static void multiply_serial(Product p) {
 // as much as packing a strip of a, and as much as packing a panel of b.
 static inline void multiply_vectors(Product p) {
     enum { ALONE = 1 << 20 };  // multiplications that one thread makes sooner than threads meet
-    int64_t strips = (p.M + TILE_M - 1) / TILE_M, panels = (p.N + TILE_N - 1) / TILE_N, least = INT64_MAX;
+    int64_t strips = ceil_div(p.M, TILE_M), panels = ceil_div(p.N, TILE_N), least = INT64_MAX;
     int threads = 1, across = 1, down = 1;
     #ifdef _OPENMP
     threads = omp_in_parallel() ? 1 : omp_get_max_threads();
@@ -228,7 +223,7 @@ static inline void multiply_vectors(Product p) {
     }
     for (int x = 1; x <= threads; x++) {
         int y = threads / x;
-        int64_t wide = (panels + x - 1) / x, high = (strips + y - 1) / y, work = 4 * wide * high + 4 * wide + high;
+        int64_t wide = ceil_div(panels, x), high = ceil_div(strips, y), work = 4 * wide * high + 4 * wide + high;
         if (work >= least) continue;
         least = work;
         across = x;

@@ -114,9 +114,6 @@ typedef struct DataLoader {
 #define DATA_HINT \
     "make shards with: python dev/data/tinyshakespeare.py, or of your own text: python dev/data/prepare.py"
 
-static int compare_paths(const void *a, const void *b) {
-    return strcmp(((const Shard *)a)->path, ((const Shard *)b)->path);
-}
 static int compare_keys(const void *a, const void *b) {
     const ShuffleKey *x = (const ShuffleKey *)a, *y = (const ShuffleKey *)b;
     return x->key != y->key ? (x->key < y->key ? -1 : 1) : (x->index > y->index) - (x->index < y->index);
@@ -292,7 +289,7 @@ static int find_shards(DataLoader *d, const char *pattern) {
     Shard *added = d->shards + d->num_shards;
     for (int i = 0; i < n; i++) require((added[i].path = strdup(found.gl_pathv[i])), "out of memory\nuse fewer shards");
     globfree(&found);
-    qsort(added, n, sizeof(Shard), compare_paths);
+    qsort(added, n, sizeof(Shard), by_name);
     d->num_shards += n;
     return n;
 }
@@ -311,7 +308,7 @@ static void set_open(DataLoader *d, DataSet *set) {
 static void dataloader_open(DataLoader *d, const char *pattern, int B, int T, RowKind kind, int rank, int world,
                             int shuffle, uint64_t seed, int vocab_size) {
     size_t tokens = (size_t)B * T;
-    memset(d, 0, sizeof *d);
+    CLEAR(d);
     require(tokens <= INT32_MAX / 4, "batch size %d times sequence length %d is too large\nuse a smaller --batch-size",
             B, T);
     assert(B > 0 && T > 0 && 0 <= rank && rank < world);
@@ -505,7 +502,7 @@ static void dataloader_close(DataLoader *d) {
     mixture_close(&d->mixture);
     void *const owned[] = {d->inputs, d->ahead, d->shards, d->sets, d->raw};
     for (int i = 0; i < COUNT_OF(owned); i++) free(owned[i]);
-    memset(d, 0, sizeof *d);
+    CLEAR(d);
 }
 
 #endif

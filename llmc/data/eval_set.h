@@ -107,7 +107,7 @@ static void eval_open(EvalSet *s, const char *path, int T, int vocab_size) {
     EVAL_REQUIRE(h[1] == EVAL_VERSION || h[1] == EVAL_VERSION_32,
                  "has version %d, this program reads %d and %d\n" EVAL_HINT, h[1], EVAL_VERSION, EVAL_VERSION_32);
     int wide = h[1] == EVAL_VERSION_32, word = wide ? 4 : 2;
-    memset(s, 0, sizeof *s);
+    CLEAR(s);
     s->words = (bytes - HEADER_BYTES) / word;
     s->num_examples = h[2];
     EVAL_REQUIRE(bytes <= INT32_MAX, "has %ld bytes, more than 2 GiB\nsplit the set into several files", bytes);
@@ -143,7 +143,7 @@ static void eval_close(EvalSet *s) {
     free(s->stream);
     free(s->examples);
     free(s->choices);
-    memset(s, 0, sizeof *s);
+    CLEAR(s);
 }
 
 // ---- rows

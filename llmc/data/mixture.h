@@ -78,7 +78,7 @@ static char *mixture_lines(const char *path) {
 }
 // Returns what is no set with its share; NULL: nothing. The first pattern is there in any case.
 static const char *mixture_parse(Mixture *m, const char *text) {
-    memset(m, 0, sizeof *m);
+    CLEAR(m);
     const size_t n = strlen(text);
     const int is_file = n > 4 && !strcmp(text + n - 4, ".mix") && file_exists(text);
     m->patterns[0] = m->text = is_file ? mixture_lines(text) : strcpy(new_array(char, n + 1), text);

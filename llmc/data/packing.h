@@ -27,7 +27,7 @@ static void packing_add(Packing *p, int begin, int length) {
 static void packing_free(Packing *p) {
     free(p->pieces);
     free(p->row_begin);
-    memset(p, 0, sizeof *p);
+    CLEAR(p);
 }
 
 // Copies pieces to where their keys, 0 .. keys - 1, put them: equal keys stay in order. first: [keys + 1], of each key

@@ -141,7 +141,7 @@ static void tokenizer_check_merges(const Tokenizer *t, const char *path) {
     }
 }
 static void tokenizer_open(Tokenizer *t, const char *path) {
-    memset(t, 0, sizeof *t);
+    CLEAR(t);
     unicode_open();
     int64_t bytes;
     int32_t h[HEADER_WORDS];
@@ -198,7 +198,7 @@ static void tokenizer_close(Tokenizer *t) {
     free(t->map);
     free(t->flags);
     free(t->added);
-    memset(t, 0, sizeof *t);
+    CLEAR(t);
 }
 // For messages: "gpt2 (50257 tokens, hash 0123456789abcdef)".
 static void tokenizer_name(const TokenizerId *id, char *text, size_t size) {

@@ -30,10 +30,6 @@ static int unicode_number(const char **p) {
     } while (digit >= LAST);
     return value;
 }
-static int unicode_signed(const char **p) {
-    const int value = unicode_number(p);
-    return value & 1 ? -(value / 2) - 1 : value / 2;
-}
 static int unicode_compare(const void *a, const void *b) {
     const int64_t x = ((const UnicodePair *)a)->key, y = ((const UnicodePair *)b)->key;
     return (x > y) - (x < y);
@@ -64,7 +60,8 @@ static void unicode_read_pairs(void) {
             const int head = unicode_number(&p);
             code += 1 + (head & 1 ? unicode_number(&p) : 0);
             if (head / 2 == seen) seconds[seen++] = unicode_number(&p);
-            first += unicode_signed(&p);
+            const int change = unicode_number(&p);
+            first += change & 1 ? -(change / 2) - 1 : change / 2;
             pair->key = code;
             pair->value = (int64_t)first << 32 | seconds[head / 2];
         }

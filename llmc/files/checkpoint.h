@@ -102,7 +102,7 @@ static void state_set_option(TrainState *s, const char *name, const char *value)
 }
 static void state_free(TrainState *s) {
     for (int i = 0; i < NUM_OPTIONS; i++) free(s->options[i]);
-    memset(s, 0, sizeof *s);
+    CLEAR(s);
 }
 
 // ---- writing
@@ -255,9 +255,7 @@ static int write_train_state(const Model *m, const char *folder, const TrainStat
     text_flush(&text);
     state_seal(text.bytes, text.length, seal, sizeof seal);
     fputs(seal, f);
-    int error = write_text_file(folder, "train_state.json", text_close(&text), NULL);
-    free(text.bytes);
-    return error;
+    return write_text_file(folder, "train_state.json", &text, NULL);
 }
 
 // Returns errno of what failed, or 0.
@@ -275,7 +273,7 @@ static void remove_checkpoint(const char *folder) {
     rmdir(path_of(AVERAGE_FOLDER, folder).text);
     unlink(path_in(folder, checkpoint_file(folder, 0)).text);  // last: it says which files these are
     unlink(path_of("%s/" DIVERGED_MARK, folder).text);
-    if (rmdir(folder) != 0) fprintf(stderr, "warning: cannot remove '%s': %s\n", folder, strerror(errno));
+    if (rmdir(folder) != 0) warning("cannot remove '%s': %s\n", folder, strerror(errno));
 }
 static int is_step_name(const struct dirent *e) {
     int length = 0;
@@ -309,7 +307,7 @@ static int expected_of(const Json *j, const char *what, const char *folder, int 
 static int state_open(Json *j, const char *folder, int64_t expected, int files, char *why) {
     size_t length = 0;
     int64_t format = 0, step = -1;
-    char *text = json_read(j, path_of("%s/train_state.json", folder).text, &length);
+    char *text = json_read(j, path_in(folder, "train_state.json").text, &length);
     int sealed = text && state_is_sealed(text, length);
     *why = 0;
     if (!text || !json_parse_owned(j, text, length))
@@ -369,7 +367,7 @@ static int file_has_checksum(const Comm *c, const char *path, int64_t bytes, uin
             failed = failed ? failed : errors[k];
         }
     }
-    if (failed) fprintf(stderr, "warning: cannot read '%s' on %s: %s\n", path, c->host, strerror(failed));
+    if (failed) warning("cannot read '%s' on %s: %s\n", path, c->host, strerror(failed));
     if (fd >= 0) close(fd);
     comm_add_sums(c, &sum, 1);
     return !comm_or(c, failed != 0) && sum == expected;
@@ -383,7 +381,7 @@ static int checkpoint_is_intact(const Comm *c, const char *folder, int files, ch
         int64_t bytes[NUM_KNOWN_FILES];  // -1: not to be read
         uint64_t sums[NUM_KNOWN_FILES];
     } s;
-    memset(&s, 0, sizeof s);
+    CLEAR(&s);
     *why = 0;
     if (c->rank == 0) {
         Json j;
@@ -403,17 +401,16 @@ static int checkpoint_is_intact(const Comm *c, const char *folder, int files, ch
     int intact = s.whole;
     for (int i = 0; i < NUM_KNOWN_FILES && intact; i++) {
         if (s.bytes[i] < 0) continue;
-        const Path path = path_in(folder, known_file(folder, i));
+        const char *name = known_file(folder, i);
+        const Path path = path_in(folder, name);
         intact = file_has_checksum(c, path.text, s.bytes[i], s.sums[i]);
         gigabytes += 1e-9 * s.bytes[i];
         if (!intact && may_change(i)) {
             intact = 1;
             if (c->rank == 0)
-                fprintf(stderr, "warning: '%s' is not what was written with the checkpoint: edited or damaged\n",
-                        path.text);
+                warning("'%s' is not what was written with the checkpoint: edited or damaged\n", path.text);
         } else if (!intact)
-            snprintf(why, WHY_BYTES, "%s is not what was written: damaged or edited%s", known_file(folder, i),
-                     edit_hint(i));
+            snprintf(why, WHY_BYTES, "%s is not what was written: damaged or edited%s", name, edit_hint(i));
     }
     if (intact && gigabytes > 0)
         printf("checked   %s: %.2f GB have their checksums, %.1f s\n", folder, gigabytes, now_seconds() - begin);
@@ -458,8 +455,7 @@ static int losses_have_diverged(const StateWindow *w) {
 static void checkpoint_mark_diverged(const char *folder, const char *why) {
     Text line;
     fprintf(text_open(&line), "%s\n", why);
-    write_text_file(folder, DIVERGED_MARK, text_close(&line), NULL);
-    free(line.bytes);
+    write_text_file(folder, DIVERGED_MARK, &line, NULL);
 }
 static int checkpoint_is_diverged(const char *folder) { return file_bytes(folder, DIVERGED_MARK) >= 0; }
 
@@ -486,8 +482,7 @@ static NextCheckpoint next_checkpoint(const char *output, struct dirent **names,
         Path folder = path_in(output, name);
         int second_time = *at >= count, diverged = checkpoint_is_diverged(folder.text);
         if (diverged && !second_time)
-            fprintf(stderr,
-                    "warning: checkpoint '%s' is marked as diverged, its file " DIVERGED_MARK
+            warning("checkpoint '%s' is marked as diverged, its file " DIVERGED_MARK
                     " says why; an older one is looked for\n",
                     folder.text);
         if (diverged != second_time) continue;
@@ -508,10 +503,10 @@ static int checkpoint_latest(const Comm *comm, const char *output, int files, Pa
         comm_broadcast(comm, &next, sizeof next);
         found = *next.folder.text && !*next.why && checkpoint_is_intact(comm, next.folder.text, files, next.why);
         if (*next.folder.text && !found && comm->rank == 0)
-            fprintf(stderr, "warning: checkpoint '%s' is not whole and is left out: %s\n", next.folder.text, next.why);
+            warning("checkpoint '%s' is not whole and is left out: %s\n", next.folder.text, next.why);
     } while (*next.folder.text && !found);
     if (found && comm->rank == 0 && checkpoint_is_diverged(next.folder.text))
-        fprintf(stderr, "warning: all whole checkpoints in '%s' are marked so: the newest is taken\n", output);
+        warning("all whole checkpoints in '%s' are marked so: the newest is taken\n", output);
     require(found || count <= 0,
             "none of the %d checkpoints in '%s' is whole\n"
             "put back what was damaged or edited, or start anew in another folder; the warnings above name the files",
@@ -522,7 +517,7 @@ static int checkpoint_latest(const Comm *comm, const char *output, int files, Pa
 }
 // The folder of a run stands for its newest checkpoint. All ranks call it.
 static const char *newest_of_run(const Comm *comm, const char *model, Path *newest) {
-    if (!is_directory(model) || file_exists(path_of("%s/config.json", model).text)) return model;
+    if (!is_directory(model) || file_exists(path_in(model, "config.json").text)) return model;
     return checkpoint_latest(comm, model, 0, newest) ? newest->text : model;
 }
 // One job at a time trains into a folder: two would write into each other's log and checkpoints. Two places are locked:
@@ -536,8 +531,7 @@ static int is_locked_elsewhere(const int *places) {
         without++;
     }
     if (without == 2)
-        fprintf(stderr, "warning: this file system has no locks (%s): nothing keeps a second run out of the folder\n",
-                strerror(errno));
+        warning("this file system has no locks (%s): nothing keeps a second run out of the folder\n", strerror(errno));
     return 0;
 }
 // Both stay open until the process ends. A killed process holds its locks until its last thread is gone. A file server
@@ -547,7 +541,7 @@ static void checkpoint_lock(const Comm *c, const char *output, double timeout) {
     int most = c->local_world == c->world ? 2 : timeout > 0 && timeout < 60 ? (int)(2 * timeout) : 120;  // seconds
     const int folder = open(output, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     require(folder >= 0, "cannot list folder '%s': %s\ncheck its permissions", output, strerror(errno));
-    const int places[] = {folder, open_or_die(path_of("%s/.lock.train", output).text, O_RDWR | O_CREAT,
+    const int places[] = {folder, open_or_die(path_in(output, ".lock.train").text, O_RDWR | O_CREAT,
                                               "name another --output folder, or make this one writable")};
     for (int waited = 0; is_locked_elsewhere(places); waited++) {
         require(waited < most, "another run writes to '%s'\nend it first, or name another folder with --output",
@@ -573,10 +567,10 @@ static void checkpoint_require_fresh(const char *output) {
 // The link `best` of a run (--patience). Without it the checkpoint is there all the same: a file system without links
 // gets a warning.
 static void link_best(const char *output, int64_t step) {
-    const Path link = path_of("%s/best", output), fresh = path_of("%s.tmp", link.text);
+    const Path link = path_in(output, "best"), fresh = path_of("%s.tmp", link.text);
     unlink(fresh.text);
     if (symlink(file_name(checkpoint_folder(output, step, "").text), fresh.text) || rename(fresh.text, link.text))
-        fprintf(stderr, "warning: cannot link '%s': %s\n", link.text, strerror(errno));
+        warning("cannot link '%s': %s\n", link.text, strerror(errno));
 }
 // Keeps the newest `keep` whole checkpoints up to this step (0: all), those at multiples of `major_every` (0: none),
 // the one that is linked as the best, and the newest that has not diverged.
@@ -584,7 +578,7 @@ static void remove_old_checkpoints(const char *output, int64_t step, int keep, i
     char best[32] = "";
     struct dirent **names = NULL;
     int count = keep > 0 ? scandir(output, &names, is_step_name, by_step) : -1;
-    if (readlink(path_of("%s/best", output).text, best, sizeof best - 1) < 0) *best = 0;
+    if (readlink(path_in(output, "best").text, best, sizeof best - 1) < 0) *best = 0;
     for (int i = count - 1, kept = 0, goods = 0; i >= 0; i--) {
         int64_t at = atoll(names[i]->d_name + 5);
         Path path = path_in(output, names[i]->d_name), gone = path_of("%s.tmp", path.text);
@@ -655,17 +649,12 @@ static int copy_companion(const char *from, const char *to) {
 static int write_ends(const char *model, const char *folder) {
     Json j;
     Text text;
-    const int ends = json_load(&j, path_of("%s/config.json", model).text) ? json_get(&j, 0, "eos_token_id") : JSON_NONE;
+    const int ends = json_load(&j, path_in(model, "config.json").text) ? json_get(&j, 0, "eos_token_id") : JSON_NONE;
     const char *ids = ends == JSON_NONE ? "" : j.text + j.tokens[ends].begin;
     const int length = *ids == '[' ? strcspn(ids, "]") + 1 : strspn(ids, "0123456789");
-    int error = 0;
-    if (length) {
-        fprintf(text_open(&text), "{\n  \"eos_token_id\": %.*s\n}\n", length, ids);
-        error = write_text_file(folder, "generation_config.json", text_close(&text), NULL);
-        free(text.bytes);
-    }
+    if (length) fprintf(text_open(&text), "{\n  \"eos_token_id\": %.*s\n}\n", length, ids);
     json_free(&j);
-    return error;
+    return length ? write_text_file(folder, "generation_config.json", &text, NULL) : 0;
 }
 static void checkpoint_make_folder(Checkpoint *c) {
     const char *model = state_option(&c->state, "model"), *output = c->output.text;
@@ -704,7 +693,7 @@ static void checkpoint_make_folder(Checkpoint *c) {
 // all is written when this returns.
 static void checkpoint_begin(Checkpoint *c, Model *m, const char *output, const TrainState *s, int overlap) {
     assert(!c->m);
-    memset(c, 0, sizeof *c);
+    CLEAR(c);
     c->m = m;
     c->state = *s;
     c->read = overlap ? model_read_snapshot : model_read;
@@ -719,7 +708,7 @@ static void checkpoint_begin(Checkpoint *c, Model *m, const char *output, const 
         slots_declare(&c->files[2], m, average_slot, 1, NULL,
                       path_of(AVERAGE_FOLDER "/%s", c->writing.text, weights).text);
     slots_declare(&c->files[1], m, checkpoint_states, num_checkpoint_states(m), NULL,
-                  path_of("%s/optimizer.safetensors", c->writing.text).text);
+                  path_in(c->writing.text, "optimizer.safetensors").text);
     if (first) {
         checkpoint_make_folder(c);
         checkpoint_open_files(c, 1);
@@ -775,7 +764,7 @@ static int checkpoint_finish(Checkpoint *c) {
     // From here on every rank sees the same: the checkpoint is there, or is gone.
     if (comm_or(comm, c->error != 0) && !c->error) c->error = OTHER_RANK_FAILED;
     int error = c->error;
-    memset(c, 0, sizeof *c);
+    CLEAR(c);
     return error;
 }
 
@@ -847,7 +836,7 @@ static const char *read_word(const Json *j, const char *path, const char *key, c
 static void checkpoint_load_state(const char *folder, TrainState *s) {
     state_free(s);
     char why[WHY_BYTES];
-    Path file = path_of("%s/train_state.json", folder);
+    Path file = path_in(folder, "train_state.json");
     const char *path = file.text;
     Json j;
     int master;
@@ -887,7 +876,7 @@ static void checkpoint_require_precision(const Model *m, const char *folder, con
 static void checkpoint_load(Model *m, const char *folder, const TrainState *s) {
     checkpoint_require_precision(m, folder, s);
     model_load_weights(m, folder);  // first: this sets the masters too
-    load_slots(m, checkpoint_states, num_checkpoint_states(m), path_of("%s/optimizer.safetensors", folder).text, NULL);
+    load_slots(m, checkpoint_states, num_checkpoint_states(m), path_in(folder, "optimizer.safetensors").text, NULL);
     const Path average = path_in(folder, companion_files[facts_of(m).frozen->count ? 3 : 1]);
     if (!model_has_slot(m, SLOT_AVERAGE)) return;
     if (file_exists(average.text))

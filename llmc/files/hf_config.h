@@ -58,12 +58,6 @@ static const struct {
                    {"qwen3_moe", "Qwen3MoeForCausalLM"}, {"mixtral", "MixtralForCausalLM"},
                    {"olmoe", "OlmoeForCausalLM"}};
 enum { HF_FAMILIES = COUNT_OF(hf_families) };
-static const char *hf_architecture(const Config *c) {
-    int i = 0;
-    while (i < HF_FAMILIES && !config_is(c, hf_families[i].type)) i++;
-    require(i < HF_FAMILIES, "model type '%s' has no architecture\nadd it to hf_families", c->model_type);
-    return hf_families[i].architecture;
-}
 static const char *hidden_act(const Config *c) {
     switch (c->mlp) {
     case MLP_GELU: return "gelu_new";
@@ -73,8 +67,8 @@ static const char *hidden_act(const Config *c) {
     }
 }
 
-// The first and the last token of a text in the published tokenizer of this size; 0 for raw bytes; -1 if unknown.
-static void config_special_tokens(int vocab_size, int *bos, int *eos) {
+// The first and the last token of a text in the published tokenizer of this size; 0 for raw bytes; NULL if unknown.
+static const int *text_ends(int vocab_size) {
     static const int table[][3] = {// vocabulary size, first, last
                                    {256, 0, 0},
                                    {VOCAB_GPT2, 50256, 50256},
@@ -82,14 +76,12 @@ static void config_special_tokens(int vocab_size, int *bos, int *eos) {
                                    {VOCAB_LLAMA3, 128000, 128001},
                                    {151936, 151643, 151643},
                                    {152064, 151643, 151643}};
-    *bos = *eos = -1;
-    for (int i = 0; i < COUNT_OF(table); i++) {
-        if (table[i][0] != vocab_size) continue;
-        *bos = table[i][1];
-        *eos = table[i][2];
-    }
+    for (int i = 0; i < COUNT_OF(table); i++)
+        if (table[i][0] == vocab_size) return &table[i][1];
+    return NULL;
 }
 
+#define WRITE_KEY(key, ...) (fprintf(f, ",%s\"" key "\": ", separator), fprintf(f, __VA_ARGS__))
 // separator: what follows a comma, a space or a newline with indentation.
 static void config_write_key(const Config *c, FILE *f, const char *separator, const ConfigKey *k) {
     const char *key = config_key_of(c, k), *field = (const char *)c + k->offset;
@@ -101,53 +93,59 @@ static void config_write_key(const Config *c, FILE *f, const char *separator, co
         fprintf(f, "%d", *(const int *)field);
 }
 // Mixtral's experts are local ones, the others' are not.
-static void config_write_experts(const Config *c, FILE *f, const char *s) {
+static void config_write_experts(const Config *c, FILE *f, const char *separator) {
     const int is_mixtral = config_is(c, "mixtral");
     if (!c->num_experts) return;
-    config_write_key(c, f, s, &config_experts[!is_mixtral]);
+    config_write_key(c, f, separator, &config_experts[!is_mixtral]);
     CONFIG_EACH(k, config_experts)
-        if (k > &config_experts[1]) config_write_key(c, f, s, k);
-    if (!is_mixtral) fprintf(f, ",%s\"norm_topk_prob\": %s", s, c->renormalise ? "true" : "false");
-    if (config_is(c, "qwen3_moe"))
-        fprintf(f, ",%s\"intermediate_size\": %d,%s\"decoder_sparse_step\": 1,%s\"mlp_only_layers\": []", s,
-                c->active_experts * c->ffn_dim, s, s);
+        if (k > &config_experts[1]) config_write_key(c, f, separator, k);
+    if (!is_mixtral) WRITE_KEY("norm_topk_prob", "%s", c->renormalise ? "true" : "false");
+    if (!config_is(c, "qwen3_moe")) return;
+    WRITE_KEY("intermediate_size", "%d", c->active_experts * c->ffn_dim);
+    WRITE_KEY("decoder_sparse_step", "1");
+    WRITE_KEY("mlp_only_layers", "[]");
 }
 // dtype: "fp32" or "bf16", of the weights beside the file.
 static void config_write(const Config *c, const char *dtype, FILE *f, const char *separator) {
-    const char *s = separator;
-    int bos, eos;
-    fprintf(f, "{%s\"architectures\": [\"%s\"],%s\"model_type\": \"%s\"", s, hf_architecture(c), s, c->model_type);
-    CONFIG_EACH(k, config_sizes) config_write_key(c, f, s, k);
-    config_write_experts(c, f, s);
+    const int *ends = text_ends(c->vocab_size), family = INDEX_OF(hf_families, c->model_type);
+    require(family < HF_FAMILIES, "model type '%s' has no architecture\nadd it to hf_families", c->model_type);
+    fprintf(f, "{%s\"architectures\": [\"%s\"]", separator, hf_families[family].architecture);
+    WRITE_KEY("model_type", "\"%s\"", c->model_type);
+    CONFIG_EACH(k, config_sizes) config_write_key(c, f, separator, k);
+    config_write_experts(c, f, separator);
     if (config_is(c, "modern"))
-        CONFIG_EACH(k, config_modern_numbers) config_write_key(c, f, s, k);
+        CONFIG_EACH(k, config_modern_numbers) config_write_key(c, f, separator, k);
     else if (heads_width(c) != c->channels || c->qk_norm == QK_NORM_GAINS)  // absent: channels / heads; 128
-        fprintf(f, ",%s\"head_dim\": %d", s, c->head_dim);
-    if (config_is(c, "gpt2"))
-        fprintf(f,
-                ",%s\"activation_function\": \"%s\",%s\"attn_pdrop\": 0.0,%s\"embd_pdrop\": 0.0,%s\"resid_pdrop\": 0.0",
-                s, hidden_act(c), s, s, s);
-    else
-        fprintf(f, ",%s\"hidden_act\": \"%s\"", s, hidden_act(c));
+        WRITE_KEY("head_dim", "%d", c->head_dim);
+    if (config_is(c, "gpt2")) {
+        WRITE_KEY("activation_function", "\"%s\"", hidden_act(c));
+        WRITE_KEY("attn_pdrop", "0.0");
+        WRITE_KEY("embd_pdrop", "0.0");
+        WRITE_KEY("resid_pdrop", "0.0");
+    } else
+        WRITE_KEY("hidden_act", "\"%s\"", hidden_act(c));
     if (c->rope_factor > 0) {
-        fprintf(f, ",%s\"rope_scaling\": {\"rope_type\": \"llama3\"", s);
+        WRITE_KEY("rope_scaling", "{\"rope_type\": \"llama3\"");
         CONFIG_EACH(k, config_rope_scaling) config_write_key(c, f, " ", k);
         fputc('}', f);
     }
     const int may_slide = config_is(c, "mistral") || config_is(c, "mixtral");
     if (may_slide && c->window)
-        fprintf(f, ",%s\"sliding_window\": %d", s, c->window);
+        WRITE_KEY("sliding_window", "%d", c->window);
     else if (may_slide)
-        fprintf(f, ",%s\"sliding_window\": null", s);
-    if (config_is(c, "qwen2") || c->qk_norm == QK_NORM_GAINS) fprintf(f, ",%s\"use_sliding_window\": false", s);
-    if (c->qk_norm == QK_NORM_GAINS) fprintf(f, ",%s\"attention_bias\": false", s);
-    config_special_tokens(c->vocab_size, &bos, &eos);
-    if (eos >= 0)
-        fprintf(f, ",%s\"bos_token_id\": %d,%s\"eos_token_id\": %d", s, bos, s, eos);
-    else
-        fprintf(f, ",%s\"bos_token_id\": null,%s\"eos_token_id\": null", s, s);
-    fprintf(f, ",%s\"tie_word_embeddings\": %s,%s\"torch_dtype\": \"%s\"%s}", s, c->tied ? "true" : "false", s,
-            strcmp(dtype, "bf16") == 0 ? "bfloat16" : "float32", *s == '\n' ? "\n" : "");
+        WRITE_KEY("sliding_window", "null");
+    if (config_is(c, "qwen2") || c->qk_norm == QK_NORM_GAINS) WRITE_KEY("use_sliding_window", "false");
+    if (c->qk_norm == QK_NORM_GAINS) WRITE_KEY("attention_bias", "false");
+    if (ends) {
+        WRITE_KEY("bos_token_id", "%d", ends[0]);
+        WRITE_KEY("eos_token_id", "%d", ends[1]);
+    } else {
+        WRITE_KEY("bos_token_id", "null");
+        WRITE_KEY("eos_token_id", "null");
+    }
+    WRITE_KEY("tie_word_embeddings", "%s", c->tied ? "true" : "false");
+    WRITE_KEY("torch_dtype", "\"%s\"", strcmp(dtype, "bf16") == 0 ? "bfloat16" : "float32");
+    fprintf(f, "%s}", *separator == '\n' ? "\n" : "");
 }
 // On one line, for logs.
 static void config_to_json(const Config *c, const char *dtype, FILE *f) { config_write(c, dtype, f, " "); }
@@ -275,7 +273,7 @@ static void config_read_llama(const ConfigFile *f, Config *c) {
 }
 // `path`: a Hugging Face folder or its config.json.
 static Config config_from_json(const char *path) {
-    Path in_folder = path_of("%s/config.json", path);
+    Path in_folder = path_in(path, "config.json");
     ConfigFile f;
     f.path = is_directory(path) ? in_folder.text : path;
     require(json_load(&f.json, f.path),
@@ -290,8 +288,7 @@ static Config config_from_json(const char *path) {
                                config_qwen3_moe(NEEDED, NEEDED, NEEDED, 768),
                                config_mixtral(NEEDED, NEEDED, NEEDED, NEEDED, NEEDED, 131072, 0.001f),
                                config_olmoe(NEEDED, NEEDED, NEEDED, NEEDED, NEEDED, 4096)};
-    int family = 0;
-    while (family < HF_FAMILIES && !(type && strcmp(hf_families[family].type, type) == 0)) family++;
+    const int family = INDEX_OF(hf_families, type ? type : "");
     config_require(family < HF_FAMILIES, f.path, "",
                    "model_type is '%.40s', not gpt2, llama, mistral, mixtral, modern, olmoe, qwen2, qwen3 or qwen3_moe",
                    type ? type : "missing");

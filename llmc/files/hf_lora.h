@@ -8,13 +8,13 @@
 #include "../lora.h"
 #include "safetensors.h"
 
-static Path adapter_file(const char *folder) { return path_of("%s/adapter_model.safetensors", folder); }
+static Path adapter_file(const char *folder) { return path_in(folder, "adapter_model.safetensors"); }
 static int is_adapter_folder(const char *folder) {
-    return is_directory(folder) && file_exists(path_of("%s/adapter_config.json", folder).text);
+    return is_directory(folder) && file_exists(path_in(folder, "adapter_config.json").text);
 }
 
 static void adapter_config_open(Json *j, const char *folder, Path *path) {
-    *path = path_of("%s/adapter_config.json", folder);
+    *path = path_in(folder, "adapter_config.json");
     require(json_load(j, path->text), "cannot read '%s': %s\nname a folder of adapters as peft writes it", path->text,
             j->error);
 }
@@ -95,7 +95,7 @@ static void adapter_config_write(const Config *c, const Lora *l, const char *bas
             config_is(c, "gpt2") ? "true" : "false");
     for (int kind = 0; kind < NUM_BLOCK_KINDS; kind++) {
         LoraName name;
-        if (!(l->targets >> kind & 1) || !lora_name(c, kind, -1, &name)) continue;
+        if (!(l->targets >> kind & 1) || !lora_name(c, kind, &name)) continue;
         fputs(separator, f);
         json_write_string(f, name.text);
         separator = ", ";
@@ -110,10 +110,6 @@ typedef struct {
     ParamTable table;  // of a single rank
     float *values;
 } Adapters;
-static void adapters_close(Adapters *a) {
-    params_free(&a->table);
-    free(a->values);
-}
 // w: `count` elements of a rank's tensor `index` from `at` on, all of one part.
 static void adapters_merge(const Adapters *adapters, int index, const Param *p, size_t at, size_t count, float *w) {
     const ParamPart *part = param_part_at(p, at);

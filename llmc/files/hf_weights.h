@@ -255,10 +255,10 @@ static uint64_t base_mark(const StReader *r, const ParamTable *model, const Para
     enum { VALUES = 16 };
     float values[VALUES];
     uint64_t mark = FNV1A;
-    for (int i = 0; i < model->count; i++) {
-        const Param *p = &model->params[i];
+    PARAM_EACH(p, model) {
         const StTensor *t = find_param(r, "", p);
-        if (p->is_vector || !t || t->count < VALUES || !lora_next(adapters, p->unit, i, NULL)) continue;
+        const int index = (int)(p - model->params);
+        if (p->is_vector || !t || t->count < VALUES || !lora_next(adapters, p->unit, index, NULL)) continue;
         st_read_floats(r, t, 0, VALUES, values);
         mark = fnv1a(mark, values, sizeof values);
     }
@@ -294,8 +294,7 @@ static void load_slots(Model *m, const SlotName *slots, int num_slots, const cha
     if (slots->slot == SLOT_FROZEN) facts.lora->base = base_mark(&r, facts.frozen, facts.table);
     if (merged) require_base(merged->lora.base, base_mark(&r, table, &merged->table), path);
     for (int k = 0; k < num_slots; k++)
-        for (int i = 0; i < table->count; i++) {
-            const Param *p = &table->params[i];
+        PARAM_EACH(p, table) {
             if (!slot_holds(slots[k].slot, p)) continue;
             const StTensor *t = find_param(&r, slots[k].prefix, p);
             Span mine = span_overlap(model_owned(m, slots[k].slot, p->unit), p->offset, p->size);
@@ -305,8 +304,8 @@ static void load_slots(Model *m, const SlotName *slots, int num_slots, const cha
                 n = param_piece(p, at, end - at);
                 param_read(&r, t, p, at, n, piece, piece + HF_PIECE);
                 if (finite && !(finite = floats_are_finite(piece, n)))
-                    fprintf(stderr, "warning: '%s': tensor '%.100s' holds NaN or infinity\n", path, t->name);
-                if (merged) adapters_merge(merged, i, p, at, n, piece);
+                    warning("'%s': tensor '%.100s' holds NaN or infinity\n", path, t->name);
+                if (merged) adapters_merge(merged, (int)(p - table->params), p, at, n, piece);
                 model_write(m, slots[k].slot, p->offset + at, n, piece);
             }
         }
@@ -362,15 +361,19 @@ static void model_load_merged(Model *m, const char *base, const char *folder) {
             r.count, a.table.count);
     st_close(&r);
     load_slots(m, weight_slot, 1, base, &a);
-    adapters_close(&a);
+    params_free(&a.table);
+    free(a.values);
 }
 
-// A small text file, flushed. sum: becomes its checksum, unless NULL. Returns errno of what failed, or 0.
-static int write_text_file(const char *folder, const char *name, const char *text, uint64_t *sum) {
+// A small text file, flushed. The text is closed and freed. sum: becomes its checksum, unless NULL. Returns errno of
+// what failed, or 0.
+static int write_text_file(const char *folder, const char *name, Text *text, uint64_t *sum) {
     Path path = path_in(folder, name);
     int fd = open(path.text, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    if (sum) *sum = checksum(text, strlen(text), 0);
-    int error = fd < 0 ? st_failed(path.text) : st_pwrite(fd, path.text, text, strlen(text), 0);
+    text_close(text);
+    if (sum) *sum = checksum(text->bytes, text->length, 0);
+    int error = fd < 0 ? st_failed(path.text) : st_pwrite(fd, path.text, text->bytes, text->length, 0);
+    free(text->bytes);
     return st_flush_and_close(fd, path.text, error);
 }
 // Of the model, or with --lora of the adapters to `base`.
@@ -384,10 +387,7 @@ static int write_config(const Model *m, const char *folder, const char *base, ui
         config_write(facts.config, model_dtype(m), f, "\n  ");
         fputc('\n', f);
     }
-    int error =
-        write_text_file(folder, facts.frozen->count ? "adapter_config.json" : "config.json", text_close(&text), sum);
-    free(text.bytes);
-    return error;
+    return write_text_file(folder, facts.frozen->count ? "adapter_config.json" : "config.json", &text, sum);
 }
 
 #endif

@@ -38,29 +38,27 @@ static int json_fail(Json *j, const char *what) {
     FORMAT(j->error, "%s at byte %d", what, j->at);
     return 0;
 }
-static void json_space(Json *j) {
-    while (j->text[j->at] && strchr(" \t\r\n", j->text[j->at])) j->at++;
+// Steps over one of these characters, if it comes next. The text ends with a NUL, which is none of them, so every loop
+// stops there.
+static int json_skip(Json *j, const char *characters) {
+    const int skips = j->text[j->at] && strchr(characters, j->text[j->at]);
+    j->at += skips;
+    return skips;
 }
-// The text ends with a NUL. No rule below accepts a NUL, so every loop stops there.
-static int json_digits(Json *j) {
-    int begin = j->at;
-    while (j->text[j->at] >= '0' && j->text[j->at] <= '9') j->at++;
+// Steps over any number of them.
+static int json_skip_all(Json *j, const char *characters) {
+    const int begin = j->at;
+    while (json_skip(j, characters)) continue;
     return j->at > begin;
 }
+static void json_space(Json *j) { json_skip_all(j, " \t\r\n"); }
+static int json_digits(Json *j) { return json_skip_all(j, "0123456789"); }
 static int json_parse_number(Json *j) {
-    if (j->text[j->at] == '-') j->at++;
-    if (j->text[j->at] == '0')
-        j->at++;
-    else if (!json_digits(j))
-        return json_fail(j, "not a JSON value");
-    int complete = 1;
-    if (j->text[j->at] == '.') {
-        j->at++;
-        complete = json_digits(j);
-    }
-    if (complete && (j->text[j->at] | 32) == 'e') {
-        j->at++;
-        if (j->text[j->at] == '+' || j->text[j->at] == '-') j->at++;
+    json_skip(j, "-");
+    if (!json_skip(j, "0") && !json_digits(j)) return json_fail(j, "not a JSON value");
+    int complete = !json_skip(j, ".") || json_digits(j);
+    if (complete && json_skip(j, "eE")) {
+        json_skip(j, "+-");
         complete = json_digits(j);
     }
     return complete || json_fail(j, "a digit is missing");
@@ -125,11 +123,10 @@ static int json_push(Json *j, JsonKind kind, int begin) {
 }
 static int json_parse_value(Json *j, int depth);
 static int json_parse_items(Json *j, int container, int depth) {
-    int object = j->tokens[container].kind == JSON_OBJECT, close = object ? '}' : ']';
-    for (j->at++, json_space(j); j->text[j->at] != close; json_space(j)) {
+    const int object = j->tokens[container].kind == JSON_OBJECT;
+    for (j->at++, json_space(j); !json_skip(j, object ? "}" : "]"); json_space(j)) {
         if (j->tokens[container].items++ > 0) {
-            if (j->text[j->at] != ',') return json_fail(j, object ? "',' or '}' is missing" : "',' or ']' is missing");
-            j->at++;
+            if (!json_skip(j, ",")) return json_fail(j, object ? "',' or '}' is missing" : "',' or ']' is missing");
             json_space(j);
         }
         int key = JSON_NONE;
@@ -138,13 +135,11 @@ static int json_parse_items(Json *j, int container, int depth) {
             key = json_push(j, JSON_STRING, j->at + 1);
             if (!json_parse_string(j)) return 0;
             json_space(j);
-            if (j->text[j->at] != ':') return json_fail(j, "':' is missing");
-            j->at++;
+            if (!json_skip(j, ":")) return json_fail(j, "':' is missing");
         }
         if (!json_parse_value(j, depth)) return 0;
         if (object) j->tokens[key].next = j->count;
     }
-    j->at++;
     j->tokens[container].next = j->count;
     return 1;
 }
@@ -173,13 +168,13 @@ static int json_parse_value(Json *j, int depth) {
 static void json_free(Json *j) {
     free(j->text);
     free(j->tokens);
-    memset(j, 0, sizeof *j);
+    CLEAR(j);
 }
 
 // Takes over `text`, from malloc: `length` <= JSON_MAX_BYTES bytes and room for one more. Returns 1, or 0 with the
 // reason in j->error. Call json_free in either case.
 static int json_parse_owned(Json *j, char *text, size_t length) {
-    memset(j, 0, sizeof *j);
+    CLEAR(j);
     j->text = text;
     j->length = length;
     text[length] = 0;
@@ -189,7 +184,7 @@ static int json_parse_owned(Json *j, char *text, size_t length) {
 }
 // The text of a file, for json_parse_owned. NULL: it cannot be read, with the reason in j->error.
 static char *json_read(Json *j, const char *path, size_t *length) {
-    memset(j, 0, sizeof *j);
+    CLEAR(j);
     struct stat s;
     const int other = stat(path, &s) == 0 && !S_ISREG(s.st_mode);  // opening a pipe would wait for its writer
     FILE *f = other ? NULL : fopen(path, "rb");
@@ -216,7 +211,7 @@ static int json_load(Json *j, const char *path) {
 
 // The object in a file, which may be missing: then this returns 0. A damaged one ends the program.
 static int json_open(Json *j, const char *path) {
-    memset(j, 0, sizeof *j);
+    CLEAR(j);
     if (!file_exists(path)) return 0;
     require(json_load(j, path) && j->tokens->kind == JSON_OBJECT,
             "'%s' cannot be used: %s\nget the file again, or remove it", path, *j->error ? j->error : "no JSON object");

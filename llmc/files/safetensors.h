@@ -60,12 +60,13 @@ static float st_float_of_half(uint16_t h) {
 
 // ---- reader
 
-#define ST_BROKEN \
-    "\nthe file is damaged or no safetensors file: use another copy of it or, of a run, another checkpoint"
+// path: of the file
+#define ST_REQUIRE(ok, what, ...) \
+    require(ok, \
+            "'%s'" what \
+            "\nthe file is damaged or no safetensors file: use another copy of it or, of a run, another checkpoint", \
+            path, ##__VA_ARGS__)
 
-static int st_by_name(const void *a, const void *b) {
-    return strcmp(((const StTensor *)a)->name, ((const StTensor *)b)->name);
-}
 static int st_by_begin(const void *a, const void *b) {
     const StTensor *x = (const StTensor *)a, *y = (const StTensor *)b;
     if (x->begin != y->begin) return x->begin < y->begin ? -1 : 1;
@@ -74,37 +75,35 @@ static int st_by_begin(const void *a, const void *b) {
 
 // One entry of a header. Data begin at byte `data` of a file of `size` bytes.
 static StTensor st_parse_tensor(const Json *j, int key, const char *path, uint64_t data, uint64_t size) {
-    #define ST_REQUIRE(condition, what, ...) \
-        require(condition, "'%s': tensor '%.100s' " what, path, t.name, ##__VA_ARGS__)
+    #define TENSOR_REQUIRE(ok, what, ...) ST_REQUIRE(ok, ": tensor '%.100s' " what, t.name, ##__VA_ARGS__)
     StTensor t = {};
     t.name = json_string(j, key);
     const char *type = json_text(j, key + 1, "dtype");
-    ST_REQUIRE(type, "has no dtype" ST_BROKEN);
-    int kind = 0;
-    while (kind < ST_NUM_TYPES && strcmp(type, st_types[kind].name) != 0) kind++;
-    ST_REQUIRE(kind < ST_NUM_TYPES, "has the unknown dtype '%.20s'\nuse a file of F32, BF16 or F16", type);
+    TENSOR_REQUIRE(type, "has no dtype");
+    const int kind = INDEX_OF(st_types, type);
+    require(kind < ST_NUM_TYPES, "'%s': tensor '%.100s' has the unknown dtype '%.20s'\nuse a file of F32, BF16 or F16",
+            path, t.name, type);
     t.type = (StType)kind;
     int shape = json_get(j, key + 1, "shape"), offsets = json_get(j, key + 1, "data_offsets");
-    ST_REQUIRE(json_is(j, shape, JSON_ARRAY) && json_items(j, shape) <= ST_MAX_DIMS,
-               "has no shape of up to %d sizes" ST_BROKEN, ST_MAX_DIMS);
+    TENSOR_REQUIRE(json_is(j, shape, JSON_ARRAY) && json_items(j, shape) <= ST_MAX_DIMS,
+                   "has no shape of up to %d sizes", ST_MAX_DIMS);
     t.count = 1;
     JSON_EACH(j, v, shape) {
         int64_t n = -1;
-        ST_REQUIRE(json_int(j, v, &n) && n >= 0, "has a size that is no whole number >= 0" ST_BROKEN);
+        TENSOR_REQUIRE(json_int(j, v, &n) && n >= 0, "has a size that is no whole number >= 0");
         t.shape[t.dims++] = n;
-        ST_REQUIRE(!__builtin_mul_overflow(t.count, n, &t.count), "has a shape that overflows" ST_BROKEN);
+        TENSOR_REQUIRE(!__builtin_mul_overflow(t.count, n, &t.count), "has a shape that overflows");
     }
-    ST_REQUIRE(!__builtin_mul_overflow(t.count, st_types[kind].bytes, &t.bytes),
-               "has a shape that overflows" ST_BROKEN);
+    TENSOR_REQUIRE(!__builtin_mul_overflow(t.count, st_types[kind].bytes, &t.bytes), "has a shape that overflows");
     int64_t begin = -1, end = -1;
-    ST_REQUIRE(json_is(j, offsets, JSON_ARRAY) && json_items(j, offsets) == 2 && json_int(j, offsets + 1, &begin) &&
-                   json_int(j, offsets + 2, &end) && begin >= 0 && begin <= end && (uint64_t)end <= size - data,
-               "has data that do not lie in the file" ST_BROKEN);
-    ST_REQUIRE((uint64_t)(end - begin) == t.bytes, "has %ld bytes of data, its shape needs %lu" ST_BROKEN, end - begin,
-               t.bytes);
+    TENSOR_REQUIRE(json_is(j, offsets, JSON_ARRAY) && json_items(j, offsets) == 2 && json_int(j, offsets + 1, &begin) &&
+                       json_int(j, offsets + 2, &end) && begin >= 0 && begin <= end && (uint64_t)end <= size - data,
+                   "has data that do not lie in the file");
+    TENSOR_REQUIRE((uint64_t)(end - begin) == t.bytes, "has %ld bytes of data, its shape needs %lu", end - begin,
+                   t.bytes);
     t.begin = data + begin;
     return t;
-    #undef ST_REQUIRE
+    #undef TENSOR_REQUIRE
 }
 
 static void st_open_file(StReader *r, const char *path) {
@@ -115,17 +114,17 @@ static void st_open_file(StReader *r, const char *path) {
     StFile *f = &r->files[number];
     f->path = path_of("%s", path);
     f->fd = open_data_file(path, "check the name and its permissions", &size);
-    require(size >= 10, "'%s' has %ld bytes, too few for a safetensors file" ST_BROKEN, path, size);
+    ST_REQUIRE(size >= 10, " has %ld bytes, too few for a safetensors file", size);
     pread_or_die(f->fd, &length, 8, 0, path);
     uint64_t data = 8 + length, end = data;
-    require(length <= JSON_MAX_BYTES && data <= (uint64_t)size,
-            "'%s': the header's length %lu does not fit a file of %ld bytes, or is above %d" ST_BROKEN, path, length,
-            size, JSON_MAX_BYTES);
+    ST_REQUIRE(length <= JSON_MAX_BYTES && data <= (uint64_t)size,
+               ": the header's length %lu does not fit a file of %ld bytes, or is above %d", length, size,
+               JSON_MAX_BYTES);
     char *text = new_array(char, length + 1);
     pread_or_die(f->fd, text, length, 8, path);
     const Json *j = &f->header;
-    require(json_parse_owned(&f->header, text, length) && json_is(j, 0, JSON_OBJECT),
-            "'%s': the header is not a JSON object (%s)" ST_BROKEN, path, j->error);
+    ST_REQUIRE(json_parse_owned(&f->header, text, length) && json_is(j, 0, JSON_OBJECT),
+               ": the header is not a JSON object (%s)", j->error);
     JSON_EACH(j, key, 0) {
         if (strcmp(json_string(j, key), "__metadata__") == 0) continue;
         StTensor t = st_parse_tensor(j, key, path, data, size);
@@ -136,17 +135,15 @@ static void st_open_file(StReader *r, const char *path) {
     if (r->count > first) qsort(r->tensors + first, r->count - first, sizeof(StTensor), st_by_begin);
     for (int i = first; i < r->count; i++) {
         const StTensor *t = &r->tensors[i];
-        require(t->begin == end, "'%s': the data of tensor '%.100s' %s" ST_BROKEN, path, t->name,
-                t->begin < end ? "overlap another tensor's" : "follow a hole");
+        ST_REQUIRE(t->begin == end, ": the data of tensor '%.100s' %s", t->name,
+                   t->begin < end ? "overlap another tensor's" : "follow a hole");
         end += t->bytes;
     }
-    require(end == (uint64_t)size, "'%s' has %lu bytes behind its last tensor" ST_BROKEN, path, size - end);
+    ST_REQUIRE(end == (uint64_t)size, " has %lu bytes behind its last tensor", size - end);
 }
 
 static const StTensor *st_find(const StReader *r, const char *name) {
-    StTensor key;
-    key.name = name;
-    return r->count ? (const StTensor *)bsearch(&key, r->tensors, r->count, sizeof key, st_by_name) : NULL;
+    return r->count ? (const StTensor *)bsearch(&name, r->tensors, r->count, sizeof(StTensor), by_name) : NULL;
 }
 
 // The files that an index names, each once. File names only: an index must not reach outside its folder.
@@ -169,13 +166,12 @@ static void st_open_indexed(StReader *r, const char *folder, const char *index_p
 
 // Opens one file, or the folder that holds model.safetensors or else model.safetensors.index.json and its files.
 static void st_open(StReader *r, const char *path) {
-    memset(r, 0, sizeof *r);
+    CLEAR(r);
     Json index = {};
-    Path single = path_of("%s/model.safetensors", path), index_path = path_of("%s.index.json", single.text);
-    if (!is_directory(path))
-        st_open_file(r, path);
-    else if (file_exists(single.text))
-        st_open_file(r, single.text);
+    Path single = path_in(path, "model.safetensors"), index_path = path_of("%s.index.json", single.text);
+    const char *file = is_directory(path) ? single.text : path;
+    if (file == path || file_exists(file))
+        st_open_file(r, file);
     else {
         require(file_exists(index_path.text),
                 "folder '%s' holds neither model.safetensors nor model.safetensors.index.json\n"
@@ -183,10 +179,10 @@ static void st_open(StReader *r, const char *path) {
                 path);
         st_open_indexed(r, path, index_path.text, &index);
     }
-    if (r->count) qsort(r->tensors, r->count, sizeof(StTensor), st_by_name);
+    if (r->count) qsort(r->tensors, r->count, sizeof(StTensor), by_name);
     for (int i = 1; i < r->count; i++)
-        require(st_by_name(&r->tensors[i - 1], &r->tensors[i]) != 0, "'%s' holds tensor '%.100s' twice" ST_BROKEN, path,
-                r->tensors[i].name);
+        ST_REQUIRE(by_name(&r->tensors[i - 1], &r->tensors[i]) != 0, " holds tensor '%.100s' twice",
+                   r->tensors[i].name);
     int map = json_get(&index, index.text ? 0 : JSON_NONE, "weight_map");
     JSON_EACH(&index, key, map) {
         const StTensor *t = st_find(r, json_string(&index, key));
@@ -207,7 +203,7 @@ static void st_close(StReader *r) {
     }
     free(r->files);
     free(r->tensors);
-    memset(r, 0, sizeof *r);
+    CLEAR(r);
 }
 
 static void st_check_span(const StTensor *t, uint64_t begin, uint64_t count) {
@@ -257,7 +253,7 @@ static int st_same(const StReader *r, const StTensor *a, const StTensor *b) {
 // ---- writer
 
 static void st_create(StWriter *w, const char *path) {
-    memset(w, 0, sizeof *w);
+    CLEAR(w);
     w->path = path_of("%s", path);
     w->fd = -1;
 }
@@ -360,7 +356,7 @@ static int st_finish(StWriter *w) {
     int error = st_flush_and_close(w->fd, w->path.text, w->error);
     for (int i = 0; i < w->count; i++) free((void *)w->tensors[i].name);
     free(w->tensors);
-    memset(w, 0, sizeof *w);
+    CLEAR(w);
     return error;
 }
 
