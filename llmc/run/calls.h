@@ -18,7 +18,6 @@
 #include "samples.h"
 #include "update.h"
 
-#include <poll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -106,16 +105,14 @@ static int calls_next(Calls *c) {
     const double begin = now_seconds();
     int n = 0, idle = 0;
     do {
-        struct pollfd in = {c->socket, POLLIN, 0};
         int look[2] = {0};  // n, and whether the next wait is idle
         watchdog_beat(PHASE_DATA, -1);
         if (job->rank == 0) {
-            n = poll(&in, 1, job->world == 1 || idle ? 1000 : SOON) > 0;
-            if (n) n = calls_receive(c, message, sizeof message);
-            look[0] = n;
+            if (can_read(c->socket, job->world == 1 || idle ? 1000 : SOON))
+                look[0] = calls_receive(c, message, sizeof message);
             look[1] = now_seconds() - begin > 1e-3 * SOON;
         }
-        (idle ? comm_broadcast_idle : comm_broadcast)(job, look, sizeof look);
+        comm_broadcast_idle(job, look, sizeof look, idle);
         n = look[0];
         idle = look[1];
     } while (n == 0);
@@ -139,6 +136,13 @@ static int calls_has_room(const Calls *c, size_t bytes) {
     calls_refuse(c, "the arrays need %zu bytes of memory, and there are %zu\nmake the file longer", bytes,
                  c->call.bytes);
     return 0;
+}
+
+// From the first byte on; with it, how many there are.
+static void calls_answer_array(const Calls *c, const void *from, size_t count, size_t each) {
+    if (!calls_has_room(c, count * each)) return;
+    calls_give(c, 0, from, count * each);
+    calls_answer(c, "ok %zu", count);
 }
 
 // ---- forward, backward, train, step
@@ -290,11 +294,7 @@ static int calls_hear(void *caller, Sequence *s, const Drawn *drawn, SequenceEnd
     if (end == SEQUENCE_STOP) calls_made(x, s->end, s->end_logprob);
     return 0;
 }
-// Rank 0: the caller has gone, or wants an end.
-static void calls_look_up(const Calls *c) {
-    struct pollfd in = {c->socket, POLLIN, 0};
-    if (c->socket >= 0 && poll(&in, 1, 0) > 0) stop_signal = SIGTERM;
-}
+
 // All groups: their own sequences. `mine` of them begin at `first`.
 static int calls_generate(Calls *c, Sequence *sequences, int first, int mine) {
     Engine e = engine_of(c->t);
@@ -304,7 +304,7 @@ static int calls_generate(Calls *c, Sequence *sequences, int first, int mine) {
     for (int step = 1; on; step++) {
         const int more = engine_step(&e);
         if (more && step % GENERATE_MEETING) continue;
-        calls_look_up(c);
+        if (can_read(c->socket, 0)) stop_signal = SIGTERM;  // rank 0: the caller has gone, or wants an end
         const int all = stop_meet(&c->t->comm, more ? MEET_ON : 0);
         stopped = (all & MEET_STOP) != 0;
         if (stopped) engine_clear(&e);
@@ -418,8 +418,10 @@ static int can_load(const Model *m, const char *folder, int whole) {
     TrainState s = {};
     if (setjmp(attempt.place)) return 0;
     attempt.open = 1;
-    if (whole) checkpoint_load_state(folder, &s);
-    if (whole) checkpoint_require_precision(m, folder, &s);
+    if (whole) {
+        checkpoint_load_state(folder, &s);
+        checkpoint_require_precision(m, folder, &s);
+    }
     model_require_weights(m, folder);
     attempt.open = 0;
     state_free(&s);
@@ -480,11 +482,7 @@ static void call_names(Calls *c) {
     FILE *f = text_open(&text);
     PARAM_EACH(p, facts_of(c->t->model).table) fprintf(f, "%s\n", p->name);
     char *bytes = text_close(&text);
-    const size_t length = strlen(bytes);
-    if (calls_has_room(c, length)) {
-        calls_give(c, 0, bytes, length);
-        calls_answer(c, "ok %zu", length);
-    }
+    calls_answer_array(c, bytes, strlen(bytes), 1);
     free(bytes);
 }
 static int calls_has_text(const Calls *c) {
@@ -500,10 +498,7 @@ static void call_encode(Calls *c) {
     calls_take(c, text, 0, bytes);
     int *ids = new_array(int, 1 + tokenizer_most(text, (int)bytes));
     const int n = tokenizer_encode_text(&c->t->tokenizer, text, (int)bytes, c->call.x[1] != 0, ids);
-    if (calls_has_room(c, n * sizeof(int))) {
-        calls_give(c, 0, ids, n * sizeof(int));
-        calls_answer(c, "ok %d", n);
-    }
+    calls_answer_array(c, ids, n, sizeof *ids);
     free(text);
     free(ids);
 }
@@ -518,13 +513,10 @@ static void call_decode(Calls *c) {
         if (ids[i] < c->t->tokenizer.vocab_size) ids[known++] = ids[i];
     }
     char *text = good ? tokenizer_text(&c->t->tokenizer, ids, known) : NULL;
-    const size_t length = text ? strlen(text) : 0;
-    if (!good)
+    if (text)
+        calls_answer_array(c, text, strlen(text), 1);
+    else
         calls_refuse(c, "a token id is not in the vocabulary\nuse ids of this model's tokenizer");
-    else if (calls_has_room(c, length)) {
-        calls_give(c, 0, text, length);
-        calls_answer(c, "ok %zu", length);
-    }
     free(text);
     free(ids);
 }

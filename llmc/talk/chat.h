@@ -16,9 +16,8 @@ static const ChatTemplate chat_templates[] = {
 
 // Waits for standard input. People may take their time: the watchdog sees progress. Returns 0 after a second without.
 static int input_wait(void) {
-    struct pollfd in = {STDIN_FILENO, POLLIN, 0};
     watchdog_beat(PHASE_SAMPLE, -1);
-    return poll(&in, 1, 1000);
+    return can_read(STDIN_FILENO, 1000);
 }
 // The prompt of --generate where standard input is a file or a pipe: all of it, but for a newline at the end. "": none.
 static const char *piped_prompt(void) {

@@ -290,14 +290,13 @@ static void serve_line(Server *s, const char *line, size_t length) {
 // All ranks: what is there, waiting for at most so many milliseconds. Returns how many bytes, -1: the input has ended.
 static int serve_read(Server *s, int wait_ms) {
     const Comm *tp = &facts_of(s->engine.m).mesh->tp;
-    struct pollfd in = {STDIN_FILENO, POLLIN, 0};
     char *to = s->input + s->length;
     int count = 0;
-    if (tp->rank == 0 && poll(&in, 1, wait_ms) > 0) {
+    if (tp->rank == 0 && can_read(STDIN_FILENO, wait_ms)) {
         count = (int)read(STDIN_FILENO, to, SERVE_LINE - s->length);
         if (count == 0) count = -1;
     }
-    (wait_ms ? comm_broadcast_idle : comm_broadcast)(tp, &count, sizeof count);
+    comm_broadcast_idle(tp, &count, sizeof count, wait_ms > 0);
     if (count > 0) comm_broadcast(tp, to, count);
     return count;
 }
