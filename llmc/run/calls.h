@@ -157,10 +157,10 @@ static int calls_tokens(Calls *c, int T) {
     calls_take(c, c->targets, count * sizeof(int), count * sizeof(int));
     for (size_t i = 0; i < count; i++) {
         const int id = marked && c->inputs[i] < 0 ? ~c->inputs[i] : c->inputs[i], target = c->targets[i];
-        if (id >= 0 && id < V && target < V) continue;
-        const int bad = id >= 0 && id < V;
+        const int good = id >= 0 && id < V;
+        if (good && target < V) continue;
         calls_refuse(c, "%s %d at row %zu, column %zu is not in the vocabulary of %d\nuse the model's own tokenizer",
-                     bad ? "target" : "token", bad ? target : id, i / T, i % T, V);
+                     good ? "target" : "token", good ? target : id, i / T, i % T, V);
         return 0;
     }
     return 1;
@@ -366,8 +366,7 @@ static void call_generate(Calls *c) {
     if (calls_prompts(c, prompts, given + ends, ints - ends)) {
         // all of the model's tokens, as forward has them: what is drawn must be what logp says, else a policy learns to
         // hide in ids that no tokenizer knows
-        model_decode_open(t->model, generation_slots(&t->o), generation_rows(&t->o), t->window, t->config.vocab_size,
-                          (int)t->o.cache_pages);
+        open_decoding(t, t->model, t->config.vocab_size, t->o.cache_pages);
         c->has_forward = 0;
         const Ends own = {given, ends, NULL, 0};
         Sequence *sequences = new_zeros(Sequence, count);

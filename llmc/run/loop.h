@@ -223,9 +223,7 @@ static void open_models(Trainer *t) {
     t->model = model_new();
     model_open(t->model, &t->config, &model_options, &t->mesh);
     // the first call that generates opens it
-    if (samples_here(t) && writes_text(o) && !*o->calls)
-        model_decode_open(t->model, generation_slots(o), generation_rows(o), t->window, known_tokens(t),
-                          (int)o->cache_pages);
+    if (samples_here(t) && writes_text(o) && !*o->calls) open_decoding(t, t->model, known_tokens(t), o->cache_pages);
     if (writes_text(o)) find_ends(t);
     comm_align(&t->comm);  // not all ranks have opened it
     load_or_init(t);
@@ -267,6 +265,8 @@ static int trainer_main(int argc, char **argv) {
     t->out = o->serve ? serve_take_output() : NULL;
     if (!o->resume) settle_options(t);  // else with the options of the checkpoint
     t->comm = comm_open(&argc, &argv, o->timeout);
+    t->argc = argc;
+    t->argv = argv;
     const Comm *comm = &t->comm;
     comm_require(comm, o->num_processes == 1 || o->num_processes == comm->world,
                  "this job was not started as %lld processes but as %d\nlet mpirun or srun start them",
@@ -276,8 +276,8 @@ static int trainer_main(int argc, char **argv) {
         require(!(i ? t->out : stdout) || freopen("/dev/null", "w", i ? t->out : stdout),
                 "cannot open /dev/null: %s\ncheck the machine", strerror(errno));
     catch_signals(forward_only(o) || *o->calls);
-    find_checkpoint(t, argc, argv);
-    take_options(t, argc, argv);
+    find_checkpoint(t);
+    take_options(t);
     settle_options(t);
     comm_require(comm, comm->world == o->tp || !o->generate,
                  "--generate 1 needs one process, or as many as --tp says; this job has %d\nstart it without mpirun",
@@ -288,7 +288,7 @@ static int trainer_main(int argc, char **argv) {
                                      "use --generate on a terminal, without --prompt and mpirun; or leave it out");
     comm_use_cores(comm, o->threads);
     t->mesh = mesh_open(comm, o->tp);
-    choose_config(t, argc, argv);
+    choose_config(t);
     if (!o->generate && !*o->calls) open_data(t);
     if (!forward_only(o)) count_steps(t);
     open_tokenizer(t);

@@ -48,6 +48,9 @@ static void find_ends(Trainer *t) {
     ends_read(&ends, folders[i], t->has_tokenizer);
     t->ends = &ends;
 }
+static void open_decoding(const Trainer *t, Model *m, int known, int64_t pages) {
+    model_decode_open(m, generation_slots(&t->o), generation_rows(&t->o), t->window, known, (int)pages);
+}
 static Engine engine_of(Trainer *t) {
     Engine e = {};
     e.m = t->model;
@@ -102,8 +105,7 @@ static void open_draft(Trainer *t, const Options *o) {
     checkpoint_require_intact(&t->comm, folder, 2);
     t->draft = model_new();
     model_open(t->draft, &t->draft_config, o, &t->mesh);
-    model_decode_open(t->draft, generation_slots(&t->o), generation_rows(&t->o), t->window, known,
-                      model_pages(t->model));
+    open_decoding(t, t->draft, known, model_pages(t->model));
     model_load_weights(t->draft, folder);
 }
 

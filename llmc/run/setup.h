@@ -15,6 +15,8 @@
 
 typedef struct {
     Options o;
+    int argc;  // the command line
+    char **argv;
     Comm comm;  // the job
     Mesh mesh;
     Config config;
@@ -158,7 +160,7 @@ static const char *model_source(const Trainer *t) {
 }
 // Model sizes: those of the resumed checkpoint, of a Hugging Face folder, or of a preset. A preset without vocab= takes
 // the vocabulary of the data.
-static void choose_config(Trainer *t, int argc, char **argv) {
+static void choose_config(Trainer *t) {
     const char *model = model_source(t);
     size_t n = strlen(model);
     require(n < 4 || strcmp(model + n - 4, ".bin") != 0,
@@ -193,7 +195,7 @@ static void choose_config(Trainer *t, int argc, char **argv) {
     // texts have the model's context, unless the command line or the resumed run says another
     Options said = options_default();
     said.seq_len = 0;
-    if (t->o.generate && !is_resumed(t) && !options_parse_over(said, argc, argv).seq_len)
+    if (t->o.generate && !is_resumed(t) && !options_parse_over(said, t->argc, t->argv).seq_len)
         t->o.seq_len = t->config.max_seq_len;
     if (*t->o.draft) t->draft_config = config_from_json(t->o.draft);
     t->o.window = config_window(&t->config, t->o.window, t->o.seq_len);
@@ -405,7 +407,7 @@ static void use_adapters(Trainer *t, const char *folder) {
 }
 // Takes over the options of a checkpoint: of a resumed one all, of the --model of --generate and of calls those that
 // say where its tokenizer is and what its tokens see. The command line has precedence.
-static void take_options(Trainer *t, int argc, char **argv) {
+static void take_options(Trainer *t) {
     char why[WHY_BYTES];
     const char *folder = is_resumed(t) ? t->resumed_from.text : *t->adapters.text ? t->adapters.text : t->o.model;
     int named = !is_resumed(t) && (t->o.generate || *t->o.calls) && checkpoint_is_whole(folder, -1, why);
@@ -422,7 +424,7 @@ static void take_options(Trainer *t, int argc, char **argv) {
         free(text);
         option_set(&o, p, state_option(&t->before, p->name));
     }
-    t->o = options_parse_over(o, argc, argv);
+    t->o = options_parse_over(o, t->argc, t->argv);
     require(named || forward_only(&t->o) || !t->state.gone, "'%s' was trained with --%s, which is gone\n%s", folder,
             t->state.gone[0], t->state.gone[2]);
     require(named || !t->o.lora || is_adapter_folder(folder),
@@ -474,22 +476,22 @@ static void settle_options(Trainer *t) {
 }
 
 // llm.c's scripts give --resume at the first start, too: they name the model and the data.
-static void require_a_run_to_begin(const char *output, int argc, char **argv) {
+static void require_a_run_to_begin(const Trainer *t) {
     Options none = options_default();
     none.model = none.train_data = "";
-    none = options_parse_over(none, argc, argv);
+    none = options_parse_over(none, t->argc, t->argv);
     require(*none.model || *none.train_data,
             "there is no checkpoint in '%s' to resume, and the command says nothing of a run to begin\n"
             "name the run's own --output; or begin it with its --model and --train-data",
-            output);
+            t->o.output);
 }
-static void find_checkpoint(Trainer *t, int argc, char **argv) {
+static void find_checkpoint(Trainer *t) {
     const Options *o = &t->o;
     t->o.model = newest_of_run(&t->comm, o->model, &t->newest);
     t->o.draft = newest_of_run(&t->comm, o->draft, &t->newest_draft);
     if (is_adapter_folder(o->model)) use_adapters(t, o->model);
     int writes = *o->output && !forward_only(o) && t->comm.rank == 0;
-    if (writes && o->resume && !is_directory(o->output)) require_a_run_to_begin(o->output, argc, argv);
+    if (writes && o->resume && !is_directory(o->output)) require_a_run_to_begin(t);
     if (writes) make_directory(o->output);  // now, so that an unwritable folder ends the run at once
     if (writes) checkpoint_lock(&t->comm, o->output, o->timeout);
     int files = forward_only(o) ? 2 : 3;
@@ -503,7 +505,7 @@ static void find_checkpoint(Trainer *t, int argc, char **argv) {
     if (!writes || resumed) return;
     const int has_steps = logger_has_steps(o->output);
     if (o->resume) {
-        require_a_run_to_begin(o->output, argc, argv);
+        require_a_run_to_begin(t);
         if (has_steps) printf("the earlier run in '%s' left no checkpoint: it begins again with step 1\n", o->output);
         return;
     }
