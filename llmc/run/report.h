@@ -121,14 +121,15 @@ static void report_gpu(Trainer *t) {
     log_event(t, "gpu", "sm_mhz %d memory_mhz %d watts %g celsius %d held_back_by %s", s.sm_mhz, s.memory_mhz,
               1e-3 * s.milliwatts, s.celsius, s.held_back);
 }
-static void report_save(Trainer *t, const char *path, int64_t step, double seconds, double held) {
-    printf("checkpoint %s | written in %.1f s, training stood still for %.2f s\n", path, seconds, held);
-    logger_event(&t->log, "checkpoint", step, "path %s at_step %ld seconds %g held_seconds %g", path, t->state.step,
-                 seconds, held);
-}
-static void report_failed_save(Trainer *t, const char *path, int64_t step, int error) {
+static void report_save(Trainer *t, const char *path, int64_t step, int error, double seconds, double held) {
     const char *reason =
         error == OTHER_RANK_FAILED ? "another rank could not write its part, see its message" : strerror(error);
+    if (!error) {
+        printf("checkpoint %s | written in %.1f s, training stood still for %.2f s\n", path, seconds, held);
+        logger_event(&t->log, "checkpoint", step, "path %s at_step %ld seconds %g held_seconds %g", path, t->state.step,
+                     seconds, held);
+        return;
+    }
     printf("checkpoint %s | FAILED: %s; older ones are untouched", path, reason);
     if (t->ending)
         printf(", and --resume 1 goes on from the newest of them\n");

@@ -36,10 +36,7 @@ static void save_finish(void *trainer) {
     t->unrotated = !error;
     t->unproven &= !error;
     console_overwrite("");
-    if (error)
-        report_failed_save(t, path.text, step, error);
-    else
-        report_save(t, path.text, step, now - t->save_begin, t->save_held + now - begin);
+    report_save(t, path.text, step, error, now - t->save_begin, t->save_held + now - begin);
     if (!error) link_if_best(t, step);
     rotate(t);
 }

@@ -126,10 +126,11 @@ static void check_options(const Options *o) {
             "--evaluate 1 has nothing to evaluate\ngive --val-data or --choice-data");
     require(!*o->draft || is_directory(o->draft), "--draft '%s' is no folder\nname the folder of a small model",
             o->draft);
-    require(!*o->draft || generation_slots(o) * (o->draft_tokens + 1) <= DECODE_ROWS,
+    const int slots = generation_sizes(o).slots;
+    require(!*o->draft || slots * (o->draft_tokens + 1) <= DECODE_ROWS,
             "%d sequences with %lld drafted tokens each are more than the %d rows of a step\n"
             "use a smaller --serve or --debug draft-tokens",
-            generation_slots(o), o->draft_tokens, DECODE_ROWS);
+            slots, o->draft_tokens, DECODE_ROWS);
     require(o->window != 0, "--window 0: a token would not see itself\ngive a number of tokens, or -1 for all");
     require(o->eval_steps != 0 || (!o->eval_every && !o->evaluate),
             "--eval-steps 0 measures nothing\nuse --eval-every 0 to leave evaluation out, -1 for the whole set");
