@@ -42,12 +42,8 @@ typedef struct {
     StepKind kind;           // by what the step has got its gradients so far
     int micro, is_complete;  // micro-steps of the step so far; no other may follow
     double clock;
+    size_t own, all, first;  // tokens (B,T) of this rank; (dp,B,T); of the ranks before
 } Calls;
-
-static const Comm *calls_dp(const Calls *c) { return &c->t->mesh.dp; }
-static size_t calls_own(const Calls *c) { return (size_t)c->t->o.batch_size * c->t->o.seq_len; }
-static size_t calls_all(const Calls *c) { return calls_own(c) * calls_dp(c)->world; }
-static size_t calls_first(const Calls *c) { return calls_own(c) * calls_dp(c)->rank; }
 
 // ---- messages
 
@@ -150,7 +146,7 @@ static void calls_answer_array(const Calls *c, const void *from, size_t count, s
 // Takes inputs and targets, rows of T. Returns whether they are good.
 static int calls_tokens(Calls *c, int T) {
     const int V = c->t->config.vocab_size, marked = c->t->o.documents > 0;
-    const size_t count = calls_all(c);
+    const size_t count = c->all;
     if (!calls_has_room(c, 2 * count * sizeof(int))) return 0;
     c->has_forward = 0;
     calls_take(c, c->inputs, 0, count * sizeof(int));
@@ -170,7 +166,7 @@ static void call_forward(Calls *c) {
     Trainer *t = c->t;
     const Call *q = &c->call;
     const int T = (int)q->x[0], without = q->x[1] == 0;
-    const size_t all = calls_all(c), first = calls_first(c);
+    const size_t all = c->all, first = c->first;
     if (T < 1 || t->o.seq_len % T)
         return calls_refuse(c, "rows of %d tokens\nuse --seq-len %lld, or a divisor of it", T, t->o.seq_len);
     // copies in fp8 are made in a step's first micro-step: these would be of other weights
@@ -185,7 +181,7 @@ static void call_forward(Calls *c) {
     model_losses(t->model, c->inputs + first, c->targets + first, T, c->values + first);
     if (without) model_scale_adapters(t->model, alpha);
     c->has_forward = T == t->o.seq_len && !without;
-    comm_all_gather(calls_dp(c), c->values, calls_own(c) * sizeof(float));
+    comm_all_gather(&t->mesh.dp, c->values, c->own * sizeof(float));
     calls_give(c, 2 * all * sizeof(int), c->values, all * sizeof(float));
     calls_answer(c, "ok");
 }
@@ -209,7 +205,7 @@ static int calls_may_add(Calls *c, StepKind kind) {
 // backward last: factors (R,T) of the losses
 static void call_backward(Calls *c) {
     Trainer *t = c->t;
-    const size_t all = calls_all(c), first = calls_first(c);
+    const size_t all = c->all, first = c->first;
     if (!c->has_forward)
         return calls_refuse(c, "backward needs the activations of its forward\ncall forward before each backward, with "
                                "rows of --seq-len tokens, adapters included and nothing between");
@@ -228,9 +224,8 @@ static void call_backward(Calls *c) {
 }
 static void call_train(Calls *c) {
     Trainer *t = c->t;
-    const size_t first = calls_first(c);
     if (!calls_may_add(c, STEP_OF_LOSSES) || !calls_tokens(c, (int)t->o.seq_len)) return;
-    model_micro_step(t->model, c->inputs + first, c->targets + first, c->micro, t->num_micro);
+    model_micro_step(t->model, c->inputs + c->first, c->targets + c->first, c->micro, t->num_micro);
     c->kind = STEP_OF_LOSSES;
     c->is_complete = ++c->micro == t->num_micro;
     calls_answer(c, "ok");
@@ -248,7 +243,7 @@ static void call_step(Calls *c) {
         return calls_refuse(c,
                             "the step has %d of %d micro-steps, and the mean is over all\ncall train again, or start "
                             "with --total-batch %lld",
-                            c->micro, t->num_micro, (long long)calls_all(c) * c->micro);
+                            c->micro, t->num_micro, (long long)c->all * c->micro);
     for (int i = 0; i < UPDATE_NUMBERS; i++)
         if (!(use[i] >= 0 && use[i] < (i == 1 || i == 2 ? 1 : 1e30)))
             return calls_refuse(c, "the step has the number %g for its %s\ngive one that an optimiser can use", use[i],
@@ -256,7 +251,7 @@ static void call_step(Calls *c) {
                                                   "gradient clip"})[i]);
     const UpdateParams p = update_params(t, use);
     watchdog_step(t->state.step + 1);
-    StepReport r = update(t, &p, use[0], (int64_t)calls_all(c) * c->micro);
+    StepReport r = update(t, &p, use[0], (int64_t)c->all * c->micro);
     if (c->kind == STEP_OF_WEIGHTS) {
         r.result.loss = (float)x[6];
         r.loss_z = NAN;
@@ -273,32 +268,30 @@ static void call_step(Calls *c) {
 
 // ---- generate
 
-// A sequence and what has become of it: a record of ints, as the caller sees it.
+// What has become of a sequence: a record of ints, as the caller sees it, at the sequence's `of`.
+// (MADE_TOKENS + most + most): count, reason, tokens, their logp as floats.
 enum { MADE_COUNT, MADE_REASON, MADE_TOKENS };
-typedef struct {
-    int *made;  // (MADE_TOKENS + most + most): count, reason, tokens, their logp as floats
-    int most;
-} Made;
-static void calls_made(const Made *x, int token, float logprob) {
-    const int i = x->made[MADE_COUNT]++;
-    x->made[MADE_TOKENS + i] = token;
-    memcpy(x->made + MADE_TOKENS + x->most + i, &logprob, sizeof logprob);
+static void calls_made(int *made, int most, int token, float logprob) {
+    int *to = made + MADE_TOKENS + made[MADE_COUNT]++;
+    *to = token;
+    memcpy(to + most, &logprob, sizeof logprob);
 }
-static int calls_hear(void *caller, Sequence *s, const Drawn *drawn, SequenceEnd end) {
-    const Made *x = (const Made *)s->of;
-    (void)caller;
+static int calls_hear(void *most, Sequence *s, const Drawn *drawn, SequenceEnd end) {
+    int *made = (int *)s->of;
     if (drawn)
-        calls_made(x, drawn->token, drawn->logprob);
+        calls_made(made, *(int *)most, drawn->token, drawn->logprob);
     else
-        x->made[MADE_REASON] = (int)end;
-    if (end == SEQUENCE_STOP) calls_made(x, s->end, s->end_logprob);
+        made[MADE_REASON] = (int)end;
+    if (end == SEQUENCE_STOP) calls_made(made, *(int *)most, s->end, s->end_logprob);
     return 0;
 }
 
 // All groups: their own sequences. `mine` of them begin at `first`.
 static int calls_generate(Calls *c, Sequence *sequences, int first, int mine) {
     Engine e = engine_of(c->t);
+    int most = (int)c->call.x[2];
     e.hear = calls_hear;
+    e.caller = &most;
     for (int i = 0; i < mine; i++) engine_add(&e, &sequences[first + i]);
     int stopped = 0, on = 1;
     for (int step = 1; on; step++) {
@@ -355,7 +348,7 @@ static void call_generate(Calls *c) {
     Trainer *t = c->t;
     const double *x = c->call.x;
     const int prompts = (int)x[0], n = (int)x[1], most = (int)x[2], ends = (int)x[7], record = MADE_TOKENS + 2 * most;
-    const Comm *dp = calls_dp(c);
+    const Comm *dp = &t->mesh.dp;
     const int together = computes_together(&t->o, dp), parts = together ? 1 : dp->world;
     if (!calls_may_generate(c)) return;
     const size_t count = (size_t)prompts * n, each = (count + parts - 1) / parts;
@@ -370,7 +363,6 @@ static void call_generate(Calls *c) {
         c->has_forward = 0;
         const Ends own = {given, ends, NULL, 0};
         Sequence *sequences = new_zeros(Sequence, count);
-        Made *records = new_array(Made, count);
         for (size_t i = 0, at = ends; i < count; i++) {
             Sequence *s = &sequences[i];
             const int length = given[at];
@@ -380,8 +372,7 @@ static void call_generate(Calls *c) {
             memcpy(s->tokens, given + at + 1, length * sizeof(int));
             s->draw = (Draw){(float)x[3], (int)x[4], (float)x[5], (uint64_t)x[6], rand_stream(RAND_SAMPLE, i), 0};
             s->ends = &own;
-            records[i] = (Made){made + i * record, most};
-            s->of = &records[i];
+            s->of = made + i * record;
             if (i % n == (size_t)n - 1) at += 1 + length;
         }
         const size_t first = together ? 0 : each * dp->rank, left = first < count ? count - first : 0;
@@ -394,7 +385,6 @@ static void call_generate(Calls *c) {
             calls_answer(c, "ok %d", record);
         for (size_t i = 0; i < count; i++) free(sequences[i].tokens);
         free(sequences);
-        free(records);
     }
     free(given);
     free(made);
@@ -533,11 +523,13 @@ static void call_log(Calls *c) {
 
 static void calls_open(Calls *c) {
     Trainer *t = c->t;
-    const size_t all = calls_all(c);
     c->socket = -1;
-    c->inputs = new_zeros(int, 2 * all);
-    c->targets = c->inputs + all;
-    c->values = new_zeros(float, all);
+    c->own = t->o.batch_size * t->o.seq_len;
+    c->all = c->own * t->mesh.dp.world;
+    c->first = c->own * t->mesh.dp.rank;
+    c->inputs = new_zeros(int, 2 * c->all);
+    c->targets = c->inputs + c->all;
+    c->values = new_zeros(float, c->all);
     c->clock = now_seconds();
     t->saved_step = t->state.step;
     if (t->comm.rank > 0) return;

@@ -147,7 +147,7 @@ static ValScore validation_score(Evaluation *e, Model *m, const Tokenizer *token
     const Comm *dp = &facts_of(m).mesh->dp;
     int B = e->B, T = e->T, step = B * dp->world;
     int64_t rows = e->val.sets[set].rows, bytes = 0, learned = 0;
-    if (e->val_batches > 0 && e->val_batches * step < rows) rows = e->val_batches * step;
+    if (e->val_batches > 0) rows = smaller(e->val_batches * step, rows);
     float *losses = new_array(float, (B * (size_t)T));
     double sum = 0;
     dataloader_begin_set(&e->val, set);

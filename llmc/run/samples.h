@@ -21,8 +21,8 @@ static Options options_of_model(Trainer *t) {
     #endif
     Options o = t->o;
     int most = smaller(o.seq_len, t->config.max_seq_len), longest = generation_longest(&o);
-    if (*o.draft && t->draft_config.max_seq_len < most) most = t->draft_config.max_seq_len;
-    if (o.window > 0 && o.window < most) most = (int)o.window;  // what a sample's token saw in training
+    if (*o.draft) most = smaller(most, t->draft_config.max_seq_len);
+    if (o.window > 0) most = smaller(most, o.window);  // what a sample's token saw in training
     t->window = longest < most && !o.serve && !*o.calls && !t->talks ? longest : most;
     if (!o.generate) return o;
     o.seq_len = smaller(t->window, PIECE);

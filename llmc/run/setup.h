@@ -249,14 +249,10 @@ static void count_steps(Trainer *t) {
             total, before && atoll(before) == total ? " of the resumed run" : "", o->tp > 1 ? " / tp" : "",
             micro_tokens, larger(near, 1) * micro_tokens);
     t->num_micro = total / micro_tokens;
-    if (*o->calls) {
-        t->steps = o->max_steps != -1 ? o->max_steps : 0;
-        return;
-    }
     // As in llm.c, an epoch's last step may end with the next epoch's first rows.
     const int64_t places = t->train.kind.pack ? t->train.rows_per_epoch * o->seq_len : t->train.num_tokens;
     t->steps = o->max_steps != -1 ? o->max_steps : (long long)(o->epochs * (double)places / (double)total);
-    require(t->steps > 0 && t->steps <= 1 << 30,
+    require(*o->calls || (t->steps > 0 && t->steps <= 1 << 30),
             "%g epochs of %ld tokens are %lld steps of %lld\n"
             "use another --total-batch or --epochs, or give --max-steps",
             o->epochs, places, t->steps, total);
@@ -417,9 +413,9 @@ static void take_options(Trainer *t) {
     Options o = options_default();
     OPTION_EACH(p) {
         const char *value = state_option(&t->state, p->name);
-        const int kept = !named || has_word(" tokenizer train-data window ", p->name);
+        const int kept = named ? has_word(" tokenizer train-data window ", p->name)
+                               : !has_word(" reset-optimizer calls ", p->name);  // these are of that one start
         if (!value || !kept) continue;
-        if (has_word(" reset-optimizer calls ", p->name)) continue;  // of that one start
         char *text = printable(strdup(value), "\n\t");
         state_set_option(&t->before, p->name, text);  // a copy: those of `state` change during the run
         free(text);
