@@ -406,12 +406,15 @@ static void options_version(void) {
 
 // ---- parsing
 
+// Whether so many bytes of a text are this word.
+static int is_word(const char *word, const char *text, size_t length) {
+    return strlen(word) == length && !strncmp(word, text, length);
+}
 // By its word or by llm.c's letters.
 static const OptionInfo *option_find(const char *argument, size_t length) {
     OPTION_EACH(p) {
-        const size_t letters = strlen(p->letters);
-        if (strlen(p->word) == length && !strncmp(p->word, argument, length)) return p;
-        if (letters && letters + 1 == length && !strncmp(p->letters, argument + 1, letters)) return p;
+        if (is_word(p->word, argument, length)) return p;
+        if (*p->letters && is_word(p->letters, argument + 1, length - 1)) return p;
     }
     return NULL;
 }
@@ -496,13 +499,12 @@ static void options_debug(Options *o, const char *program, const char *list) {
 }
 // The options of the command line; o holds the others. --epochs alone takes the place of their --max-steps.
 static Options options_parse_over(Options o, int argc, char **argv) {
-    static const char debug[] = "--debug";
     int epochs = 0, steps = 0;
     for (int i = 1; i < argc; i++) {
         const char *argument = argv[i];
         int last = i + 1 == argc, alone = last || argv[i + 1][0] == '-';
         size_t length = argument[0] == '-' && argument[1] == '-' ? strcspn(argument, "=") : strlen(argument);
-        int help = length == strlen("--help") && !strncmp(argument, "--help", length);
+        int help = is_word("--help", argument, length);
         int version = strcmp(argument, "--version") == 0, first_page = alone && strcmp(argument, "-h") == 0;
         if (help) options_help(argv[0], argument[length] ? argument + length + 1 : alone ? "" : argv[i + 1]);
         if (first_page) options_help(argv[0], "");
@@ -514,7 +516,7 @@ static Options options_parse_over(Options o, int argc, char **argv) {
                 argument);
         require(argument[0] == '-' && argument[1], "'%s' is not an option\nevery option is --name value; see %s --help",
                 argument, argv[0]);
-        const int is_debug = length == strlen(debug) && !strncmp(argument, debug, length);
+        const int is_debug = is_word("--debug", argument, length);
         const OptionInfo *p = is_debug ? NULL : option_find(argument, length);
         if (!p && !is_debug) option_unknown(argv[0], argument, length);
         const char *value = argument[length] ? argument + length + 1 : p && option_is_switch(p) && alone ? "1" : NULL;

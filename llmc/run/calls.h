@@ -249,9 +249,8 @@ static void call_step(Calls *c) {
             return calls_refuse(c, "the step has the number %g for its %s\ngive one that an optimiser can use", use[i],
                                 ((const char *[]){"learning rate", "beta1", "beta2", "epsilon", "weight decay",
                                                   "gradient clip"})[i]);
-    const UpdateParams p = update_params(t, use);
     watchdog_step(t->state.step + 1);
-    StepReport r = update(t, &p, use[0], (int64_t)c->all * c->micro);
+    StepReport r = update(t, use, use[0], (int64_t)c->all * c->micro);
     if (c->kind == STEP_OF_WEIGHTS) {
         r.result.loss = (float)x[6];
         r.loss_z = NAN;

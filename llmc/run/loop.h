@@ -86,9 +86,8 @@ static const char *train_step(Trainer *t, double *clock) {
     }
     double use[UPDATE_NUMBERS];
     update_numbers(o, learning_rate_at(o, base_lr(o), t->steps, t->state.step), use);
-    const UpdateParams p = update_params(t, use);
     const double shown = learning_rate_at(o, o->learning_rate, t->steps, t->state.step);
-    StepReport r = update(t, &p, shown, o->total_batch);
+    StepReport r = update(t, use, shown, o->total_batch);
     if (reason_to_end(t)) end_diverged(t, reason_to_end(t));
     t->state.step++;
     t->state.tokens += r.tokens;

@@ -271,7 +271,7 @@ static Path find_tokenizer(const Trainer *t, int *guessed) {
     const struct {
         Path path;
         int skipped, guessed;
-    } places[] = {{path_of("%s/tokenizer.bin", model_source(t)), !o->generate && !*o->calls, 0},
+    } places[] = {{path_in(model_source(t), "tokenizer.bin"), !o->generate && !*o->calls, 0},
                   {tokenizer_path(shard), 0, default_data},
                   {path_of("gpt2_tokenizer.bin"), 0, 1}};
     *guessed = 0;
@@ -308,7 +308,7 @@ static void open_tokenizer(Trainer *t) {
 static TokenizerId tokenizer_id(const Tokenizer *t) { return (TokenizerId){t->kind, t->vocab_size, t->hash}; }
 // Of the model in a folder, according to its tokenizer.bin or its checkpoint. Hash 0: neither says.
 static TokenizerId tokenizer_of_folder(const char *folder) {
-    const Path bin = path_of("%s/tokenizer.bin", folder), state = path_of("%s/train_state.json", folder);
+    const Path bin = path_in(folder, "tokenizer.bin"), state = path_in(folder, "train_state.json");
     TokenizerId id = {TOKENIZER_UNKNOWN, 0, 0};
     if (file_exists(bin.text)) {
         Tokenizer own;

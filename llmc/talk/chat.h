@@ -45,8 +45,8 @@ static int chat_can_talk(const Options *o) {
 static const ChatTemplate *chat_template_of(const char *folder) {
     Json j, unparsed;
     size_t bytes = 0;
-    const Path config = path_of("%s/tokenizer_config.json", folder);
-    char *apart = json_read(&unparsed, path_of("%s/chat_template.jinja", folder).text, &bytes);
+    const Path config = path_in(folder, "tokenizer_config.json");
+    char *apart = json_read(&unparsed, path_in(folder, "chat_template.jinja").text, &bytes);
     int value = !bytes && json_open(&j, config.text) ? json_get(&j, 0, "chat_template") : JSON_NONE;
     int several = JSON_NONE;
     if (apart) apart[bytes] = 0;

@@ -92,6 +92,7 @@ typedef struct {
 
 // Sequences that have a slot, in the order in which they came.
 #define EACH_RUNNING(s, e) for (Sequence *s = (e)->first; s != (e)->waits; s = s->next)
+#define EACH_MODEL(model, e) for (Model *model = (e)->m; model; model = model == (e)->m ? (e)->draft : NULL)
 
 static void engine_add(Engine *e, Sequence *s) {
     assert(s->count > 0 && s->count < s->most);
@@ -112,8 +113,7 @@ static int *engine_pages(const Engine *e, const Sequence *s) { return e->of_slot
 static void engine_hold(Engine *e, const Sequence *s, int page) {
     const int index = e->held[s->slot]++;
     engine_pages(e, s)[index] = page;
-    model_place(e->m, s->slot, index, page);
-    if (e->draft) model_place(e->draft, s->slot, index, page);
+    EACH_MODEL(model, e) model_place(model, s->slot, index, page);
 }
 static void engine_release(Engine *e, const Sequence *s) {
     while (e->held[s->slot]) pages_leave(&e->pages, engine_pages(e, s)[--e->held[s->slot]]);
@@ -203,8 +203,7 @@ static int engine_begin(Engine *e, Sequence *s, int spare) {
         return 0;
     }
     engine_reach(e, s, last + 1 - s->begin);
-    model_set_length(e->m, s->slot, s->shares * KV_PAGE);
-    if (e->draft) model_set_length(e->draft, s->slot, s->shares * KV_PAGE);
+    EACH_MODEL(model, e) model_set_length(model, s->slot, s->shares * KV_PAGE);
     s->is_new = 1;
     return 1;
 }
@@ -247,8 +246,7 @@ static int engine_prompt_left(const Engine *e, const Sequence *s) {
 }
 static void engine_prompt_piece(Engine *e, Sequence *s, int n) {
     const int done = model_length(e->m, s->slot);
-    model_prompt(e->m, s->slot, s->tokens + s->begin + done, n);
-    if (e->draft) model_prompt(e->draft, s->slot, s->tokens + s->begin + done, n);
+    EACH_MODEL(model, e) model_prompt(model, s->slot, s->tokens + s->begin + done, n);
     engine_share(e, s, done + n);
 }
 // Whether an earlier prompt's rows are about to fill the page that this new one needs next.

@@ -83,7 +83,9 @@ static void serve_bytes(const Server *s, int token) {
     const Tokenizer *t = s->engine.tokenizer;
     int length;
     const unsigned char *bytes = t ? tokenizer_token(t, token, &length) : NULL;
+    fputc('"', s->out);
     for (int i = 0; bytes && i < length; i++) fprintf(s->out, "%02x", bytes[i]);
+    fputc('"', s->out);
 }
 static void serve_top(Server *s, const Drawn *drawn, int count) {
     fputs(",\"top\":[", s->out);
@@ -93,9 +95,9 @@ static void serve_top(Server *s, const Drawn *drawn, int count) {
         json_write_string(s->out, text);
         fputc(',', s->out);
         json_write_float(s->out, drawn->top_logprob[i]);
-        fputs(",\"", s->out);
+        fputc(',', s->out);
         serve_bytes(s, drawn->top_token[i]);
-        fputs("\"]", s->out);
+        fputc(']', s->out);
         free(text);
     }
     fputc(']', s->out);
@@ -111,9 +113,8 @@ static void serve_tell(Server *s, const Request *r, Sequence *q, const Drawn *dr
     else
         json_write_fields(f, "reason %s tokens %d", reasons[end], q->count - q->prompt);
     if (drawn && r->bytes) {
-        fputs(",\"bytes\":\"", f);
+        fputs(",\"bytes\":", f);
         serve_bytes(s, drawn->token);
-        fputc('"', f);
     }
     if (drawn && q->draw.top) serve_top(s, drawn, q->draw.top);
     fputs("}\n", f);
