@@ -135,16 +135,13 @@ static void mpi_exchange(const Comm *c, int to, const void *send, int from, void
 // process gives mpirun (or the daemon of this host) some seconds and then ends it. The child has a session of its own,
 // so that it is not ended together with this rank. No call here needs a lock that a hanging thread may hold.
 static void comm_end_launcher(void) {
-    static const char *const names[] = {"prterun", "prted", "mpirun",        "mpiexec",
-                                        "orterun", "orted", "mpiexec.hydra", "hydra_pmi_proxy"};
+    static const char known[] = " prterun prted mpirun mpiexec orterun orted mpiexec.hydra hydra_pmi_proxy ";
     char path[64], name[32] = "";
-    int known = 0;
     pid_t launcher = getppid();
     FORMAT(path, "/proc/%d/comm", launcher);
     int file = open(path, O_RDONLY | O_CLOEXEC);
     if (file >= 0 && read(file, name, sizeof name - 1) > 0) name[strcspn(name, "\n")] = 0;
-    for (int i = 0; i < COUNT_OF(names); i++) known |= strcmp(name, names[i]) == 0;
-    if (!known || syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0) != 0) return;
+    if (!has_word(known, name) || syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0) != 0) return;
     setsid();
     for (int fd = 0; fd < 1 << 16; fd++) close(fd);
     struct pollfd ended = {(int)syscall(SYS_pidfd_open, launcher, 0), POLLIN, 0};

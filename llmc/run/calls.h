@@ -36,7 +36,7 @@ typedef struct {
     char *memory;      // rank 0: the file, mapped
     size_t mapped;
     Call call;               // the one that is answered
-    int *inputs, *targets;   // of the last tokens (dp,B,T)
+    int *inputs, *targets;   // of the last tokens (2,dp,B,T)
     float *values;           // losses, factors (dp,B,T)
     int has_forward;         // the activations of these tokens are there, of the weights as they are trained
     StepKind kind;           // by what the step has got its gradients so far
@@ -119,9 +119,9 @@ static int calls_next(Calls *c) {
     comm_broadcast(job, c->call.text, smaller(n, CALL_TEXT));
     return 1;
 }
-// Bytes of the memory from `at` on, on all ranks.
-static void calls_take(const Calls *c, void *to, size_t at, size_t bytes) {
-    if (c->t->comm.rank == 0) memcpy(to, c->memory + at, bytes);
+// The memory's first bytes, on all ranks.
+static void calls_take(const Calls *c, void *to, size_t bytes) {
+    if (c->t->comm.rank == 0) memcpy(to, c->memory, bytes);
     comm_broadcast(&c->t->comm, to, bytes);
 }
 static void calls_give(const Calls *c, size_t at, const void *from, size_t bytes) {
@@ -146,12 +146,11 @@ static void calls_answer_array(const Calls *c, const void *from, size_t count, s
 // Takes inputs and targets, rows of T. Returns whether they are good.
 static int calls_tokens(Calls *c, int T) {
     const int V = c->t->config.vocab_size, marked = c->t->o.documents > 0;
-    const size_t count = c->all;
-    if (!calls_has_room(c, 2 * count * sizeof(int))) return 0;
+    const size_t bytes = 2 * c->all * sizeof(int);
+    if (!calls_has_room(c, bytes)) return 0;
     c->has_forward = 0;
-    calls_take(c, c->inputs, 0, count * sizeof(int));
-    calls_take(c, c->targets, count * sizeof(int), count * sizeof(int));
-    for (size_t i = 0; i < count; i++) {
+    calls_take(c, c->inputs, bytes);
+    for (size_t i = 0; i < c->all; i++) {
         const int id = marked && c->inputs[i] < 0 ? ~c->inputs[i] : c->inputs[i], target = c->targets[i];
         const int good = id >= 0 && id < V;
         if (good && target < V) continue;
@@ -210,7 +209,7 @@ static void call_backward(Calls *c) {
         return calls_refuse(c, "backward needs the activations of its forward\ncall forward before each backward, with "
                                "rows of --seq-len tokens, adapters included and nothing between");
     if (!calls_may_add(c, STEP_OF_WEIGHTS) || !calls_has_room(c, all * sizeof(float))) return;
-    calls_take(c, c->values, 0, all * sizeof(float));
+    calls_take(c, c->values, all * sizeof(float));
     for (size_t i = 0; i < all; i++)
         if (!isfinite(c->values[i]))
             return calls_refuse(c, "the weight at row %lld, column %lld is %g\nlook at what your loss computes there",
@@ -354,7 +353,7 @@ static void call_generate(Calls *c) {
     const int ints = (int)x[8];
     if (!calls_has_room(c, count * record * sizeof(int)) || !calls_has_room(c, ints * sizeof(int))) return;
     int *given = new_array(int, ints), *made = new_zeros(int, each * parts * record);
-    calls_take(c, given, 0, ints * sizeof(int));
+    calls_take(c, given, ints * sizeof(int));
     if (calls_prompts(c, prompts, given + ends, ints - ends)) {
         // all of the model's tokens, as forward has them: what is drawn must be what logp says, else a policy learns to
         // hide in ids that no tokenizer knows
@@ -483,7 +482,7 @@ static void call_encode(Calls *c) {
     const size_t bytes = (size_t)c->call.x[0];
     if (!calls_has_text(c) || !calls_has_room(c, bytes)) return;
     char *text = new_zeros(char, bytes + 1);
-    calls_take(c, text, 0, bytes);
+    calls_take(c, text, bytes);
     int *ids = new_array(int, 1 + tokenizer_most(text, (int)bytes));
     const int n = tokenizer_encode_text(&c->t->tokenizer, text, (int)bytes, c->call.x[1] != 0, ids);
     calls_answer_array(c, ids, n, sizeof *ids);
@@ -495,7 +494,7 @@ static void call_decode(Calls *c) {
     const int n = (int)c->call.x[0];
     if (!calls_has_text(c) || !calls_has_room(c, n * sizeof(int))) return;
     int *ids = new_array(int, n), good = 1, known = 0;
-    calls_take(c, ids, 0, n * sizeof(int));
+    calls_take(c, ids, n * sizeof(int));
     for (int i = 0; i < n; i++) {
         good &= ids[i] >= 0 && ids[i] < c->t->config.vocab_size;
         if (ids[i] < c->t->tokenizer.vocab_size) ids[known++] = ids[i];

@@ -3,7 +3,6 @@
 #define LLMC_RUN_SAMPLES_H
 
 #include "setup.h"
-#include "../talk/generate.h"
 
 static int first_token(const Trainer *t) {
     return t->has_tokenizer                             ? t->tokenizer.eot

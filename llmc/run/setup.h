@@ -3,15 +3,10 @@
 #ifndef LLMC_TRAINER_SETUP_H
 #define LLMC_TRAINER_SETUP_H
 
-#include "../model/backend.h"
 #include "../talk/chat.h"
-#include "../files/checkpoint.h"
 #include "evaluate.h"
 #include "gpu_monitor.h"
-#include "../muon.h"
 #include "../talk/serve.h"
-#include "../ranks/stop.h"
-#include "../data/tokenizer.h"
 
 typedef struct {
     Options o;
@@ -220,9 +215,9 @@ static void open_data(Trainer *t) {
     require(t->train.vocab_size <= V,
             "the training data has a vocabulary of %d and the model of %d\nuse data made with the model's tokenizer",
             t->train.vocab_size, V);
-    if (t->train.hash && evaluation_tokenizer(&t->eval))
-        require(t->train.hash == evaluation_tokenizer(&t->eval),
-                "training and evaluation data were made with different tokenizers\nmake both with one");
+    const uint64_t hash = evaluation_tokenizer(&t->eval);
+    require(!t->train.hash || !hash || t->train.hash == hash,
+            "training and evaluation data were made with different tokenizers\nmake both with one");
 }
 static void close_data(Trainer *t) {
     if (t->has_tokenizer) tokenizer_close(&t->tokenizer);

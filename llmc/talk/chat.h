@@ -5,7 +5,6 @@
 #define LLMC_CHAT_H
 
 #include "generate.h"
-#include "../files/json.h"
 
 // How a turn is written: [before][role][after][text][end][between]. Those in <> are tokens, if the tokenizer has them.
 typedef struct { const char *known_by, *start, *before, *after, *end, *between; } ChatTemplate;

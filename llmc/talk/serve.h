@@ -6,7 +6,6 @@
 #define LLMC_SERVE_H
 
 #include "engine.h"
-#include "../files/json.h"
 
 enum {
     SERVE_LINE = 16 << 20,  // bytes of a line, less than
