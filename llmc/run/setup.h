@@ -551,26 +551,27 @@ static void handshake(const Trainer *t) {
 }
 
 static void load_or_init(Trainer *t) {
+    const int resumed = is_resumed(t), anew = t->o.reset_optimizer != 0;
     watchdog_beat(PHASE_LOAD, -1);
     if (t->o.lora) model_load_frozen(t->model, t->o.model);
     if (*t->adapters.text)
         model_load_merged(t->model, t->o.model, t->adapters.text);
-    else if (is_resumed(t) && (forward_only(&t->o) || t->o.reset_optimizer))
+    else if (resumed && (forward_only(&t->o) || anew))
         model_load_weights(t->model, t->resumed_from.text);
-    else if (is_resumed(t))
+    else if (resumed)
         checkpoint_load(t->model, t->resumed_from.text, &t->state);
     else if (is_directory(t->o.model) && !t->o.lora)
         model_load_weights(t->model, t->o.model);
     else
         init_weights(t->model, t->o.seed);
-    if (is_resumed(t) && t->o.reset_optimizer) t->state.optimizer_begin = t->state.step;
-    if (!is_resumed(t)) t->state.seed = t->o.seed;
+    if (resumed && anew) t->state.optimizer_begin = t->state.step;
+    if (!resumed) t->state.seed = t->o.seed;
     // --debug overfit always trains on the first batch
-    if (is_resumed(t) && t->train.num_shards && !t->o.overfit)
+    if (resumed && t->train.num_shards && !t->o.overfit)
         dataloader_seek(&t->train, t->state.epoch, state_row(&t->state, t->o.seq_len));
-    if (model_has_slot(t->model, SLOT_AVERAGE) && (!is_resumed(t) || t->o.reset_optimizer)) model_average(t->model, 1);
+    if (model_has_slot(t->model, SLOT_AVERAGE) && (!resumed || anew)) model_average(t->model, 1);
     record_options(t);
-    if (is_resumed(t) && !forward_only(&t->o)) report_changed_options(t);
+    if (resumed && !forward_only(&t->o)) report_changed_options(t);
     if (t->train.num_shards && !t->o.overfit) compare_data(t);
 }
 

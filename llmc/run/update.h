@@ -34,9 +34,8 @@ static void update_numbers(const Options *o, double lr, double x[UPDATE_NUMBERS]
 }
 
 // Judges the run by the loss and the norm of a step.
-static void judge_step(Trainer *t, const StepResult *r) {
+static void judge_step(Trainer *t, const StepResult *r, int finite) {
     char why[100] = "";
-    int finite = r->verdict != STEP_NOT_FINITE;
     if (!finite)
         FORMAT(why, ", gradient norm %g", r->norm);
     else if (losses_have_diverged(&t->state.loss))
@@ -70,7 +69,7 @@ static StepReport update(Trainer *t, const double x[UPDATE_NUMBERS], double lr, 
     const int finite = r.result.verdict != STEP_NOT_FINITE;
     r.loss_z = finite ? window_zscore(&t->state.loss, r.result.loss) : NAN;
     r.norm_z = finite ? window_zscore(&t->state.norm, r.result.norm) : NAN;
-    judge_step(t, &r.result);
+    judge_step(t, &r.result, finite);
     return r;
 }
 // clock: when the step before had ended; becomes now.

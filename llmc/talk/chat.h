@@ -7,10 +7,11 @@
 #include "generate.h"
 
 // How a turn is written: [before][role][after][text][end][between]. Those in <> are tokens, if the tokenizer has them.
-typedef struct { const char *known_by, *start, *before, *after, *end, *between; } ChatTemplate;
+// A template is known by its `before`.
+typedef struct { const char *start, *before, *after, *end, *between; } ChatTemplate;
 static const ChatTemplate chat_templates[] = {
-    {"<|im_start|>", "", "<|im_start|>", "\n", "<|im_end|>", "\n"},
-    {"<|start_header_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>", ""},
+    {"", "<|im_start|>", "\n", "<|im_end|>", "\n"},
+    {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>", ""},
 };
 
 // Waits for standard input. People may take their time: the watchdog sees progress. Returns 0 after a second without.
@@ -57,7 +58,7 @@ static const ChatTemplate *chat_template_of(const char *folder) {
     const char *text = bytes ? apart : json_string(&j, value);
     const ChatTemplate *t = NULL;
     for (int i = 0; i < 2 && text && !t; i++)
-        if (strstr(text, chat_templates[i].known_by)) t = &chat_templates[i];
+        if (strstr(text, chat_templates[i].before)) t = &chat_templates[i];
     require(text || value == JSON_NONE || json_is(&j, value, JSON_NULL),
             "chat_template of '%s' is neither a text nor a list with one that is named default\nmend the file, or get "
             "it again",
