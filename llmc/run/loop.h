@@ -237,10 +237,12 @@ static void require_threads(void) {
             omp_get_max_threads(), most);
     #endif
 }
-// The prompt of --generate that standard input holds, where it is no terminal.
-static void take_piped_prompt(Trainer *t) {
+// Without --prompt: --generate talks on a terminal, or takes the prompt that standard input holds.
+static void take_prompt(Trainer *t) {
+    const int asks = t->o.generate && !t->o.serve && !*t->o.prompt, terminal = isatty(STDIN_FILENO);
     int waiting = 0;
-    if (!t->o.generate || t->o.serve || *t->o.prompt || isatty(STDIN_FILENO)) return;
+    t->talks = asks && terminal && isatty(STDOUT_FILENO) && t->o.samples == 1 && t->comm.world == 1;
+    if (!asks || terminal) return;
     if (t->comm.world == 1) t->o.prompt = piped_prompt();
     // some versions of mpirun never pass on the end
     if (t->comm.world > 1 && t->comm.rank == 0) ioctl(STDIN_FILENO, FIONREAD, &waiting);
@@ -281,8 +283,7 @@ static int trainer_main(int argc, char **argv) {
     comm_require(comm, comm->world == o->tp || !o->generate,
                  "--generate 1 needs one process, or as many as --tp says; this job has %d\nstart it without mpirun",
                  comm->world);
-    t->talks = o->generate && !o->serve && chat_can_talk(o) && comm->world == 1;
-    take_piped_prompt(t);
+    take_prompt(t);
     require(t->talks || !*o->system, "--system begins a conversation on a terminal, and this is none\n"
                                      "use --generate on a terminal, without --prompt and mpirun; or leave it out");
     comm_use_cores(comm, o->threads);

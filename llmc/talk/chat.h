@@ -38,9 +38,6 @@ static const char *piped_prompt(void) {
     return text;
 }
 
-static int chat_can_talk(const Options *o) {
-    return !*o->prompt && o->samples == 1 && isatty(STDIN_FILENO) && isatty(STDOUT_FILENO);
-}
 // The template of a model's folder, the one named default of several. NULL: it has none.
 static const ChatTemplate *chat_template_of(const char *folder) {
     Json j, unparsed;
