@@ -106,8 +106,7 @@
     INT(samples, "", ' ', 1, 1, 1024, "samples after one prompt") \
     ONE(cache_dtype, "", ' ', "native", "native|fp8", \
         "what keys and values of earlier tokens are kept in: native (the dtype of the build), or fp8 (e4m3, a scale " \
-        "for each row " \
-        "of a head)") \
+        "for each row of a head)") \
     INT(generate, "", ' ', 0, 0, 1, \
         "1: print samples, without training; on a terminal and without --prompt: talk to the model") \
     STR(draft, "", ' ', "", "folder of a small model that proposes tokens: the same samples, sooner ('': none)") \
@@ -157,8 +156,7 @@
         "seconds without progress after which every rank reports and ends (0: never); 4 times that in the first step") \
     INT(zero_stage, "z", '~', 0, 0, 3, \
         "shard over ranks: 1 optimiser states, 2 and blocks' gradients, 3 and blocks' weights (bitwise identical, " \
-        "but " \
-        "2 and 3 with several micro-steps)") \
+        "but 2 and 3 with several micro-steps)") \
     INT(tp, "", '~', 1, 1, 128, "tensor parallelism: N neighbouring ranks share one model") \
     SECTION("--debug NAME=VALUE,...   to compare ways and to look closer", DEBUG) \
     INT(overfit, "a", '*', 0, 0, 1, "train on the first batch of the validation data only") \
@@ -346,22 +344,22 @@ static Options options_of_recipe(const Options *given) {
 #endif
 
 // Prints a text from `column` on, in lines of at most COLUMNS.
-static void help_text(FILE *f, const char *text, int column) {
+static void help_text(const char *text, int column) {
     enum { COLUMNS = 100 };
     for (int n, at = column; *text; text += n + (text[n] == ' ')) {
         n = strcspn(text, " ");
-        if (at + 1 + n > COLUMNS) at = fprintf(f, "\n%*s", column, "") - 1;
-        at += fprintf(f, " %.*s", n, text);
+        if (at + 1 + n > COLUMNS) at = printf("\n%*s", column, "") - 1;
+        at += printf(" %.*s", n, text);
     }
-    fputc('\n', f);
+    putchar('\n');
 }
-static void help_row(FILE *f, const OptionInfo *o, int column) {
+static void help_row(const OptionInfo *o, int column) {
     const RecipeRow *row = recipe_row(o->name);
     char text[512];
     FORMAT(text, *o->default_text ? "%s [%s%s%s]" : "%s", o->help, o->default_text, row ? "; modern:124M " : "",
            row ? row->value : "");
-    int at = fprintf(f, *o->letters ? "%c -%s, " : "%c     ", o->effect, o->letters);
-    help_text(f, text, at + fprintf(f, "%s%-*s", o->group == OPTIONS_DEBUG ? "  " : "--", column - at, o->name));
+    int at = printf(*o->letters ? "%c -%s, " : "%c     ", o->effect, o->letters);
+    help_text(text, at + printf("%s%-*s", o->group == OPTIONS_DEBUG ? "  " : "--", column - at, o->name));
 }
 // Whether --help with this word ("": alone) shows an option.
 static int help_shows(const OptionInfo *o, const char *word) {
@@ -373,31 +371,30 @@ static int help_shows(const OptionInfo *o, const char *word) {
     if (!strcmp(word, "all")) return o->group != OPTIONS_LETTERS;
     return strcasestr(o->word, word) || strcasestr(o->help, word);
 }
-static void options_help(const char *path, const char *word, FILE *f) {
+static void options_help(const char *path, const char *word) {
     const char *p = file_name(path), *title = NULL;
     int found = 0;
     OPTION_EACH(o) found += help_shows(o, word);
     require(found, "no option has '%s' in its name or its text\n%s --help all lists all", word, path);
     if (!*word)
-        fprintf(f,
-                "usage: ./%s [--name value | --name=value | -x value]...\n\n"
-                "  ./%s -e d6 -b 8 -t 256 -x 200 -n 100 -o log/mine          a GPT-2 of 6 layers\n"
-                "  ./%s -e models/qwen -i 'my_train_*.bin' -j 'my_val_*.bin' -l 1e-5   fine-tuning\n"
-                "  ./%s -e log/mine/step_00000200 --generate --prompt 'To'   what it writes\n\n",
-                p, p, p, p);
+        printf("usage: ./%s [--name value | --name=value | -x value]...\n\n"
+               "  ./%s -e d6 -b 8 -t 256 -x 200 -n 100 -o log/mine          a GPT-2 of 6 layers\n"
+               "  ./%s -e models/qwen -i 'my_train_*.bin' -j 'my_val_*.bin' -l 1e-5   fine-tuning\n"
+               "  ./%s -e log/mine/step_00000200 --generate --prompt 'To'   what it writes\n\n",
+               p, p, p, p);
     fputs("Letters are llm.c's, [] holds the default. A switch without a value is 1 (but -h is --help).\n"
           "*  changes losses and weights\n~  their rounding: the last digits\n"
           "=  memory or time; losses and weights stay bitwise identical\n\n",
-          f);
+          stdout);
     for (const OptionInfo *o = option_table; o < option_table + NUM_OPTIONS; o++) {
         const int is_title = o->kind == OPTION_SECTION;
         if (is_title) title = o->help;
         if (is_title ? o->group != OPTIONS_LETTERS || strcmp(word, "all") : !help_shows(o, word)) continue;
-        if (*word && title) fprintf(f, "%s\n", title);
+        if (*word && title) printf("%s\n", title);
         title = NULL;
-        if (!is_title) help_row(f, o, *word ? 25 : 20);  // the first page has no long names
+        if (!is_title) help_row(o, *word ? 25 : 20);  // the first page has no long names
     }
-    if (!*word) fprintf(f, "\n./%s --help all lists every option, --help WORD those with WORD in name or text\n", p);
+    if (!*word) printf("\n./%s --help all lists every option, --help WORD those with WORD in name or text\n", p);
 }
 static void options_version(void) {
     printf("llm.cu %s, %s, compiler %s", GIT_REVISION, OPTIONS_PRECISION, __VERSION__);
@@ -409,12 +406,15 @@ static void options_version(void) {
 
 // ---- parsing
 
+// Whether so many bytes of a text are this word.
+static int is_word(const char *word, const char *text, size_t length) {
+    return strlen(word) == length && !strncmp(word, text, length);
+}
 // By its word or by llm.c's letters.
 static const OptionInfo *option_find(const char *argument, size_t length) {
     OPTION_EACH(p) {
-        const size_t letters = strlen(p->letters);
-        if (strlen(p->word) == length && !strncmp(p->word, argument, length)) return p;
-        if (letters && letters + 1 == length && !strncmp(p->letters, argument + 1, letters)) return p;
+        if (is_word(p->word, argument, length)) return p;
+        if (*p->letters && is_word(p->letters, argument + 1, length - 1)) return p;
     }
     return NULL;
 }
@@ -499,16 +499,15 @@ static void options_debug(Options *o, const char *program, const char *list) {
 }
 // The options of the command line; o holds the others. --epochs alone takes the place of their --max-steps.
 static Options options_parse_over(Options o, int argc, char **argv) {
-    static const char debug[] = "--debug";
     int epochs = 0, steps = 0;
     for (int i = 1; i < argc; i++) {
         const char *argument = argv[i];
         int last = i + 1 == argc, alone = last || argv[i + 1][0] == '-';
         size_t length = argument[0] == '-' && argument[1] == '-' ? strcspn(argument, "=") : strlen(argument);
-        int help = length == strlen("--help") && !strncmp(argument, "--help", length);
+        int help = is_word("--help", argument, length);
         int version = strcmp(argument, "--version") == 0, first_page = alone && strcmp(argument, "-h") == 0;
-        if (help) options_help(argv[0], argument[length] ? argument + length + 1 : alone ? "" : argv[i + 1], stdout);
-        if (first_page) options_help(argv[0], "", stdout);
+        if (help) options_help(argv[0], argument[length] ? argument + length + 1 : alone ? "" : argv[i + 1]);
+        if (first_page) options_help(argv[0], "");
         if (version) options_version();
         if (help || version || first_page) exit(EXIT_SUCCESS);
         require(argument[0] == '-' || i < 2 || !file_exists(argument),
@@ -517,7 +516,7 @@ static Options options_parse_over(Options o, int argc, char **argv) {
                 argument);
         require(argument[0] == '-' && argument[1], "'%s' is not an option\nevery option is --name value; see %s --help",
                 argument, argv[0]);
-        const int is_debug = length == strlen(debug) && !strncmp(argument, debug, length);
+        const int is_debug = is_word("--debug", argument, length);
         const OptionInfo *p = is_debug ? NULL : option_find(argument, length);
         if (!p && !is_debug) option_unknown(argv[0], argument, length);
         const char *value = argument[length] ? argument + length + 1 : p && option_is_switch(p) && alone ? "1" : NULL;

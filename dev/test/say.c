@@ -78,9 +78,13 @@ int main(int argc, char **argv) {
             fwrite(d.targets, sizeof(int), (size_t)(B * T), stdout);
         }
     } else if (!strcmp(what, "lr")) {  // schedule, peak, warmup, final fraction, decay fraction, steps
+        Options o = options_default();
+        o.schedule = argv[2];
+        o.warmup = atoi(argv[4]);
+        o.final_lr_fraction = atof(argv[5]);
+        o.decay_fraction = atof(argv[6]);
         for (int s = 0, steps = atoi(argv[7]); s < steps + 3; s++)
-            printf("%.17g\n",
-                   learning_rate_at(argv[2], atof(argv[3]), atoi(argv[4]), atof(argv[5]), atof(argv[6]), steps, s));
+            printf("%.17g\n", learning_rate_at(&o, atof(argv[3]), steps, s));
     } else if (!strcmp(what, "rope")) {  // model, T
         config_parse(argv[2], &c);
         int T = atoi(argv[3]);

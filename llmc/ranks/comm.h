@@ -54,6 +54,12 @@ static int comm_launched(void) {
     return getenv("PMIX_RANK") ? 1 : 0;
 }
 
+// Whether something can be read from a file, for which it waits.
+static int can_read(int file, int wait_ms) {
+    struct pollfd in = {file, POLLIN, 0};
+    return poll(&in, 1, wait_ms) > 0;
+}
+
 // ---- all calls of MPI
 
 #ifdef USE_MPI
@@ -94,18 +100,15 @@ static int mpi_split(int color, int rank) {
 static void mpi_close(void) { mpiCheck(MPI_Finalize()); }
 static void mpi_abort(void) { MPI_Abort(MPI_COMM_WORLD, EXIT_FAILURE); }
 static void mpi_barrier(int group) { mpiCheck(MPI_Barrier(comm_groups[group])); }
-static void mpi_broadcast(int group, void *data, size_t bytes) {
-    mpiCheck(MPI_Bcast(data, bytes, MPI_BYTE, 0, comm_groups[group]));
-}
-// For a wait that may be long: MPI's own wait would keep a core busy.
-static void mpi_broadcast_idle(int group, void *data, size_t bytes) {
+// idle: for a wait that may be long. MPI's own wait would keep a core busy.
+static void mpi_broadcast(int group, void *data, size_t bytes, int idle) {
     MPI_Request request;
-    int done;
-    mpiCheck(MPI_Ibcast(data, bytes, MPI_BYTE, 0, comm_groups[group], &request));
-    for (;;) {
+    int done = !idle;
+    if (!idle) mpiCheck(MPI_Bcast(data, bytes, MPI_BYTE, 0, comm_groups[group]));
+    if (idle) mpiCheck(MPI_Ibcast(data, bytes, MPI_BYTE, 0, comm_groups[group], &request));
+    while (!done) {
         mpiCheck(MPI_Test(&request, &done, MPI_STATUS_IGNORE));
-        if (done) return;
-        usleep(1000);
+        if (!done) usleep(1000);
     }
 }
 static void mpi_exchange(const Comm *c, int to, const void *send, int from, void *receive, size_t bytes) {
@@ -121,8 +124,7 @@ static void mpi_exchange(const Comm *c, int to, const void *send, int from, void
 #define mpi_abort() ((void)0)
 #define mpi_split(color, rank) 0
 #define mpi_barrier(group) ((void)0)
-#define mpi_broadcast(group, data, bytes) ((void)(data))
-#define mpi_broadcast_idle(group, data, bytes) ((void)(data))
+#define mpi_broadcast(group, data, bytes, idle) ((void)(data), (void)(idle))
 #define mpi_exchange(c, to, send, from, receive, bytes) ((void)(to), (void)(send), memset((receive), 0, (bytes)))
 #endif
 
@@ -133,16 +135,13 @@ static void mpi_exchange(const Comm *c, int to, const void *send, int from, void
 // process gives mpirun (or the daemon of this host) some seconds and then ends it. The child has a session of its own,
 // so that it is not ended together with this rank. No call here needs a lock that a hanging thread may hold.
 static void comm_end_launcher(void) {
-    static const char *const names[] = {"prterun", "prted", "mpirun",        "mpiexec",
-                                        "orterun", "orted", "mpiexec.hydra", "hydra_pmi_proxy"};
+    static const char known[] = " prterun prted mpirun mpiexec orterun orted mpiexec.hydra hydra_pmi_proxy ";
     char path[64], name[32] = "";
-    int known = 0;
     pid_t launcher = getppid();
     FORMAT(path, "/proc/%d/comm", launcher);
     int file = open(path, O_RDONLY | O_CLOEXEC);
     if (file >= 0 && read(file, name, sizeof name - 1) > 0) name[strcspn(name, "\n")] = 0;
-    for (int i = 0; i < COUNT_OF(names); i++) known |= strcmp(name, names[i]) == 0;
-    if (!known || syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0) != 0) return;
+    if (!has_word(known, name) || syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0) != 0) return;
     setsid();
     for (int fd = 0; fd < 1 << 16; fd++) close(fd);
     struct pollfd ended = {(int)syscall(SYS_pidfd_open, launcher, 0), POLLIN, 0};
@@ -167,7 +166,7 @@ static void *comm_share(const Comm *c, size_t bytes) {
                 "cannot make shared memory: %s\ncheck the memory limits of the job", strerror(errno));
         FORMAT(shared.path, "/proc/%d/fd/%d", getpid(), own);
     }
-    if (c->local_world > 1) mpi_broadcast(1, &shared, sizeof shared);
+    if (c->local_world > 1) mpi_broadcast(1, &shared, sizeof shared, 0);
     // In another container this path may name something else.
     int known =
         readlink(shared.path, found, sizeof found - 1) > 0 && strncmp(found, shared.target, strlen(shared.target)) == 0;
@@ -200,21 +199,15 @@ static void comm_barrier(const Comm *c) {
     mpi_barrier(c->group);
     watchdog_op_done(op);
 }
-// What rank 0 has becomes that of all.
-static void comm_broadcast(const Comm *c, void *data, size_t bytes) {
+// What rank 0 has becomes that of all. idle: the other ranks may wait long for it, and sleep between two looks.
+static void comm_broadcast_idle(const Comm *c, void *data, size_t bytes, int idle) {
     if (c->world == 1) return;
     uint64_t op = comm_begin("broadcast", bytes);
     for (size_t at = 0; at < bytes; at += COMM_MESSAGE)
-        mpi_broadcast(c->group, (char *)data + at, smaller(bytes - at, COMM_MESSAGE));
+        mpi_broadcast(c->group, (char *)data + at, smaller(bytes - at, COMM_MESSAGE), idle);
     watchdog_op_done(op);
 }
-// A few bytes, for which the other ranks may wait long: they sleep between two looks.
-static void comm_broadcast_idle(const Comm *c, void *data, size_t bytes) {
-    if (c->world == 1) return;
-    uint64_t op = comm_begin("broadcast", bytes);
-    mpi_broadcast_idle(c->group, data, bytes);
-    watchdog_op_done(op);
-}
+static void comm_broadcast(const Comm *c, void *data, size_t bytes) { comm_broadcast_idle(c, data, bytes, 0); }
 // Each rank exchanges with every other, with another one in each round. To rank r it sends what lies at send + r *
 // send_stride; it receives into receive + r * receive_stride.
 static void comm_rounds(const Comm *c, const void *send, size_t send_stride, void *receive, size_t receive_stride,

@@ -120,7 +120,7 @@ static size_t tp_most_partial(const ParamTable *t) {  // elements of the largest
     size_t most = 0;
     PARAM_EACH(p, t)
         for (int k = 0; k < p->num_parts; k++)
-            if (tp_is_partial(p, &p->parts[k]) && p->parts[k].count > most) most = p->parts[k].count;
+            if (tp_is_partial(p, &p->parts[k])) most = larger(most, p->parts[k].count);
     return most;
 }
 // Adds up the copies of a unit's partial gradients over the group in the order of ranks: bitwise identical on all

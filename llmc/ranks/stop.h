@@ -12,15 +12,15 @@ enum { STATUS_STOPPED = 75 };
 // These signals save and end a run: SIGTERM and SIGUSR1 (preemption), SIGHUP (the terminal was closed), SIGPIPE (the
 // reader of the output has ended, as in `| head`), SIGINT (Ctrl-C). SIGHUP and SIGINT stay ignored where the program is
 // started so (nohup, a script's background). Runs that only go forward have nothing to save and keep the default.
-enum { NUM_STOP_SIGNALS = 5 };
-static const int STOP_SIGNALS[NUM_STOP_SIGNALS] = {SIGTERM, SIGUSR1, SIGHUP, SIGPIPE, SIGINT};
-static const char *stop_signal_name(int number) {
-    return number == SIGTERM   ? "SIGTERM"
-           : number == SIGUSR1 ? "SIGUSR1"
-           : number == SIGHUP  ? "SIGHUP: the terminal was closed"
-           : number == SIGPIPE ? "SIGPIPE: nothing reads the output"
-                               : "Ctrl-C";
-}
+static const struct {
+    int number;
+    const char *name;
+} STOP_SIGNALS[] = {{SIGTERM, "SIGTERM"},
+                    {SIGUSR1, "SIGUSR1"},
+                    {SIGHUP, "SIGHUP: the terminal was closed"},
+                    {SIGPIPE, "SIGPIPE: nothing reads the output"},
+                    {SIGINT, "Ctrl-C"}};
+enum { NUM_STOP_SIGNALS = COUNT_OF(STOP_SIGNALS) };
 static const char *stop_notice = "";  // printed at the first Ctrl-C
 static volatile sig_atomic_t stop_signal;
 // Ctrl-C in a run that is already stopping ends the process at once. So does another signal that comes again at least a
@@ -48,7 +48,7 @@ static void catch_signal(int number) {
 static void catch_signals(int forward_only) {
     // Ctrl-C ends the program at once until there is something to save: train() catches it
     for (int i = 0; i < NUM_STOP_SIGNALS && !forward_only; i++)
-        if (STOP_SIGNALS[i] != SIGINT) catch_signal(STOP_SIGNALS[i]);
+        if (STOP_SIGNALS[i].number != SIGINT) catch_signal(STOP_SIGNALS[i].number);
     signal(SIGXFSZ, SIG_IGN);  // at a file size limit write fails, with a message
 }
 
@@ -70,20 +70,19 @@ enum {
     MEET_STOP = MEET_SIGNAL * ((1 << NUM_STOP_SIGNALS) - 1)
 };
 static int stop_meet(const Comm *job, int on) {
-    int signal = stop_signal;
-    int told = 0;
+    int signal = stop_signal, told = 0;
     for (int i = 0; i < NUM_STOP_SIGNALS; i++)
-        if (signal == STOP_SIGNALS[i]) told = MEET_SIGNAL << i;
+        if (signal == STOP_SIGNALS[i].number) told = MEET_SIGNAL << i;
     int busy = background.busy && background.busy(background.of) ? MEET_BUSY : 0;
     int all = comm_or(job, on | told | busy);
     if (background.end && !(all & MEET_BUSY)) background.end(background.of);
     return all;
 }
-// The signal in what stop_meet returned, or 0.
-static int stop_signal_of(int all) {
+// The name of the signal in what stop_meet returned, or NULL.
+static const char *stop_signal_of(int all) {
     for (int i = 0; i < NUM_STOP_SIGNALS; i++)
-        if (all & MEET_SIGNAL << i) return STOP_SIGNALS[i];
-    return 0;
+        if (all & MEET_SIGNAL << i) return STOP_SIGNALS[i].name;
+    return NULL;
 }
 
 #endif

@@ -88,6 +88,7 @@ static struct {
     pthread_t thread;
     char report[16384];
 } watchdog;
+#define WATCHDOG_EACH(s) for (WatchdogSlot *s = watchdog.slots; s < watchdog.slots + watchdog.count; s++)
 
 // ---- what the program tells
 
@@ -144,7 +145,7 @@ static int watchdog_is_gone(const WatchdogSlot *s) {
 
 static int watchdog_is_here(int rank) {
     int here = 0;
-    for (int i = 0; i < watchdog.count; i++) here |= watchdog.slots[i].rank == rank;
+    WATCHDOG_EACH(s) here |= s->rank == rank;
     return here;
 }
 // Every rank of this host waits in a collective. In one of MPI's the rank that it waits for is known; in NCCL's it may
@@ -152,10 +153,10 @@ static int watchdog_is_here(int rank) {
 static void watchdog_report_others(void) {
     int listed = 0;
     watchdog_report("every rank of this host waits for others:");
-    for (int i = 0; i < 2 * watchdog.count; i++) {
-        const WatchdogSlot *s = &watchdog.slots[i / 2];
-        int peer = s->peers[i % 2] - 1;
-        if (peer < 0 || watchdog_is_here(peer) || (i % 2 && s->peers[0] == s->peers[1])) continue;
+    WATCHDOG_EACH(s)
+    for (int i = 0; i < 2; i++) {
+        int peer = s->peers[i] - 1;
+        if (peer < 0 || watchdog_is_here(peer) || (i && s->peers[0] == s->peers[1])) continue;
         watchdog_report("%s rank %d for rank %d on %s", listed++ ? "," : "", s->rank, peer, watchdog.hosts[peer]);
     }
     if (listed) return;
@@ -189,8 +190,7 @@ static int watchdog_report_culprit(double now) {
     const WatchdogSlot *behind = NULL, *asleep = NULL, *slow = NULL, *missing = NULL;
     unsigned long long most_ops = 0, most_device_ops = 0;
     int all_wait = watchdog.hosts != NULL;
-    for (int i = 0; i < watchdog.count; i++) {
-        const WatchdogSlot *s = &watchdog.slots[i];
+    WATCHDOG_EACH(s) {
         int state = s->state, waits = s->done < s->ops;
         if (state == RANK_UNKNOWN) missing = s;
         if (state == RANK_UNKNOWN || state == RANK_ENDED) continue;
@@ -203,9 +203,9 @@ static int watchdog_report_culprit(double now) {
         all_wait &= waits;
         if (state == RANK_RUNNING && (!asleep || s->life < asleep->life)) asleep = s;
         if (!(watchdog.hosts && waits) && (!behind || s->ops < behind->ops)) behind = s;
-        if (s->ops > most_ops) most_ops = s->ops;
         if (!slow || s->device_ops < slow->device_ops) slow = s;
-        if (s->device_ops > most_device_ops) most_device_ops = s->device_ops;
+        most_ops = larger(s->ops, most_ops);
+        most_device_ops = larger(s->device_ops, most_device_ops);
     }
     if (asleep && now - asleep->life > WATCHDOG_SUSPENDED) {
         watchdog_report("rank %d (process %d) gives no sign of life since %.1f s: it was stopped (SIGSTOP) or its host "
@@ -265,11 +265,12 @@ __attribute__((noreturn)) static void watchdog_end(const char *why) {
     if (write(STDERR_FILENO, watchdog.report, strlen(watchdog.report)) < 0) {
     }  // nobody is left to be told
     watchdog_mine->state = RANK_REPORTED;
-    for (int waiting = 1, i; waiting && now_seconds() - now < WATCHDOG_GRACE; usleep(WATCHDOG_TICK_US))
-        for (waiting = !named, i = 0; i < watchdog.count; i++)
-            waiting |= watchdog.slots[i].state == RANK_RUNNING && !watchdog_is_gone(&watchdog.slots[i]);
-    for (int i = 0; i < watchdog.count; i++) {  // a stopped process obeys no other signal
-        int state = watchdog.slots[i].state, pid = watchdog.slots[i].pid;
+    for (int waiting = 1; waiting && now_seconds() - now < WATCHDOG_GRACE; usleep(WATCHDOG_TICK_US)) {
+        waiting = !named;
+        WATCHDOG_EACH(s) waiting |= s->state == RANK_RUNNING && !watchdog_is_gone(s);
+    }
+    WATCHDOG_EACH(s) {  // a stopped process obeys no other signal
+        int state = s->state, pid = s->pid;
         if ((state == RANK_RUNNING || state == RANK_FAILED) && pid > 0) kill(pid, SIGKILL);
     }
     if (watchdog.abort_job) watchdog.abort_job();
@@ -297,8 +298,7 @@ static void *watchdog_thread(void *unused) {
         if (watchdog_mine->state != RANK_RUNNING) continue;  // it has failed and is ending
         watchdog_look_at_device(tick % 10 == 0);
         double progress = since;
-        for (int i = 0; i < watchdog.count; i++) {
-            const WatchdogSlot *s = &watchdog.slots[i];
+        WATCHDOG_EACH(s) {
             int state = s->state;
             double beat = s->beat, life = s->life;
             if (state == RANK_UNKNOWN || state == RANK_ENDED) continue;

@@ -18,7 +18,6 @@
 #include "samples.h"
 #include "update.h"
 
-#include <poll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -37,18 +36,14 @@ typedef struct {
     char *memory;      // rank 0: the file, mapped
     size_t mapped;
     Call call;               // the one that is answered
-    int *inputs, *targets;   // of the last tokens (dp,B,T)
+    int *inputs, *targets;   // of the last tokens (2,dp,B,T)
     float *values;           // losses, factors (dp,B,T)
     int has_forward;         // the activations of these tokens are there, of the weights as they are trained
     StepKind kind;           // by what the step has got its gradients so far
     int micro, is_complete;  // micro-steps of the step so far; no other may follow
     double clock;
+    size_t own, all, first;  // tokens (B,T) of this rank; (dp,B,T); of the ranks before
 } Calls;
-
-static const Comm *calls_dp(const Calls *c) { return &c->t->mesh.dp; }
-static size_t calls_own(const Calls *c) { return (size_t)c->t->o.batch_size * c->t->o.seq_len; }
-static size_t calls_all(const Calls *c) { return calls_own(c) * calls_dp(c)->world; }
-static size_t calls_first(const Calls *c) { return calls_own(c) * calls_dp(c)->rank; }
 
 // ---- messages
 
@@ -106,16 +101,14 @@ static int calls_next(Calls *c) {
     const double begin = now_seconds();
     int n = 0, idle = 0;
     do {
-        struct pollfd in = {c->socket, POLLIN, 0};
         int look[2] = {0};  // n, and whether the next wait is idle
         watchdog_beat(PHASE_DATA, -1);
         if (job->rank == 0) {
-            n = poll(&in, 1, job->world == 1 || idle ? 1000 : SOON) > 0;
-            if (n) n = calls_receive(c, message, sizeof message);
-            look[0] = n;
+            if (can_read(c->socket, job->world == 1 || idle ? 1000 : SOON))
+                look[0] = calls_receive(c, message, sizeof message);
             look[1] = now_seconds() - begin > 1e-3 * SOON;
         }
-        (idle ? comm_broadcast_idle : comm_broadcast)(job, look, sizeof look);
+        comm_broadcast_idle(job, look, sizeof look, idle);
         n = look[0];
         idle = look[1];
     } while (n == 0);
@@ -126,9 +119,9 @@ static int calls_next(Calls *c) {
     comm_broadcast(job, c->call.text, smaller(n, CALL_TEXT));
     return 1;
 }
-// Bytes of the memory from `at` on, on all ranks.
-static void calls_take(const Calls *c, void *to, size_t at, size_t bytes) {
-    if (c->t->comm.rank == 0) memcpy(to, c->memory + at, bytes);
+// The memory's first bytes, on all ranks.
+static void calls_take(const Calls *c, void *to, size_t bytes) {
+    if (c->t->comm.rank == 0) memcpy(to, c->memory, bytes);
     comm_broadcast(&c->t->comm, to, bytes);
 }
 static void calls_give(const Calls *c, size_t at, const void *from, size_t bytes) {
@@ -141,22 +134,28 @@ static int calls_has_room(const Calls *c, size_t bytes) {
     return 0;
 }
 
+// From the first byte on; with it, how many there are.
+static void calls_answer_array(const Calls *c, const void *from, size_t count, size_t each) {
+    if (!calls_has_room(c, count * each)) return;
+    calls_give(c, 0, from, count * each);
+    calls_answer(c, "ok %zu", count);
+}
+
 // ---- forward, backward, train, step
 
 // Takes inputs and targets, rows of T. Returns whether they are good.
 static int calls_tokens(Calls *c, int T) {
     const int V = c->t->config.vocab_size, marked = c->t->o.documents > 0;
-    const size_t count = calls_all(c);
-    if (!calls_has_room(c, 2 * count * sizeof(int))) return 0;
+    const size_t bytes = 2 * c->all * sizeof(int);
+    if (!calls_has_room(c, bytes)) return 0;
     c->has_forward = 0;
-    calls_take(c, c->inputs, 0, count * sizeof(int));
-    calls_take(c, c->targets, count * sizeof(int), count * sizeof(int));
-    for (size_t i = 0; i < count; i++) {
+    calls_take(c, c->inputs, bytes);
+    for (size_t i = 0; i < c->all; i++) {
         const int id = marked && c->inputs[i] < 0 ? ~c->inputs[i] : c->inputs[i], target = c->targets[i];
-        if (id >= 0 && id < V && target < V) continue;
-        const int bad = id >= 0 && id < V;
+        const int good = id >= 0 && id < V;
+        if (good && target < V) continue;
         calls_refuse(c, "%s %d at row %zu, column %zu is not in the vocabulary of %d\nuse the model's own tokenizer",
-                     bad ? "target" : "token", bad ? target : id, i / T, i % T, V);
+                     good ? "target" : "token", good ? target : id, i / T, i % T, V);
         return 0;
     }
     return 1;
@@ -166,7 +165,7 @@ static void call_forward(Calls *c) {
     Trainer *t = c->t;
     const Call *q = &c->call;
     const int T = (int)q->x[0], without = q->x[1] == 0;
-    const size_t all = calls_all(c), first = calls_first(c);
+    const size_t all = c->all, first = c->first;
     if (T < 1 || t->o.seq_len % T)
         return calls_refuse(c, "rows of %d tokens\nuse --seq-len %lld, or a divisor of it", T, t->o.seq_len);
     // copies in fp8 are made in a step's first micro-step: these would be of other weights
@@ -181,7 +180,7 @@ static void call_forward(Calls *c) {
     model_losses(t->model, c->inputs + first, c->targets + first, T, c->values + first);
     if (without) model_scale_adapters(t->model, alpha);
     c->has_forward = T == t->o.seq_len && !without;
-    comm_all_gather(calls_dp(c), c->values, calls_own(c) * sizeof(float));
+    comm_all_gather(&t->mesh.dp, c->values, c->own * sizeof(float));
     calls_give(c, 2 * all * sizeof(int), c->values, all * sizeof(float));
     calls_answer(c, "ok");
 }
@@ -205,12 +204,12 @@ static int calls_may_add(Calls *c, StepKind kind) {
 // backward last: factors (R,T) of the losses
 static void call_backward(Calls *c) {
     Trainer *t = c->t;
-    const size_t all = calls_all(c), first = calls_first(c);
+    const size_t all = c->all, first = c->first;
     if (!c->has_forward)
         return calls_refuse(c, "backward needs the activations of its forward\ncall forward before each backward, with "
                                "rows of --seq-len tokens, adapters included and nothing between");
     if (!calls_may_add(c, STEP_OF_WEIGHTS) || !calls_has_room(c, all * sizeof(float))) return;
-    calls_take(c, c->values, 0, all * sizeof(float));
+    calls_take(c, c->values, all * sizeof(float));
     for (size_t i = 0; i < all; i++)
         if (!isfinite(c->values[i]))
             return calls_refuse(c, "the weight at row %lld, column %lld is %g\nlook at what your loss computes there",
@@ -224,9 +223,8 @@ static void call_backward(Calls *c) {
 }
 static void call_train(Calls *c) {
     Trainer *t = c->t;
-    const size_t first = calls_first(c);
     if (!calls_may_add(c, STEP_OF_LOSSES) || !calls_tokens(c, (int)t->o.seq_len)) return;
-    model_micro_step(t->model, c->inputs + first, c->targets + first, c->micro, t->num_micro);
+    model_micro_step(t->model, c->inputs + c->first, c->targets + c->first, c->micro, t->num_micro);
     c->kind = STEP_OF_LOSSES;
     c->is_complete = ++c->micro == t->num_micro;
     calls_answer(c, "ok");
@@ -244,15 +242,14 @@ static void call_step(Calls *c) {
         return calls_refuse(c,
                             "the step has %d of %d micro-steps, and the mean is over all\ncall train again, or start "
                             "with --total-batch %lld",
-                            c->micro, t->num_micro, (long long)calls_all(c) * c->micro);
+                            c->micro, t->num_micro, (long long)c->all * c->micro);
     for (int i = 0; i < UPDATE_NUMBERS; i++)
         if (!(use[i] >= 0 && use[i] < (i == 1 || i == 2 ? 1 : 1e30)))
             return calls_refuse(c, "the step has the number %g for its %s\ngive one that an optimiser can use", use[i],
                                 ((const char *[]){"learning rate", "beta1", "beta2", "epsilon", "weight decay",
                                                   "gradient clip"})[i]);
-    const UpdateParams p = update_params(t, use);
     watchdog_step(t->state.step + 1);
-    StepReport r = update(t, &p, use[0], (int64_t)calls_all(c) * c->micro);
+    StepReport r = update(t, use, use[0], (int64_t)c->all * c->micro);
     if (c->kind == STEP_OF_WEIGHTS) {
         r.result.loss = (float)x[6];
         r.loss_z = NAN;
@@ -269,42 +266,36 @@ static void call_step(Calls *c) {
 
 // ---- generate
 
-// A sequence and what has become of it: a record of ints, as the caller sees it.
+// What has become of a sequence: a record of ints, as the caller sees it, at the sequence's `of`.
+// (MADE_TOKENS + most + most): count, reason, tokens, their logp as floats.
 enum { MADE_COUNT, MADE_REASON, MADE_TOKENS };
-typedef struct {
-    int *made;  // (MADE_TOKENS + most + most): count, reason, tokens, their logp as floats
-    int most;
-} Made;
-static void calls_made(const Made *x, int token, float logprob) {
-    const int i = x->made[MADE_COUNT]++;
-    x->made[MADE_TOKENS + i] = token;
-    memcpy(x->made + MADE_TOKENS + x->most + i, &logprob, sizeof logprob);
+static void calls_made(int *made, int most, int token, float logprob) {
+    int *to = made + MADE_TOKENS + made[MADE_COUNT]++;
+    *to = token;
+    memcpy(to + most, &logprob, sizeof logprob);
 }
-static int calls_hear(void *caller, Sequence *s, const Drawn *drawn, SequenceEnd end) {
-    const Made *x = (const Made *)s->of;
-    (void)caller;
+static int calls_hear(void *most, Sequence *s, const Drawn *drawn, SequenceEnd end) {
+    int *made = (int *)s->of;
     if (drawn)
-        calls_made(x, drawn->token, drawn->logprob);
+        calls_made(made, *(int *)most, drawn->token, drawn->logprob);
     else
-        x->made[MADE_REASON] = (int)end;
-    if (end == SEQUENCE_STOP) calls_made(x, s->end, s->end_logprob);
+        made[MADE_REASON] = (int)end;
+    if (end == SEQUENCE_STOP) calls_made(made, *(int *)most, s->end, s->end_logprob);
     return 0;
 }
-// Rank 0: the caller has gone, or wants an end.
-static void calls_look_up(const Calls *c) {
-    struct pollfd in = {c->socket, POLLIN, 0};
-    if (c->socket >= 0 && poll(&in, 1, 0) > 0) stop_signal = SIGTERM;
-}
+
 // All groups: their own sequences. `mine` of them begin at `first`.
 static int calls_generate(Calls *c, Sequence *sequences, int first, int mine) {
     Engine e = engine_of(c->t);
+    int most = (int)c->call.x[2];
     e.hear = calls_hear;
+    e.caller = &most;
     for (int i = 0; i < mine; i++) engine_add(&e, &sequences[first + i]);
     int stopped = 0, on = 1;
     for (int step = 1; on; step++) {
         const int more = engine_step(&e);
         if (more && step % GENERATE_MEETING) continue;
-        calls_look_up(c);
+        if (can_read(c->socket, 0)) stop_signal = SIGTERM;  // rank 0: the caller has gone, or wants an end
         const int all = stop_meet(&c->t->comm, more ? MEET_ON : 0);
         stopped = (all & MEET_STOP) != 0;
         if (stopped) engine_clear(&e);
@@ -355,23 +346,21 @@ static void call_generate(Calls *c) {
     Trainer *t = c->t;
     const double *x = c->call.x;
     const int prompts = (int)x[0], n = (int)x[1], most = (int)x[2], ends = (int)x[7], record = MADE_TOKENS + 2 * most;
-    const Comm *dp = calls_dp(c);
+    const Comm *dp = &t->mesh.dp;
     const int together = computes_together(&t->o, dp), parts = together ? 1 : dp->world;
     if (!calls_may_generate(c)) return;
     const size_t count = (size_t)prompts * n, each = (count + parts - 1) / parts;
     const int ints = (int)x[8];
     if (!calls_has_room(c, count * record * sizeof(int)) || !calls_has_room(c, ints * sizeof(int))) return;
     int *given = new_array(int, ints), *made = new_zeros(int, each * parts * record);
-    calls_take(c, given, 0, ints * sizeof(int));
+    calls_take(c, given, ints * sizeof(int));
     if (calls_prompts(c, prompts, given + ends, ints - ends)) {
         // all of the model's tokens, as forward has them: what is drawn must be what logp says, else a policy learns to
         // hide in ids that no tokenizer knows
-        model_decode_open(t->model, generation_slots(&t->o), generation_rows(&t->o), t->window, t->config.vocab_size,
-                          (int)t->o.cache_pages);
+        open_decoding(t, t->model, t->config.vocab_size, t->o.cache_pages);
         c->has_forward = 0;
         const Ends own = {given, ends, NULL, 0};
         Sequence *sequences = new_zeros(Sequence, count);
-        Made *records = new_array(Made, count);
         for (size_t i = 0, at = ends; i < count; i++) {
             Sequence *s = &sequences[i];
             const int length = given[at];
@@ -381,8 +370,7 @@ static void call_generate(Calls *c) {
             memcpy(s->tokens, given + at + 1, length * sizeof(int));
             s->draw = (Draw){(float)x[3], (int)x[4], (float)x[5], (uint64_t)x[6], rand_stream(RAND_SAMPLE, i), 0};
             s->ends = &own;
-            records[i] = (Made){made + i * record, most};
-            s->of = &records[i];
+            s->of = made + i * record;
             if (i % n == (size_t)n - 1) at += 1 + length;
         }
         const size_t first = together ? 0 : each * dp->rank, left = first < count ? count - first : 0;
@@ -395,7 +383,6 @@ static void call_generate(Calls *c) {
             calls_answer(c, "ok %d", record);
         for (size_t i = 0; i < count; i++) free(sequences[i].tokens);
         free(sequences);
-        free(records);
     }
     free(given);
     free(made);
@@ -418,8 +405,10 @@ static int can_load(const Model *m, const char *folder, int whole) {
     TrainState s = {};
     if (setjmp(attempt.place)) return 0;
     attempt.open = 1;
-    if (whole) checkpoint_load_state(folder, &s);
-    if (whole) checkpoint_require_precision(m, folder, &s);
+    if (whole) {
+        checkpoint_load_state(folder, &s);
+        checkpoint_require_precision(m, folder, &s);
+    }
     model_require_weights(m, folder);
     attempt.open = 0;
     state_free(&s);
@@ -480,11 +469,7 @@ static void call_names(Calls *c) {
     FILE *f = text_open(&text);
     PARAM_EACH(p, facts_of(c->t->model).table) fprintf(f, "%s\n", p->name);
     char *bytes = text_close(&text);
-    const size_t length = strlen(bytes);
-    if (calls_has_room(c, length)) {
-        calls_give(c, 0, bytes, length);
-        calls_answer(c, "ok %zu", length);
-    }
+    calls_answer_array(c, bytes, strlen(bytes), 1);
     free(bytes);
 }
 static int calls_has_text(const Calls *c) {
@@ -497,13 +482,10 @@ static void call_encode(Calls *c) {
     const size_t bytes = (size_t)c->call.x[0];
     if (!calls_has_text(c) || !calls_has_room(c, bytes)) return;
     char *text = new_zeros(char, bytes + 1);
-    calls_take(c, text, 0, bytes);
+    calls_take(c, text, bytes);
     int *ids = new_array(int, 1 + tokenizer_most(text, (int)bytes));
     const int n = tokenizer_encode_text(&c->t->tokenizer, text, (int)bytes, c->call.x[1] != 0, ids);
-    if (calls_has_room(c, n * sizeof(int))) {
-        calls_give(c, 0, ids, n * sizeof(int));
-        calls_answer(c, "ok %d", n);
-    }
+    calls_answer_array(c, ids, n, sizeof *ids);
     free(text);
     free(ids);
 }
@@ -512,19 +494,16 @@ static void call_decode(Calls *c) {
     const int n = (int)c->call.x[0];
     if (!calls_has_text(c) || !calls_has_room(c, n * sizeof(int))) return;
     int *ids = new_array(int, n), good = 1, known = 0;
-    calls_take(c, ids, 0, n * sizeof(int));
+    calls_take(c, ids, n * sizeof(int));
     for (int i = 0; i < n; i++) {
         good &= ids[i] >= 0 && ids[i] < c->t->config.vocab_size;
         if (ids[i] < c->t->tokenizer.vocab_size) ids[known++] = ids[i];
     }
     char *text = good ? tokenizer_text(&c->t->tokenizer, ids, known) : NULL;
-    const size_t length = text ? strlen(text) : 0;
-    if (!good)
+    if (text)
+        calls_answer_array(c, text, strlen(text), 1);
+    else
         calls_refuse(c, "a token id is not in the vocabulary\nuse ids of this model's tokenizer");
-    else if (calls_has_room(c, length)) {
-        calls_give(c, 0, text, length);
-        calls_answer(c, "ok %zu", length);
-    }
     free(text);
     free(ids);
 }
@@ -542,11 +521,13 @@ static void call_log(Calls *c) {
 
 static void calls_open(Calls *c) {
     Trainer *t = c->t;
-    const size_t all = calls_all(c);
     c->socket = -1;
-    c->inputs = new_zeros(int, 2 * all);
-    c->targets = c->inputs + all;
-    c->values = new_zeros(float, all);
+    c->own = t->o.batch_size * t->o.seq_len;
+    c->all = c->own * t->mesh.dp.world;
+    c->first = c->own * t->mesh.dp.rank;
+    c->inputs = new_zeros(int, 2 * c->all);
+    c->targets = c->inputs + c->all;
+    c->values = new_zeros(float, c->all);
     c->clock = now_seconds();
     t->saved_step = t->state.step;
     // The caller is told to stop, too, and saves. The end of its channel ends this program.

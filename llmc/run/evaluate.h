@@ -3,7 +3,7 @@
 #ifndef LLMC_EVALUATE_H
 #define LLMC_EVALUATE_H
 
-#include "../model/backend.h"
+#include "../files/checkpoint.h"
 #include "../data/eval_set.h"
 #include "log.h"
 #include "../ranks/stop.h"
@@ -18,12 +18,7 @@ typedef struct {
 } Evaluation;
 
 typedef struct { double loss, bpb; } ValScore;  // nats a token; bits a byte of text, NAN without a tokenizer
-typedef struct {
-    double acc;       // share of examples whose right choice has the smallest loss, summed over its tokens
-    double acc_norm;  // the same, the sum divided by the number of tokens, as in llm.c
-    double acc_char;  // the same, divided by the number of characters, as lm-eval's acc_norm; NAN: not in the file
-    double loss;      // mean loss of a token of the right choices; falls long before accuracy rises
-} ChoiceScore;
+#define EVALUATION_EACH(s, e) for (EvalSet *s = (e)->sets; s < (e)->sets + (e)->num_sets; s++)
 
 // ---- what is evaluated
 
@@ -51,11 +46,11 @@ static void evaluation_add_sets(Evaluation *e, const char *patterns, int vocab_s
         for (size_t i = 0; i < found.gl_pathc; i++) {
             EvalSet *added = &e->sets[e->num_sets];
             eval_open(added, found.gl_pathv[i], e->T, vocab_size);
-            for (int k = 0; k < e->num_sets; k++)
-                require(strcmp(e->sets[k].name, added->name),
-                        "two multiple-choice sets have the name '%s'\n"
-                        "name each set once; sets are known by their files' names",
-                        added->name);
+            EVALUATION_EACH(s, e)
+            require(strcmp(s->name, added->name),
+                    "two multiple-choice sets have the name '%s'\n"
+                    "name each set once; sets are known by their files' names",
+                    added->name);
             e->num_sets++;
         }
         globfree(&found);
@@ -65,7 +60,7 @@ static void evaluation_add_sets(Evaluation *e, const char *patterns, int vocab_s
 // Hash of the tokenizer of the evaluation data; 0: unknown.
 static uint64_t evaluation_tokenizer(const Evaluation *e) {
     uint64_t hash = e->val.hash;
-    for (int i = 0; i < e->num_sets && !hash; i++) hash = e->sets[i].hash;
+    EVALUATION_EACH(s, e) hash = hash ? hash : s->hash;
     return hash;
 }
 static void evaluation_open(Evaluation *e, Options *o, const Comm *comm, int vocab_size) {
@@ -83,20 +78,19 @@ static void evaluation_open(Evaluation *e, Options *o, const Comm *comm, int voc
     if (o->hellaswag && !found)
         printf("HellaSwag is skipped: there is no %s\nmake it with: python dev/data/hellaswag.py\n", hellaswag);
     evaluation_add_sets(e, o->choice_data, vocab_size);
-    for (int i = 0; i < e->num_sets; i++)
-        require(!e->sets[i].hash || e->sets[i].hash == evaluation_tokenizer(e),
-                "multiple-choice set '%s' and %s were made with different tokenizers\nmake all with the model's",
-                e->sets[i].name, e->has_val ? "the validation data" : "another");
+    EVALUATION_EACH(s, e)
+    require(!s->hash || s->hash == evaluation_tokenizer(e),
+            "multiple-choice set '%s' and %s were made with different tokenizers\nmake all with the model's", s->name,
+            e->has_val ? "the validation data" : "another");
 }
 static void evaluation_close(Evaluation *e) {
     dataloader_close(&e->val);
-    for (int i = 0; i < e->num_sets; i++) eval_close(&e->sets[i]);
+    EVALUATION_EACH(s, e) eval_close(s);
     free(e->sets);
     memset(e, 0, sizeof *e);
 }
 static void evaluation_print(const Evaluation *e) {
-    for (int i = 0; i < e->num_sets; i++) {
-        const EvalSet *s = &e->sets[i];
+    EVALUATION_EACH(s, e) {
         printf("choices   %s: %d examples, %d choices", s->name, s->num_examples, s->num_choices);
         if (s->num_cut) printf(", %d lose the beginning of their context: longer than T = %d", s->num_cut, e->T);
         putchar('\n');
@@ -112,10 +106,7 @@ static int list_shards(const DataLoader *d, DataFile *files) {
     return n;
 }
 static int list_sets(const Evaluation *e, DataFile *files) {
-    for (int i = 0; i < e->num_sets; i++) {
-        const EvalSet *s = &e->sets[i];
-        files[i] = (DataFile){s->name, fnv1a(FNV1A, s->stream, s->words * sizeof *s->stream)};
-    }
+    EVALUATION_EACH(s, e) *files++ = (DataFile){s->name, fnv1a(FNV1A, s->stream, s->words * sizeof *s->stream)};
     return e->num_sets;
 }
 
@@ -156,7 +147,7 @@ static ValScore validation_score(Evaluation *e, Model *m, const Tokenizer *token
     const Comm *dp = &facts_of(m).mesh->dp;
     int B = e->B, T = e->T, step = B * dp->world;
     int64_t rows = e->val.sets[set].rows, bytes = 0, learned = 0;
-    if (e->val_batches > 0 && e->val_batches * step < rows) rows = e->val_batches * step;
+    if (e->val_batches > 0) rows = smaller(e->val_batches * step, rows);
     float *losses = new_array(float, (B * (size_t)T));
     double sum = 0;
     dataloader_begin_set(&e->val, set);
@@ -184,16 +175,15 @@ static ValScore validation_score(Evaluation *e, Model *m, const Tokenizer *token
 }
 // Of a set, or (name NULL) of all; average: --ema's. Bits per byte of text (end-of-text has no bytes) compare models
 // with different tokenizers.
-static void report_val(Logger *logger, const char *name, int average, long long step, long long tokens, ValScore v,
-                       double begin) {
-    printf("eval %6lld | %s loss %.4f%s", step, name ? name : "val", v.loss, average ? " of the average" : "");
+static void report_val(Logger *log, const char *name, int average, const TrainState *at, ValScore v, double begin) {
+    printf("eval %6ld | %s loss %.4f%s", at->step, name ? name : "val", v.loss, average ? " of the average" : "");
     if (!isnan(v.bpb)) printf(" | %.4f bits/byte", v.bpb);
     printf(" | %.1f s\n", now_seconds() - begin);
-    logger_event(logger,
+    logger_event(log,
                  average ? "eval_average"
                  : name  ? "eval_set"
                          : "eval",
-                 step, "name %s loss %g bpb %f tokens %lld", name, v.loss, v.bpb, tokens);
+                 at->step, "name %s loss %g bpb %f tokens %ld", name, v.loss, v.bpb, at->tokens);
 }
 
 // ---- multiple choice
@@ -247,8 +237,12 @@ static int choice_is_right(const EvalExample *x, const double *measure) {
         if (measure[c] < measure[best]) best = c;
     return best == x->label;
 }
-static ChoiceScore choice_score(Evaluation *e, const EvalSet *s, Model *m) {
+// By measure: the loss of a choice, the sum over its tokens; divided by their number, as in llm.c; divided by that of
+// characters, as lm-eval's acc_norm, NAN if the file has none. The mean loss of a token of the right choices falls long
+// before accuracy rises.
+static void score_choices(Evaluation *e, const EvalSet *s, Model *m, Logger *log, const TrainState *at) {
     const Comm *dp = &facts_of(m).mesh->dp;
+    const double begin = now_seconds(), n = s->num_examples;
     double *sums = new_zeros(double, s->num_choices);
     double total[5] = {0};  // right by each measure; loss and tokens of right choices
     choice_losses(e, s, m, sums);
@@ -269,19 +263,24 @@ static ChoiceScore choice_score(Evaluation *e, const EvalSet *s, Model *m) {
     evaluation_end(e, m);
     free(sums);
     for (int k = 0; k < 5; k++) total[k] = comm_sum(dp, total[k]);
-    double n = s->num_examples;
-    return (ChoiceScore){total[0] / n, total[1] / n, s->choices->characters ? total[2] / n : NAN, total[3] / total[4]};
+    if (e->stopped) return;
+    const double by_character = s->choices->characters ? total[2] / n : NAN, loss = total[3] / total[4];
+    printf("eval %6ld | %s acc %.4f, by token %.4f", at->step, s->name, total[0] / n, total[1] / n);
+    if (!isnan(by_character)) printf(", by character %.4f", by_character);
+    printf(" of %d | loss %.4f | %.1f s\n", s->num_examples, loss, now_seconds() - begin);
+    logger_event(log, "eval_choice", at->step, "name %s acc %g acc_norm %g acc_char %f loss %g count %d tokens %ld",
+                 s->name, total[0] / n, total[1] / n, by_character, loss, s->num_examples, at->tokens);
 }
 
 // ---- everything
 
-// After `step` optimiser steps and `tokens` tokens. tokenizer: of the data, or NULL. Prints nothing that a signal
-// ended. Returns the validation loss, the same on all ranks; NaN: there is none. average: --ema's is in the weights'
-// place; of it the validation loss is all.
-static double evaluate(Evaluation *e, Model *m, int average, const Tokenizer *tokenizer, Logger *log, long long step,
-                       long long tokens) {
+// After the steps of `at`. tokenizer: of the data, or NULL. Prints nothing that a signal ended. Returns the validation
+// loss, the same on all ranks; NaN: there is none. average: --ema's is in the weights' place; of it the validation loss
+// is all.
+static double evaluate(Evaluation *e, Model *m, int average, const Tokenizer *tokenizer, Logger *log,
+                       const TrainState *at) {
     const Mixture *val = &e->val.mixture;
-    double begin = now_seconds();
+    const double begin = now_seconds();
     ValScore mean = {e->has_val ? 0 : NAN, 0};
     for (int i = 0; i < val->count; i++) {
         const ValScore v = validation_score(e, m, tokenizer, i);
@@ -289,19 +288,12 @@ static double evaluate(Evaluation *e, Model *m, int average, const Tokenizer *to
         if (e->stopped) return NAN;
         mean.loss += share * v.loss;
         mean.bpb += share * v.bpb;
-        if (val->count > 1 && !average) report_val(log, val->patterns[i], 0, step, tokens, v, begin);
+        if (val->count > 1 && !average) report_val(log, val->patterns[i], 0, at, v, begin);
     }
-    if (e->has_val) report_val(log, NULL, average, step, tokens, mean, begin);
-    for (int i = 0; i < e->num_sets && !average; i++) {
-        const EvalSet *s = &e->sets[i];
-        begin = now_seconds();
-        const ChoiceScore c = choice_score(e, s, m);
+    if (e->has_val) report_val(log, NULL, average, at, mean, begin);
+    EVALUATION_EACH(s, e) {
+        if (!average) score_choices(e, s, m, log, at);
         if (e->stopped) return NAN;
-        printf("eval %6lld | %s acc %.4f, by token %.4f", step, s->name, c.acc, c.acc_norm);
-        if (!isnan(c.acc_char)) printf(", by character %.4f", c.acc_char);
-        printf(" of %d | loss %.4f | %.1f s\n", s->num_examples, c.loss, now_seconds() - begin);
-        logger_event(log, "eval_choice", step, "name %s acc %g acc_norm %g acc_char %f loss %g count %d tokens %lld",
-                     s->name, c.acc, c.acc_norm, c.acc_char, c.loss, s->num_examples, tokens);
     }
     return mean.loss;
 }

@@ -75,7 +75,7 @@ static int logger_has_steps(const char *folder) {
     char *line = NULL;
     size_t size = 0;
     int found = 0;
-    FILE *f = fopen(path_of("%s/main.jsonl", folder).text, "r");
+    FILE *f = fopen(path_in(folder, "main.jsonl").text, "r");
     while (f && !found && getline(&line, &size, f) > 0) found = strstr(line, "\"event\":\"step\"") != NULL;
     free(line);
     if (f) fclose(f);

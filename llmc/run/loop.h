@@ -11,10 +11,10 @@
 static void score(Trainer *t) {
     TrainState *s = &t->state;
     const Tokenizer *tokenizer = t->has_tokenizer ? &t->tokenizer : NULL;
-    const double loss = evaluate(&t->eval, t->model, 0, tokenizer, &t->log, s->step, s->tokens);
+    const double loss = evaluate(&t->eval, t->model, 0, tokenizer, &t->log, s);
     if (model_has_slot(t->model, SLOT_AVERAGE) && t->eval.has_val && !t->eval.stopped) {
         model_average(t->model, -1);
-        evaluate(&t->eval, t->model, 1, tokenizer, &t->log, s->step, s->tokens);
+        evaluate(&t->eval, t->model, 1, tokenizer, &t->log, s);
         model_average(t->model, -1);
     }
     // a resumed run evaluates the same weights again
@@ -29,12 +29,6 @@ static void score(Trainer *t) {
 static int is_out_of_patience(const Trainer *t) { return t->o.patience && t->state.worse_evaluations >= t->o.patience; }
 
 // ---- one step
-
-static double learning_rate(const Trainer *t, double peak) {
-    const Options *o = &t->o;
-    return learning_rate_at(o->schedule, peak, o->warmup, o->final_lr_fraction, o->decay_fraction, t->steps,
-                            t->state.step);
-}
 
 // Why steps that are not finite end the run; NULL: training goes on.
 static const char *reason_to_end(const Trainer *t) {
@@ -57,26 +51,26 @@ static void end_diverged(Trainer *t, const char *reason) {
                  strcmp(t->o.on_nan, "stop") ? ", or look at the data" : ", or --on-nan skip to leave such steps out");
 }
 
-// All ranks meet. Returns the signal that any of them got, which stops the run, or 0.
-static int agree(const Trainer *t) { return stop_signal_of(stop_meet(&t->comm, 0)); }
+// All ranks meet. Returns the name of the signal that any of them got, which stops the run, or NULL.
+static const char *agree(const Trainer *t) { return stop_signal_of(stop_meet(&t->comm, 0)); }
 
-// The micro-steps of a step. Returns the signal that ended them early, or 0. The step is then not made.
-static int run_micro_steps(Trainer *t) {
+// The micro-steps of a step. Returns the signal that ended them early, or NULL. The step is then not made.
+static const char *run_micro_steps(Trainer *t) {
     const Options *o = &t->o;
     // Several ranks look for a signal every 8 micro-steps: a message each time would cost more than the delay.
     int every = t->comm.world > 1 ? 8 : 1;
     for (int micro = 0; micro < t->num_micro; micro++) {
-        int stopped = micro > 0 && micro % every == 0 ? agree(t) : 0;
+        const char *stopped = micro > 0 && micro % every == 0 ? agree(t) : NULL;
         if (stopped) return stopped;
         watchdog_beat(PHASE_DATA, -1);
         if (!o->overfit || t->train.next == 0) dataloader_next(&t->train);
         if (!o->overfit && (micro + 1 < t->num_micro || t->state.step + 1 < t->steps)) dataloader_read_ahead(&t->train);
         model_micro_step(t->model, t->train.inputs, t->train.targets, micro, t->num_micro);
     }
-    return 0;
+    return NULL;
 }
-// Returns the signal that ended it early, or 0. The step is then not made.
-static int train_step(Trainer *t, double *clock) {
+// Returns the signal that ended it early, or NULL. The step is then not made.
+static const char *train_step(Trainer *t, double *clock) {
     const Options *o = &t->o;
     watchdog_step(t->state.step + 1);
     console_overwrite(t->step_line);
@@ -85,15 +79,15 @@ static int train_step(Trainer *t, double *clock) {
     int counted = every > 0 && (t->state.step + 1) % every == 0;
     if (timed) model_timing_begin(t->model);
     if (counted) model_fp8_begin(t->model);
-    int stopped = run_micro_steps(t);
+    const char *stopped = run_micro_steps(t);
     if (stopped) {
         console_overwrite("");
         return stopped;
     }
     double use[UPDATE_NUMBERS];
-    update_numbers(o, learning_rate(t, base_lr(o)), use);
-    const UpdateParams p = update_params(t, use);
-    StepReport r = update(t, &p, learning_rate(t, o->learning_rate), o->total_batch);
+    update_numbers(o, learning_rate_at(o, base_lr(o), t->steps, t->state.step), use);
+    const double shown = learning_rate_at(o, o->learning_rate, t->steps, t->state.step);
+    StepReport r = update(t, use, shown, o->total_batch);
     if (reason_to_end(t)) end_diverged(t, reason_to_end(t));
     t->state.step++;
     t->state.tokens += r.tokens;
@@ -105,21 +99,21 @@ static int train_step(Trainer *t, double *clock) {
     dataloader_position(&t->train, &t->state.epoch, &t->state.row);
     end_step(t, &r, clock);
     report_sets(t, t->train.next, 0);
-    return 0;
+    return NULL;
 }
 
 // Whether something is due every so many steps and at the end.
 static int due(const Trainer *t, int64_t every) {
     return every > 0 && (t->state.step % every == 0 || t->state.step == t->steps);
 }
-// Returns the signal that stops the run, or 0.
-static int score_if_due(Trainer *t) {
-    if (!due(t, t->o.eval_every)) return 0;
+// Returns the signal that stops the run, or NULL.
+static const char *score_if_due(Trainer *t) {
+    if (!due(t, t->o.eval_every)) return NULL;
     score(t);
     return agree(t);
 }
-// What is due after a step, except saving. Returns the signal that stops the run, or 0.
-static int after_step(Trainer *t, int64_t first) {
+// What is due after a step, except saving. Returns the signal that stops the run, or NULL.
+static const char *after_step(Trainer *t, int64_t first) {
     const Options *o = &t->o;
     int64_t step = t->state.step;
     if (step == first + 1) {
@@ -127,7 +121,7 @@ static int after_step(Trainer *t, int64_t first) {
         report_overlap(t);
     }
     if (o->log_gpu_every > 0 && step % o->log_gpu_every == 0 && t->comm.rank == 0) report_gpu(t);
-    int stopped = agree(t);
+    const char *stopped = agree(t);
     if (!stopped) stopped = score_if_due(t);
     if (!due(t, o->sample_every) || stopped) return stopped;
     if (samples_here(t))
@@ -146,7 +140,7 @@ static void write_done_file(const Trainer *t) {
     if (fd < 0 || close(fd) != 0) st_failed(path.text);
 }
 // Says how training ended; returns the exit status.
-static int end_training(Trainer *t, int64_t first, int stopped) {
+static int end_training(Trainer *t, int64_t first, const char *stopped) {
     int unsaved = t->retry_step != 0, status = unsaved ? EXIT_FAILURE : stopped ? STATUS_STOPPED : EXIT_SUCCESS;
     long long step = t->state.step;
     report_sets(t, t->train.next, 1);
@@ -157,7 +151,7 @@ static int end_training(Trainer *t, int64_t first, int stopped) {
     if (stopped) {
         console_overwrite("");
         if (*t->step_line) puts(t->step_line);
-        report_stop(t, stop_signal_name(stopped));
+        report_stop(t, stopped);
     }
     if (is_out_of_patience(t))
         printf("ended after step %lld: %ld evaluations without a lower validation loss (--patience)\n", step,
@@ -172,7 +166,7 @@ static int end_training(Trainer *t, int64_t first, int stopped) {
                 "--resume 1\n",
                 t->o.output);
     if (status == EXIT_SUCCESS && *t->o.output && t->comm.rank == 0) write_done_file(t);
-    const char *reason = stopped ? stop_signal_name(stopped) : is_out_of_patience(t) ? "patience" : "all steps done";
+    const char *reason = stopped ? stopped : is_out_of_patience(t) ? "patience" : "all steps done";
     log_event(t, "end", "reason %s status %d", reason, status);
     return status;
 }
@@ -185,7 +179,7 @@ static int train(Trainer *t) {
     stop_notice = t->o.save_every ? "\nCtrl-C: the run saves and ends; once more ends it at once\n"
                                   : "\nCtrl-C: the run ends without a checkpoint; once more ends it at once\n";
     catch_signal(SIGINT);
-    int stopped = score_if_due(t);
+    const char *stopped = score_if_due(t);
     link_if_best(t, first);  // a resumed checkpoint, whose evaluation a signal cut off, or that --patience is new for
     double clock = now_seconds();
     while (t->state.step < t->steps && !stopped && !is_out_of_patience(t)) {
@@ -228,9 +222,7 @@ static void open_models(Trainer *t) {
     t->model = model_new();
     model_open(t->model, &t->config, &model_options, &t->mesh);
     // the first call that generates opens it
-    if (samples_here(t) && writes_text(o) && !*o->calls)
-        model_decode_open(t->model, generation_slots(o), generation_rows(o), t->window, known_tokens(t),
-                          (int)o->cache_pages);
+    if (samples_here(t) && writes_text(o) && !*o->calls) open_decoding(t, t->model, known_tokens(t), o->cache_pages);
     if (writes_text(o)) find_ends(t);
     comm_align(&t->comm);  // not all ranks have opened it
     load_or_init(t);
@@ -245,10 +237,12 @@ static void require_threads(void) {
             omp_get_max_threads(), most);
     #endif
 }
-// The prompt of --generate that standard input holds, where it is no terminal.
-static void take_piped_prompt(Trainer *t) {
+// Without --prompt: --generate talks on a terminal, or takes the prompt that standard input holds.
+static void take_prompt(Trainer *t) {
+    const int asks = t->o.generate && !t->o.serve && !*t->o.prompt, terminal = isatty(STDIN_FILENO);
     int waiting = 0;
-    if (!t->o.generate || t->o.serve || *t->o.prompt || isatty(STDIN_FILENO)) return;
+    t->talks = asks && terminal && isatty(STDOUT_FILENO) && t->o.samples == 1 && t->comm.world == 1;
+    if (!asks || terminal) return;
     if (t->comm.world == 1) t->o.prompt = piped_prompt();
     // some versions of mpirun never pass on the end
     if (t->comm.world > 1 && t->comm.rank == 0) ioctl(STDIN_FILENO, FIONREAD, &waiting);
@@ -272,6 +266,8 @@ static int trainer_main(int argc, char **argv) {
     t->out = o->serve ? serve_take_output() : NULL;
     if (!o->resume) settle_options(t);  // else with the options of the checkpoint
     t->comm = comm_open(&argc, &argv, o->timeout);
+    t->argc = argc;
+    t->argv = argv;
     const Comm *comm = &t->comm;
     comm_require(comm, o->num_processes == 1 || o->num_processes == comm->world,
                  "this job was not started as %lld processes but as %d\nlet mpirun or srun start them",
@@ -281,19 +277,18 @@ static int trainer_main(int argc, char **argv) {
         require(!(i ? t->out : stdout) || freopen("/dev/null", "w", i ? t->out : stdout),
                 "cannot open /dev/null: %s\ncheck the machine", strerror(errno));
     catch_signals(forward_only(o) || *o->calls);
-    find_checkpoint(t, argc, argv);
-    take_options(t, argc, argv);
+    find_checkpoint(t);
+    take_options(t);
     settle_options(t);
     comm_require(comm, comm->world == o->tp || !o->generate,
                  "--generate 1 needs one process, or as many as --tp says; this job has %d\nstart it without mpirun",
                  comm->world);
-    t->talks = o->generate && !o->serve && chat_can_talk(o) && comm->world == 1;
-    take_piped_prompt(t);
+    take_prompt(t);
     require(t->talks || !*o->system, "--system begins a conversation on a terminal, and this is none\n"
                                      "use --generate on a terminal, without --prompt and mpirun; or leave it out");
     comm_use_cores(comm, o->threads);
     t->mesh = mesh_open(comm, o->tp);
-    choose_config(t, argc, argv);
+    choose_config(t);
     if (!o->generate && !*o->calls) open_data(t);
     if (!forward_only(o)) count_steps(t);
     open_tokenizer(t);

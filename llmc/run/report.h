@@ -31,11 +31,10 @@ static void report_sets(Trainer *t, int64_t row, int all) {
     for (int i = 0; i < at->count && at->count > 1; i++) {
         const int64_t taken = at->taken[i], rows = t->train.sets[i].rows;
         if (!all && (taken - 1) / rows == (before.taken[i] - 1) / rows) continue;
+        const double epochs = taken / (double)rows;
         printf("%s   %s: share %g of %g, %ld sequences of %ld: %.2f epochs\n", all ? "set    " : "ran out",
-               at->patterns[i], at->shares[i] / SHARE_UNITS, at->total / SHARE_UNITS, taken, rows,
-               taken / (double)rows);
-        log_event(t, all ? "set" : "epoch", "name %s sequences %ld epochs %g", at->patterns[i], taken,
-                  taken / (double)rows);
+               at->patterns[i], at->shares[i] / SHARE_UNITS, at->total / SHARE_UNITS, taken, rows, epochs);
+        log_event(t, all ? "set" : "epoch", "name %s sequences %ld epochs %g", at->patterns[i], taken, epochs);
     }
 }
 static void print_start(Trainer *t) {
@@ -121,14 +120,15 @@ static void report_gpu(Trainer *t) {
     log_event(t, "gpu", "sm_mhz %d memory_mhz %d watts %g celsius %d held_back_by %s", s.sm_mhz, s.memory_mhz,
               1e-3 * s.milliwatts, s.celsius, s.held_back);
 }
-static void report_save(Trainer *t, const char *path, int64_t step, double seconds, double held) {
-    printf("checkpoint %s | written in %.1f s, training stood still for %.2f s\n", path, seconds, held);
-    logger_event(&t->log, "checkpoint", step, "path %s at_step %ld seconds %g held_seconds %g", path, t->state.step,
-                 seconds, held);
-}
-static void report_failed_save(Trainer *t, const char *path, int64_t step, int error) {
+static void report_save(Trainer *t, const char *path, int64_t step, int error, double seconds, double held) {
     const char *reason =
         error == OTHER_RANK_FAILED ? "another rank could not write its part, see its message" : strerror(error);
+    if (!error) {
+        printf("checkpoint %s | written in %.1f s, training stood still for %.2f s\n", path, seconds, held);
+        logger_event(&t->log, "checkpoint", step, "path %s at_step %ld seconds %g held_seconds %g", path, t->state.step,
+                     seconds, held);
+        return;
+    }
     printf("checkpoint %s | FAILED: %s; older ones are untouched", path, reason);
     if (t->ending)
         printf(", and --resume 1 goes on from the newest of them\n");
@@ -219,9 +219,10 @@ static void report_choices(Trainer *t) {
 // How often the exchange of rows between tensor-parallel ranks ran under matmuls.
 static void report_overlap(Trainer *t) {
     const OverlapCounts n = model_overlap(t->model);
-    if (n.gathers + n.scatters + n.apart == 0) return;
+    const int all = n.gathers + n.scatters + n.apart;
+    if (all == 0) return;
     printf("tensor parallelism exchanged rows %d times: %d gathers and %d scatters under matmuls, %d with nothing\n",
-           n.gathers + n.scatters + n.apart, n.gathers, n.scatters, n.apart);
+           all, n.gathers, n.scatters, n.apart);
     log_event(t, "overlap", "gathers %d scatters %d apart %d", n.gathers, n.scatters, n.apart);
 }
 // What rank 0's step rounded to fp8: the shares of its values that became 0, and that were above the largest.

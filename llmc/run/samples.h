@@ -3,7 +3,6 @@
 #define LLMC_RUN_SAMPLES_H
 
 #include "setup.h"
-#include "../talk/generate.h"
 
 static int first_token(const Trainer *t) {
     return t->has_tokenizer                             ? t->tokenizer.eot
@@ -21,12 +20,12 @@ static Options options_of_model(Trainer *t) {
     #endif
     Options o = t->o;
     int most = smaller(o.seq_len, t->config.max_seq_len), longest = generation_longest(&o);
-    if (*o.draft && t->draft_config.max_seq_len < most) most = t->draft_config.max_seq_len;
-    if (o.window > 0 && o.window < most) most = (int)o.window;  // what a sample's token saw in training
+    if (*o.draft) most = smaller(most, t->draft_config.max_seq_len);
+    if (o.window > 0) most = smaller(most, o.window);  // what a sample's token saw in training
     t->window = longest < most && !o.serve && !*o.calls && !t->talks ? longest : most;
     if (!o.generate) return o;
     o.seq_len = smaller(t->window, PIECE);
-    o.batch_size = o.tp * ceil_div(generation_rows(&o), o.seq_len);  // each rank has all rows
+    o.batch_size = o.tp * ceil_div(generation_sizes(&o).rows, o.seq_len);  // each rank has all rows
     o.recompute = 3;
     o.head_chunks = o.seq_len;
     return o;
@@ -48,34 +47,39 @@ static void find_ends(Trainer *t) {
     ends_read(&ends, folders[i], t->has_tokenizer);
     t->ends = &ends;
 }
+static void open_decoding(const Trainer *t, Model *m, int known, int64_t pages) {
+    const GenerationSizes sizes = generation_sizes(&t->o);
+    model_decode_open(m, sizes.slots, sizes.rows, t->window, known, (int)pages);
+}
 static Engine engine_of(Trainer *t) {
+    const GenerationSizes sizes = generation_sizes(&t->o);
     Engine e = {};
     e.m = t->model;
     e.draft = t->draft;
     e.drafted = (int)t->o.draft_tokens;
-    e.slots = generation_slots(&t->o);
-    e.rows = generation_rows(&t->o);
+    e.slots = sizes.slots;
+    e.rows = sizes.rows;
+    e.prompt_rows = sizes.prompt_rows;
     e.window = t->window;
     e.keeps = (int)t->o.kv_cache;
     e.eot = first_token(t);
     e.tokenizer = t->has_tokenizer ? &t->tokenizer : NULL;
     e.ends = t->ends;
     e.pieces = t->o.serve > 0;
-    e.prompt_rows = generation_prompt_rows(&t->o);
+
     engine_open(&e);
     return e;
 }
 static void sample(Trainer *t) {
     Generation g = {};
+    char *text = NULL;
     g.engine = engine_of(t);
     g.o = &t->o;
     if (t->talks) {
         const ChatTemplate *style = *t->adapters.text ? chat_template_of(t->adapters.text) : NULL;
         chat(&g, style ? style : chat_template_of(model_source(t)));
-        engine_close(&g.engine);
-        return;
-    }
-    char *text = generate(&g, t->state.step, t->o.generate);
+    } else
+        text = generate(&g, t->state.step, t->o.generate);
     engine_close(&g.engine);
     if (text) log_event(t, "sample", "text %s", text);
     free(text);
@@ -102,8 +106,7 @@ static void open_draft(Trainer *t, const Options *o) {
     checkpoint_require_intact(&t->comm, folder, 2);
     t->draft = model_new();
     model_open(t->draft, &t->draft_config, o, &t->mesh);
-    model_decode_open(t->draft, generation_slots(&t->o), generation_rows(&t->o), t->window, known,
-                      model_pages(t->model));
+    open_decoding(t, t->draft, known, model_pages(t->model));
     model_load_weights(t->draft, folder);
 }
 

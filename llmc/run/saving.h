@@ -36,24 +36,22 @@ static void save_finish(void *trainer) {
     t->unrotated = !error;
     t->unproven &= !error;
     console_overwrite("");
-    if (error)
-        report_failed_save(t, path.text, step, error);
-    else
-        report_save(t, path.text, step, now - t->save_begin, t->save_held + now - begin);
+    report_save(t, path.text, step, error, now - t->save_begin, t->save_held + now - begin);
     if (!error) link_if_best(t, step);
     rotate(t);
 }
 static void save(Trainer *t) {
+    const int beside = saves_beside_training(&t->o);
     save_finish(t);
     watchdog_beat(PHASE_SAVE, -1);
     t->save_begin = now_seconds();
-    checkpoint_begin(&t->saving, t->model, t->o.output, &t->state, saves_beside_training(&t->o));
+    checkpoint_begin(&t->saving, t->model, t->o.output, &t->state, beside);
     if (*t->diverged && t->comm.rank == 0 && !t->saving.error)
         checkpoint_mark_diverged(t->saving.writing.text, t->diverged);
     t->saved_step = t->state.step;
     t->unproven = !*t->diverged;
     t->save_held = now_seconds() - t->save_begin;
-    if (!saves_beside_training(&t->o)) save_finish(t);
+    if (!beside) save_finish(t);
 }
 // After a step. `ends`: it was the last one, or a signal stops the run.
 static int save_is_due(const Trainer *t, int ends) {

@@ -3,18 +3,15 @@
 #ifndef LLMC_TRAINER_SETUP_H
 #define LLMC_TRAINER_SETUP_H
 
-#include "../model/backend.h"
 #include "../talk/chat.h"
-#include "../files/checkpoint.h"
 #include "evaluate.h"
 #include "gpu_monitor.h"
-#include "../muon.h"
 #include "../talk/serve.h"
-#include "../ranks/stop.h"
-#include "../data/tokenizer.h"
 
 typedef struct {
     Options o;
+    int argc;  // the command line
+    char **argv;
     Comm comm;  // the job
     Mesh mesh;
     Config config;
@@ -124,10 +121,11 @@ static void check_options(const Options *o) {
             "--evaluate 1 has nothing to evaluate\ngive --val-data or --choice-data");
     require(!*o->draft || is_directory(o->draft), "--draft '%s' is no folder\nname the folder of a small model",
             o->draft);
-    require(!*o->draft || generation_slots(o) * (o->draft_tokens + 1) <= DECODE_ROWS,
+    const int slots = generation_sizes(o).slots;
+    require(!*o->draft || slots * (o->draft_tokens + 1) <= DECODE_ROWS,
             "%d sequences with %lld drafted tokens each are more than the %d rows of a step\n"
             "use a smaller --serve or --debug draft-tokens",
-            generation_slots(o), o->draft_tokens, DECODE_ROWS);
+            slots, o->draft_tokens, DECODE_ROWS);
     require(o->window != 0, "--window 0: a token would not see itself\ngive a number of tokens, or -1 for all");
     require(o->eval_steps != 0 || (!o->eval_every && !o->evaluate),
             "--eval-steps 0 measures nothing\nuse --eval-every 0 to leave evaluation out, -1 for the whole set");
@@ -158,7 +156,7 @@ static const char *model_source(const Trainer *t) {
 }
 // Model sizes: those of the resumed checkpoint, of a Hugging Face folder, or of a preset. A preset without vocab= takes
 // the vocabulary of the data.
-static void choose_config(Trainer *t, int argc, char **argv) {
+static void choose_config(Trainer *t) {
     const char *model = model_source(t);
     size_t n = strlen(model);
     require(n < 4 || strcmp(model + n - 4, ".bin") != 0,
@@ -193,7 +191,7 @@ static void choose_config(Trainer *t, int argc, char **argv) {
     // texts have the model's context, unless the command line or the resumed run says another
     Options said = options_default();
     said.seq_len = 0;
-    if (t->o.generate && !is_resumed(t) && !options_parse_over(said, argc, argv).seq_len)
+    if (t->o.generate && !is_resumed(t) && !options_parse_over(said, t->argc, t->argv).seq_len)
         t->o.seq_len = t->config.max_seq_len;
     if (*t->o.draft) t->draft_config = config_from_json(t->o.draft);
     t->o.window = config_window(&t->config, t->o.window, t->o.seq_len);
@@ -217,9 +215,9 @@ static void open_data(Trainer *t) {
     require(t->train.vocab_size <= V,
             "the training data has a vocabulary of %d and the model of %d\nuse data made with the model's tokenizer",
             t->train.vocab_size, V);
-    if (t->train.hash && evaluation_tokenizer(&t->eval))
-        require(t->train.hash == evaluation_tokenizer(&t->eval),
-                "training and evaluation data were made with different tokenizers\nmake both with one");
+    const uint64_t hash = evaluation_tokenizer(&t->eval);
+    require(!t->train.hash || !hash || t->train.hash == hash,
+            "training and evaluation data were made with different tokenizers\nmake both with one");
 }
 static void close_data(Trainer *t) {
     if (t->has_tokenizer) tokenizer_close(&t->tokenizer);
@@ -246,14 +244,10 @@ static void count_steps(Trainer *t) {
             total, before && atoll(before) == total ? " of the resumed run" : "", o->tp > 1 ? " / tp" : "",
             micro_tokens, larger(near, 1) * micro_tokens);
     t->num_micro = total / micro_tokens;
-    if (*o->calls) {
-        t->steps = o->max_steps != -1 ? o->max_steps : 0;
-        return;
-    }
     // As in llm.c, an epoch's last step may end with the next epoch's first rows.
     const int64_t places = t->train.kind.pack ? t->train.rows_per_epoch * o->seq_len : t->train.num_tokens;
     t->steps = o->max_steps != -1 ? o->max_steps : (long long)(o->epochs * (double)places / (double)total);
-    require(t->steps > 0 && t->steps <= 1 << 30,
+    require(*o->calls || (t->steps > 0 && t->steps <= 1 << 30),
             "%g epochs of %ld tokens are %lld steps of %lld\n"
             "use another --total-batch or --epochs, or give --max-steps",
             o->epochs, places, t->steps, total);
@@ -272,7 +266,7 @@ static Path find_tokenizer(const Trainer *t, int *guessed) {
     const struct {
         Path path;
         int skipped, guessed;
-    } places[] = {{path_of("%s/tokenizer.bin", model_source(t)), !o->generate && !*o->calls, 0},
+    } places[] = {{path_in(model_source(t), "tokenizer.bin"), !o->generate && !*o->calls, 0},
                   {tokenizer_path(shard), 0, default_data},
                   {path_of("gpt2_tokenizer.bin"), 0, 1}};
     *guessed = 0;
@@ -309,7 +303,7 @@ static void open_tokenizer(Trainer *t) {
 static TokenizerId tokenizer_id(const Tokenizer *t) { return (TokenizerId){t->kind, t->vocab_size, t->hash}; }
 // Of the model in a folder, according to its tokenizer.bin or its checkpoint. Hash 0: neither says.
 static TokenizerId tokenizer_of_folder(const char *folder) {
-    const Path bin = path_of("%s/tokenizer.bin", folder), state = path_of("%s/train_state.json", folder);
+    const Path bin = path_in(folder, "tokenizer.bin"), state = path_in(folder, "train_state.json");
     TokenizerId id = {TOKENIZER_UNKNOWN, 0, 0};
     if (file_exists(bin.text)) {
         Tokenizer own;
@@ -405,7 +399,7 @@ static void use_adapters(Trainer *t, const char *folder) {
 }
 // Takes over the options of a checkpoint: of a resumed one all, of the --model of --generate and of calls those that
 // say where its tokenizer is and what its tokens see. The command line has precedence.
-static void take_options(Trainer *t, int argc, char **argv) {
+static void take_options(Trainer *t) {
     char why[WHY_BYTES];
     const char *folder = is_resumed(t) ? t->resumed_from.text : *t->adapters.text ? t->adapters.text : t->o.model;
     int named = !is_resumed(t) && (t->o.generate || *t->o.calls) && checkpoint_is_whole(folder, -1, why);
@@ -414,15 +408,15 @@ static void take_options(Trainer *t, int argc, char **argv) {
     Options o = options_default();
     OPTION_EACH(p) {
         const char *value = state_option(&t->state, p->name);
-        const int kept = !named || has_word(" tokenizer train-data window ", p->name);
+        const int kept = named ? has_word(" tokenizer train-data window ", p->name)
+                               : !has_word(" reset-optimizer calls ", p->name);  // these are of that one start
         if (!value || !kept) continue;
-        if (has_word(" reset-optimizer calls ", p->name)) continue;  // of that one start
         char *text = printable(strdup(value), "\n\t");
         state_set_option(&t->before, p->name, text);  // a copy: those of `state` change during the run
         free(text);
         option_set(&o, p, state_option(&t->before, p->name));
     }
-    t->o = options_parse_over(o, argc, argv);
+    t->o = options_parse_over(o, t->argc, t->argv);
     require(named || forward_only(&t->o) || !t->state.gone, "'%s' was trained with --%s, which is gone\n%s", folder,
             t->state.gone[0], t->state.gone[2]);
     require(named || !t->o.lora || is_adapter_folder(folder),
@@ -474,22 +468,22 @@ static void settle_options(Trainer *t) {
 }
 
 // llm.c's scripts give --resume at the first start, too: they name the model and the data.
-static void require_a_run_to_begin(const char *output, int argc, char **argv) {
+static void require_a_run_to_begin(const Trainer *t) {
     Options none = options_default();
     none.model = none.train_data = "";
-    none = options_parse_over(none, argc, argv);
+    none = options_parse_over(none, t->argc, t->argv);
     require(*none.model || *none.train_data,
             "there is no checkpoint in '%s' to resume, and the command says nothing of a run to begin\n"
             "name the run's own --output; or begin it with its --model and --train-data",
-            output);
+            t->o.output);
 }
-static void find_checkpoint(Trainer *t, int argc, char **argv) {
+static void find_checkpoint(Trainer *t) {
     const Options *o = &t->o;
     t->o.model = newest_of_run(&t->comm, o->model, &t->newest);
     t->o.draft = newest_of_run(&t->comm, o->draft, &t->newest_draft);
     if (is_adapter_folder(o->model)) use_adapters(t, o->model);
     int writes = *o->output && !forward_only(o) && t->comm.rank == 0;
-    if (writes && o->resume && !is_directory(o->output)) require_a_run_to_begin(o->output, argc, argv);
+    if (writes && o->resume && !is_directory(o->output)) require_a_run_to_begin(t);
     if (writes) make_directory(o->output);  // now, so that an unwritable folder ends the run at once
     if (writes) checkpoint_lock(&t->comm, o->output, o->timeout);
     int files = forward_only(o) ? 2 : 3;
@@ -503,7 +497,7 @@ static void find_checkpoint(Trainer *t, int argc, char **argv) {
     if (!writes || resumed) return;
     const int has_steps = logger_has_steps(o->output);
     if (o->resume) {
-        require_a_run_to_begin(o->output, argc, argv);
+        require_a_run_to_begin(t);
         if (has_steps) printf("the earlier run in '%s' left no checkpoint: it begins again with step 1\n", o->output);
         return;
     }
@@ -557,26 +551,27 @@ static void handshake(const Trainer *t) {
 }
 
 static void load_or_init(Trainer *t) {
+    const int resumed = is_resumed(t), anew = t->o.reset_optimizer != 0;
     watchdog_beat(PHASE_LOAD, -1);
     if (t->o.lora) model_load_frozen(t->model, t->o.model);
     if (*t->adapters.text)
         model_load_merged(t->model, t->o.model, t->adapters.text);
-    else if (is_resumed(t) && (forward_only(&t->o) || t->o.reset_optimizer))
+    else if (resumed && (forward_only(&t->o) || anew))
         model_load_weights(t->model, t->resumed_from.text);
-    else if (is_resumed(t))
+    else if (resumed)
         checkpoint_load(t->model, t->resumed_from.text, &t->state);
     else if (is_directory(t->o.model) && !t->o.lora)
         model_load_weights(t->model, t->o.model);
     else
         init_weights(t->model, t->o.seed);
-    if (is_resumed(t) && t->o.reset_optimizer) t->state.optimizer_begin = t->state.step;
-    if (!is_resumed(t)) t->state.seed = t->o.seed;
+    if (resumed && anew) t->state.optimizer_begin = t->state.step;
+    if (!resumed) t->state.seed = t->o.seed;
     // --debug overfit always trains on the first batch
-    if (is_resumed(t) && t->train.num_shards && !t->o.overfit)
+    if (resumed && t->train.num_shards && !t->o.overfit)
         dataloader_seek(&t->train, t->state.epoch, state_row(&t->state, t->o.seq_len));
-    if (model_has_slot(t->model, SLOT_AVERAGE) && (!is_resumed(t) || t->o.reset_optimizer)) model_average(t->model, 1);
+    if (model_has_slot(t->model, SLOT_AVERAGE) && (!resumed || anew)) model_average(t->model, 1);
     record_options(t);
-    if (is_resumed(t) && !forward_only(&t->o)) report_changed_options(t);
+    if (resumed && !forward_only(&t->o)) report_changed_options(t);
     if (t->train.num_shards && !t->o.overfit) compare_data(t);
 }
 

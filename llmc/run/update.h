@@ -32,22 +32,10 @@ static void update_numbers(const Options *o, double lr, double x[UPDATE_NUMBERS]
     const double given[] = {lr, o->beta1, o->beta2, o->adam_eps, base_decay(o), o->grad_clip};
     memcpy(x, given, sizeof given);
 }
-static UpdateParams update_params(const Trainer *t, const double x[UPDATE_NUMBERS]) {
-    return (UpdateParams){(float)x[0],
-                          (float)x[1],
-                          (float)x[2],
-                          (float)x[3],
-                          (float)x[4],
-                          x[5],
-                          window_limit(&t->state.loss, t->o.skip_loss_z),
-                          window_limit(&t->state.norm, t->o.skip_norm_z),
-                          (int)(t->state.step + 1 - t->state.optimizer_begin)};
-}
 
 // Judges the run by the loss and the norm of a step.
-static void judge_step(Trainer *t, const StepResult *r) {
+static void judge_step(Trainer *t, const StepResult *r, int finite) {
     char why[100] = "";
-    int finite = r->verdict != STEP_NOT_FINITE;
     if (!finite)
         FORMAT(why, ", gradient norm %g", r->norm);
     else if (losses_have_diverged(&t->state.loss))
@@ -61,18 +49,27 @@ static void judge_step(Trainer *t, const StepResult *r) {
     prove_checkpoint(t);
 }
 // The gradients of a step of so many tokens are complete. lr: for the report.
-static StepReport update(Trainer *t, const UpdateParams *p, double lr, int64_t tokens) {
+static StepReport update(Trainer *t, const double x[UPDATE_NUMBERS], double lr, int64_t tokens) {
+    const UpdateParams p = {(float)x[0],
+                            (float)x[1],
+                            (float)x[2],
+                            (float)x[3],
+                            (float)x[4],
+                            x[5],
+                            window_limit(&t->state.loss, t->o.skip_loss_z),
+                            window_limit(&t->state.norm, t->o.skip_norm_z),
+                            (int)(t->state.step + 1 - t->state.optimizer_begin)};
     StepReport r = {};
     r.lr = lr;
     r.tokens = tokens;
-    r.result = model_update(t->model, p);
+    r.result = model_update(t->model, &p);
     // also where the update was left out: the average's clock is the step
-    if (t->o.ema > 0 && p->step % AVERAGE_EVERY == 0) model_average(t->model, 1 - pow(t->o.ema, AVERAGE_EVERY));
+    if (t->o.ema > 0 && p.step % AVERAGE_EVERY == 0) model_average(t->model, 1 - pow(t->o.ema, AVERAGE_EVERY));
     console_overwrite("");
     const int finite = r.result.verdict != STEP_NOT_FINITE;
     r.loss_z = finite ? window_zscore(&t->state.loss, r.result.loss) : NAN;
     r.norm_z = finite ? window_zscore(&t->state.norm, r.result.norm) : NAN;
-    judge_step(t, &r.result);
+    judge_step(t, &r.result, finite);
     return r;
 }
 // clock: when the step before had ended; becomes now.

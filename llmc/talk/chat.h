@@ -5,20 +5,19 @@
 #define LLMC_CHAT_H
 
 #include "generate.h"
-#include "../files/json.h"
 
 // How a turn is written: [before][role][after][text][end][between]. Those in <> are tokens, if the tokenizer has them.
-typedef struct { const char *known_by, *start, *before, *after, *end, *between; } ChatTemplate;
+// A template is known by its `before`.
+typedef struct { const char *start, *before, *after, *end, *between; } ChatTemplate;
 static const ChatTemplate chat_templates[] = {
-    {"<|im_start|>", "", "<|im_start|>", "\n", "<|im_end|>", "\n"},
-    {"<|start_header_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>", ""},
+    {"", "<|im_start|>", "\n", "<|im_end|>", "\n"},
+    {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>", ""},
 };
 
 // Waits for standard input. People may take their time: the watchdog sees progress. Returns 0 after a second without.
 static int input_wait(void) {
-    struct pollfd in = {STDIN_FILENO, POLLIN, 0};
     watchdog_beat(PHASE_SAMPLE, -1);
-    return poll(&in, 1, 1000);
+    return can_read(STDIN_FILENO, 1000);
 }
 // The prompt of --generate where standard input is a file or a pipe: all of it, but for a newline at the end. "": none.
 static const char *piped_prompt(void) {
@@ -39,15 +38,12 @@ static const char *piped_prompt(void) {
     return text;
 }
 
-static int chat_can_talk(const Options *o) {
-    return !*o->prompt && o->samples == 1 && isatty(STDIN_FILENO) && isatty(STDOUT_FILENO);
-}
 // The template of a model's folder, the one named default of several. NULL: it has none.
 static const ChatTemplate *chat_template_of(const char *folder) {
     Json j, unparsed;
     size_t bytes = 0;
-    const Path config = path_of("%s/tokenizer_config.json", folder);
-    char *apart = json_read(&unparsed, path_of("%s/chat_template.jinja", folder).text, &bytes);
+    const Path config = path_in(folder, "tokenizer_config.json");
+    char *apart = json_read(&unparsed, path_in(folder, "chat_template.jinja").text, &bytes);
     int value = !bytes && json_open(&j, config.text) ? json_get(&j, 0, "chat_template") : JSON_NONE;
     int several = JSON_NONE;
     if (apart) apart[bytes] = 0;
@@ -59,7 +55,7 @@ static const ChatTemplate *chat_template_of(const char *folder) {
     const char *text = bytes ? apart : json_string(&j, value);
     const ChatTemplate *t = NULL;
     for (int i = 0; i < 2 && text && !t; i++)
-        if (strstr(text, chat_templates[i].known_by)) t = &chat_templates[i];
+        if (strstr(text, chat_templates[i].before)) t = &chat_templates[i];
     require(text || value == JSON_NONE || json_is(&j, value, JSON_NULL),
             "chat_template of '%s' is neither a text nor a list with one that is named default\nmend the file, or get "
             "it again",

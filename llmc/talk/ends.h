@@ -43,8 +43,8 @@ static void add_stop_text(Ends *e, const char *bytes) {
 static void ends_read(Ends *e, const char *folder, int has_texts) {
     static const char *const keys[] = {"eos_token_id", "stop_strings"}, *const kinds[] = {"token id", "text"};
     Json j;
-    Path path = path_of("%s/generation_config.json", folder);
-    if (!file_exists(path.text)) path = path_of("%s/config.json", folder);
+    Path path = path_in(folder, "generation_config.json");
+    if (!file_exists(path.text)) path = path_in(folder, "config.json");
     for (int texts = 0; texts <= has_texts && json_open(&j, path.text); texts++, json_free(&j)) {
         const int value = json_get(&j, 0, keys[texts]);
         if (value == JSON_NONE || json_is(&j, value, JSON_NULL)) continue;

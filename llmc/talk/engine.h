@@ -92,6 +92,7 @@ typedef struct {
 
 // Sequences that have a slot, in the order in which they came.
 #define EACH_RUNNING(s, e) for (Sequence *s = (e)->first; s != (e)->waits; s = s->next)
+#define EACH_MODEL(model, e) for (Model *model = (e)->m; model; model = model == (e)->m ? (e)->draft : NULL)
 
 static void engine_add(Engine *e, Sequence *s) {
     assert(s->count > 0 && s->count < s->most);
@@ -112,8 +113,7 @@ static int *engine_pages(const Engine *e, const Sequence *s) { return e->of_slot
 static void engine_hold(Engine *e, const Sequence *s, int page) {
     const int index = e->held[s->slot]++;
     engine_pages(e, s)[index] = page;
-    model_place(e->m, s->slot, index, page);
-    if (e->draft) model_place(e->draft, s->slot, index, page);
+    EACH_MODEL(model, e) model_place(model, s->slot, index, page);
 }
 static void engine_release(Engine *e, const Sequence *s) {
     while (e->held[s->slot]) pages_leave(&e->pages, engine_pages(e, s)[--e->held[s->slot]]);
@@ -203,8 +203,7 @@ static int engine_begin(Engine *e, Sequence *s, int spare) {
         return 0;
     }
     engine_reach(e, s, last + 1 - s->begin);
-    model_set_length(e->m, s->slot, s->shares * KV_PAGE);
-    if (e->draft) model_set_length(e->draft, s->slot, s->shares * KV_PAGE);
+    EACH_MODEL(model, e) model_set_length(model, s->slot, s->shares * KV_PAGE);
     s->is_new = 1;
     return 1;
 }
@@ -232,15 +231,10 @@ static int engine_put_back(Engine *e, Sequence *s) {
     e->waits = newest;
     return newest == s;
 }
-// Pages for so many tokens of a sequence. Returns 0 if it has to wait for them.
+// Pages for so many tokens of a sequence; 0: the window is full, and it begins anew with the last half of it. Returns 0
+// if it has to wait for them.
 static int engine_grow(Engine *e, Sequence *s, int tokens) {
-    while (!engine_reach(e, s, tokens))
-        if (engine_put_back(e, s)) return 0;
-    return 1;
-}
-// The window is full: the sequence begins anew with the last half of it. Returns 0 if it has to wait.
-static int engine_roll(Engine *e, Sequence *s) {
-    while (!engine_begin(e, s, 0))
+    while (tokens ? !engine_reach(e, s, tokens) : !engine_begin(e, s, 0))
         if (engine_put_back(e, s)) return 0;
     return 1;
 }
@@ -252,8 +246,7 @@ static int engine_prompt_left(const Engine *e, const Sequence *s) {
 }
 static void engine_prompt_piece(Engine *e, Sequence *s, int n) {
     const int done = model_length(e->m, s->slot);
-    model_prompt(e->m, s->slot, s->tokens + s->begin + done, n);
-    if (e->draft) model_prompt(e->draft, s->slot, s->tokens + s->begin + done, n);
+    EACH_MODEL(model, e) model_prompt(model, s->slot, s->tokens + s->begin + done, n);
     engine_share(e, s, done + n);
 }
 // Whether an earlier prompt's rows are about to fill the page that this new one needs next.
@@ -293,7 +286,9 @@ static void engine_prompt(Engine *e) {
 
 // ---- steps
 
-static DecodeRow engine_row(const Sequence *s, int token) { return (DecodeRow){s->slot, token, s->draw, 0}; }
+static DecodeRow engine_row(const Sequence *s, int token, int prompt) {
+    return (DecodeRow){s->slot, token, s->draw, prompt};
+}
 // --debug kv-cache=0: the keys and values of a slot anew, by rows as they were made.
 static void engine_recompute(Engine *e, Sequence *s) {
     DecodeRow rows[DECODE_ROWS];
@@ -302,10 +297,8 @@ static void engine_recompute(Engine *e, Sequence *s) {
     model_set_length(e->m, s->slot, 0);
     if (alone > 0) model_prompt(e->m, s->slot, s->tokens + s->begin, alone);
     for (int at = s->begin + larger(alone, 0), n; at < s->count - 1; at += n) {
-        for (n = 0; n < e->rows && at + n < s->count - 1; n++) {
-            rows[n] = engine_row(s, s->tokens[at + n]);
-            rows[n].prompt = at + n < s->prompted;
-        }
+        for (n = 0; n < e->rows && at + n < s->count - 1; n++)
+            rows[n] = engine_row(s, s->tokens[at + n], at + n < s->prompted);
         model_decode(e->m, rows, n);
         model_drawn(e->m, drawn);
     }
@@ -320,9 +313,8 @@ static int engine_proposals(Engine *e, Sequence *s) {
     if (drafts > length) model_set_length(e->draft, s->slot, length);
     // of a sequence that had to wait: any keys and values do for a draft
     if (drafts < length - 1) model_prompt(e->draft, s->slot, s->tokens + s->begin + drafts, length - drafts);
-    const int left = s->most - s->count - 1, fits = e->window - length - 1;
-    const int most = smaller(left, fits);
-    return smaller(most, e->drafted);
+    const int left = smaller(s->most - s->count, e->window - length) - 1;
+    return smaller(left, e->drafted);
 }
 // The draft draws token after token. First it runs on the tokens that it has not had: the last one, or, if all its
 // proposals were accepted, the last two.
@@ -335,7 +327,7 @@ static void engine_propose(Engine *e) {
         EACH_RUNNING(s, e) {
             if (k >= s->proposed) continue;
             for (int at = s->begin + model_length(e->draft, s->slot); at < s->count + k; at++) {
-                rows[n] = engine_row(s, s->tokens[at]);
+                rows[n] = engine_row(s, s->tokens[at], 0);
                 to[n++] = s->tokens + s->count + k;  // the last row of a sequence counts
             }
         }
@@ -359,7 +351,7 @@ static int engine_queue_rows(Engine *e, Sequence *s, DecodeRow *rows, int *n, in
     for (int i = 0; i < count; i++) {
         const int counts = at + i >= s->count - 1;  // what the others draw is known
         e->steps[e->queued].of[*n] = counts ? s : NULL;
-        rows[(*n)++] = engine_row(s, drawn ? DECODE_DRAWN : s->tokens[at + i]);
+        rows[(*n)++] = engine_row(s, drawn ? DECODE_DRAWN : s->tokens[at + i], 0);
         s->ahead += counts;
     }
     engine_share(e, s, length + count);
@@ -381,9 +373,8 @@ static void engine_queue_piece(Engine *e, DecodeRow *rows, int *n) {
     const int count = smaller(left, room), *tokens = s->tokens + s->begin + done;
     if (e->draft) model_prompt(e->draft, s->slot, tokens, count);
     for (int i = 0; i < count; i++) {
-        rows[*n] = engine_row(s, tokens[i]);
-        rows[*n].prompt = 1;
-        e->steps[e->queued].of[(*n)++] = NULL;
+        e->steps[e->queued].of[*n] = NULL;
+        rows[(*n)++] = engine_row(s, tokens[i], 1);
     }
     engine_share(e, s, done + count);
 }
@@ -395,7 +386,7 @@ static void engine_queue(Engine *e) {
     EACH_RUNNING(s, e) {
         if (s->count + s->ahead >= s->most || engine_prompt_left(e, s) > 0) continue;
         if (model_length(e->m, s->slot) == e->window) {  // it first has to know its last token
-            if (!s->ahead && !engine_roll(e, s)) break;
+            if (!s->ahead && !engine_grow(e, s, 0)) break;
             continue;
         }
         if (!s->proposed && !engine_find_again(e, s)) continue;

@@ -22,35 +22,27 @@ typedef struct {
 static int64_t generation_longest(const Options *o) {
     return 1 + tokenizer_most(o->prompt, (int)strlen(o->prompt)) + o->sample_tokens;
 }
-// Rows of a sequence in a step: its own, and one for each token of the draft.
-static int generation_rows_each(const Options *o) { return *o->draft ? 1 + (int)o->draft_tokens : 1; }
-// Rows that a step may have, a power of two: of a micro-step, of which every rank has all. With --generate that is made
-// to be enough.
-static int generation_most_rows(const Options *o) {
-    int most = DECODE_ROWS;
-    while (!o->generate && most > 1 && most > o->batch_size * o->seq_len / o->tp) most /= 2;
-    return most;
-}
-// Sequences at a time. The others follow as these end.
-static int generation_slots(const Options *o) {
-    const int fit = generation_most_rows(o) / generation_rows_each(o), most = fit ? fit : 1;
-    return o->serve ? (int)o->serve : o->samples < most ? (int)o->samples : most;
-}
-// Prompts of up to so many tokens are rows: longer ones take less time as prompts.
-static int generation_prompt_rows(const Options *o) {
+typedef struct {
+    int slots;        // sequences at a time; the others follow as these end
+    int prompt_rows;  // prompts of up to so many tokens are rows: longer ones take less time as prompts
+    int rows;         // of a step; at least DECODE_FEW_ROWS, in which engine_recompute makes a text's tokens again
+} GenerationSizes;
+static GenerationSizes generation_sizes(const Options *o) {
     #ifdef __CUDACC__
     enum { CHOSEN = 1024 };
     #else
     enum { CHOSEN = 0 };
     #endif
-    const int few = generation_slots(o) * generation_rows_each(o) <= DECODE_FEW_ROWS;
-    return !o->serve ? 0 : o->prompt_rows >= 0 ? (int)o->prompt_rows : few ? 0 : CHOSEN;
-}
-// Rows of a step. There are at least DECODE_FEW_ROWS, in which engine_recompute makes a text's tokens again.
-static int generation_rows(const Options *o) {
-    const int rows = generation_slots(o) * generation_rows_each(o), most = generation_most_rows(o);
-    if (generation_prompt_rows(o)) return most;
-    return rows > DECODE_FEW_ROWS ? rows : smaller(most, DECODE_FEW_ROWS);
+    // a power of two: of a micro-step, of which every rank has all; with --generate that is made to be enough
+    int most = DECODE_ROWS;
+    while (!o->generate && most > 1 && most > o->batch_size * o->seq_len / o->tp) most /= 2;
+    const int each = *o->draft ? 1 + (int)o->draft_tokens : 1;  // rows of a sequence: its own, and the draft's
+    GenerationSizes x = {};
+    x.slots = o->serve ? o->serve : smaller(o->samples, larger(most / each, 1));
+    const int rows = x.slots * each, few = rows <= DECODE_FEW_ROWS;
+    if (o->serve) x.prompt_rows = o->prompt_rows >= 0 ? o->prompt_rows : few ? 0 : CHOSEN;
+    x.rows = x.prompt_rows ? most : few ? smaller(most, DECODE_FEW_ROWS) : rows;
+    return x;
 }
 static Draw generation_draw(const Options *o, uint64_t part) {
     return (Draw){

@@ -6,7 +6,6 @@
 #define LLMC_SERVE_H
 
 #include "engine.h"
-#include "../files/json.h"
 
 enum {
     SERVE_LINE = 16 << 20,  // bytes of a line, less than
@@ -83,7 +82,9 @@ static void serve_bytes(const Server *s, int token) {
     const Tokenizer *t = s->engine.tokenizer;
     int length;
     const unsigned char *bytes = t ? tokenizer_token(t, token, &length) : NULL;
+    fputc('"', s->out);
     for (int i = 0; bytes && i < length; i++) fprintf(s->out, "%02x", bytes[i]);
+    fputc('"', s->out);
 }
 static void serve_top(Server *s, const Drawn *drawn, int count) {
     fputs(",\"top\":[", s->out);
@@ -93,9 +94,9 @@ static void serve_top(Server *s, const Drawn *drawn, int count) {
         json_write_string(s->out, text);
         fputc(',', s->out);
         json_write_float(s->out, drawn->top_logprob[i]);
-        fputs(",\"", s->out);
+        fputc(',', s->out);
         serve_bytes(s, drawn->top_token[i]);
-        fputs("\"]", s->out);
+        fputc(']', s->out);
         free(text);
     }
     fputc(']', s->out);
@@ -111,9 +112,8 @@ static void serve_tell(Server *s, const Request *r, Sequence *q, const Drawn *dr
     else
         json_write_fields(f, "reason %s tokens %d", reasons[end], q->count - q->prompt);
     if (drawn && r->bytes) {
-        fputs(",\"bytes\":\"", f);
+        fputs(",\"bytes\":", f);
         serve_bytes(s, drawn->token);
-        fputc('"', f);
     }
     if (drawn && q->draw.top) serve_top(s, drawn, q->draw.top);
     fputs("}\n", f);
@@ -290,14 +290,13 @@ static void serve_line(Server *s, const char *line, size_t length) {
 // All ranks: what is there, waiting for at most so many milliseconds. Returns how many bytes, -1: the input has ended.
 static int serve_read(Server *s, int wait_ms) {
     const Comm *tp = &facts_of(s->engine.m).mesh->tp;
-    struct pollfd in = {STDIN_FILENO, POLLIN, 0};
     char *to = s->input + s->length;
     int count = 0;
-    if (tp->rank == 0 && poll(&in, 1, wait_ms) > 0) {
+    if (tp->rank == 0 && can_read(STDIN_FILENO, wait_ms)) {
         count = (int)read(STDIN_FILENO, to, SERVE_LINE - s->length);
         if (count == 0) count = -1;
     }
-    (wait_ms ? comm_broadcast_idle : comm_broadcast)(tp, &count, sizeof count);
+    comm_broadcast_idle(tp, &count, sizeof count, wait_ms > 0);
     if (count > 0) comm_broadcast(tp, to, count);
     return count;
 }
