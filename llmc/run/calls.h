@@ -531,7 +531,7 @@ static void calls_open(Calls *c) {
     c->clock = now_seconds();
     t->saved_step = t->state.step;
     // The caller is told to stop, too, and saves. The end of its channel ends this program.
-    for (int i = 0; i < NUM_STOP_SIGNALS; i++) signal(STOP_SIGNALS[i], SIG_IGN);
+    for (int i = 0; i < NUM_STOP_SIGNALS; i++) signal(STOP_SIGNALS[i].number, SIG_IGN);
     if (t->comm.rank > 0) return;
     struct sockaddr_un to = {};
     to.sun_family = AF_UNIX;
