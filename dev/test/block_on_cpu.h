@@ -117,6 +117,7 @@ static inline float float_of_f16(uint32_t bits) {
 static inline unsigned pack_f16(float low, float high) { return f16_bits(low) | f16_bits(high) << 16; }
 static inline float log2_approx(float x) { return log2f(x); }
 static inline float half_of(uint32_t word, int upper) { return float_of_bits(upper ? word & 0xffff0000u : word << 16); }
+static inline float2 unpack_bf16(unsigned x) { return {half_of(x, 0), half_of(x, 1)}; }
 static inline unsigned fma_bf16(unsigned a, unsigned b, unsigned c) {
     return pack_bf16(fmaf(half_of(a, 0), half_of(b, 0), half_of(c, 0)),
                      fmaf(half_of(a, 1), half_of(b, 1), half_of(c, 1)));

@@ -38,7 +38,6 @@ template <typename T> static inline T __shfl_sync(unsigned, T x, int from) {
     __syncwarp();
     return x;
 }
-static inline float2 unpack_bf16(unsigned x) { return {half_of(x, 0), half_of(x, 1)}; }
 static inline unsigned f16_of_e4m3(unsigned codes) {
     return pack_f16(fp8_to_float((uint8_t)codes), fp8_to_float((uint8_t)(codes >> 8)));
 }

@@ -31,6 +31,14 @@ static void say_samples(int V, double temperature, uint64_t seed, uint64_t step,
     }
 }
 
+static void say_angles(const Config *c, int T) {
+    float *cos_sin = (float *)malloc_or_die((size_t)T * (size_t)c->head_dim * sizeof(float));
+    rope_table(c, T, cos_sin);
+    fwrite(cos_sin, sizeof(float), (size_t)T * (size_t)c->head_dim, stdout);
+}
+static void say_rates(const Options *o, double peak, int steps) {
+    for (int s = 0; s < steps + 3; s++) printf("%.17g\n", learning_rate_at(o, peak, steps, s));
+}
 static void say_table(const char *name) {
     Config c;
     int vocab_given = config_parse(name, &c);
@@ -83,14 +91,10 @@ int main(int argc, char **argv) {
         o.warmup = atoi(argv[4]);
         o.final_lr_fraction = atof(argv[5]);
         o.decay_fraction = atof(argv[6]);
-        for (int s = 0, steps = atoi(argv[7]); s < steps + 3; s++)
-            printf("%.17g\n", learning_rate_at(&o, atof(argv[3]), steps, s));
+        say_rates(&o, atof(argv[3]), atoi(argv[7]));
     } else if (!strcmp(what, "rope")) {  // model, T
         config_parse(argv[2], &c);
-        int T = atoi(argv[3]);
-        float *cos_sin = (float *)malloc_or_die((size_t)T * (size_t)c.head_dim * sizeof(float));
-        rope_table(&c, T, cos_sin);
-        fwrite(cos_sin, sizeof(float), (size_t)T * (size_t)c.head_dim, stdout);
+        say_angles(&c, atoi(argv[3]));
     } else if (!strcmp(what, "sample")) {  // V, temperature, seed, step, draws; logits on stdin
         say_samples(atoi(argv[2]), atof(argv[3]), strtoull(argv[4], NULL, 10), strtoull(argv[5], NULL, 10),
                     atoi(argv[6]));
