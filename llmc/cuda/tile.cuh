@@ -57,7 +57,7 @@ __device__ inline unsigned pack_f16(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
     return x;
 }
-// The lower two bytes. Before sm_89: the bits of an e4m3 are those of an f16 that is 2^8 times smaller.
+// The lower two bytes of a word. Before sm_89: the bits of an e4m3 are those of an f16 that is 2^8 times smaller.
 __device__ inline unsigned f16_of_e4m3(unsigned codes) {
     unsigned x;
     #if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 890
@@ -116,7 +116,7 @@ __device__ inline void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsig
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// The same of f16.
+// The same product of f16.
 __device__ inline void mma_m16n8k16_f16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

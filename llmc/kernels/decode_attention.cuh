@@ -2,10 +2,10 @@
 // An item is a row, a head of keys, up to 8 of its queries and a span of chunks of 128 keys. A block has an item, each
 // of its warps 16 keys of each chunk (a turn), for all queries, on tensor cores: scores (queries x keys), weights
 // (exp2, online: Milakov and Gimelshein, arXiv:1805.02867), then values (dimensions x queries). Weights are rounded to
-// bf16. Keys and values in e4m3 (kv_cache.cuh) are multiplied in f16, which holds them exactly and is one instruction
-// away; scales of keys multiply the scores, those of values the weights, which then have their maximum, so that none of
-// them is too large or too small for f16. While a turn is computed, the next one's keys and values are on their way to
-// L2. In the end the warps' sums are joined in shared memory. What several spans give is written to scratch, and who
+// bf16. Keys and values in e4m3 (kv_cache.cuh) are multiplied in f16: it holds them exactly, and one instruction widens
+// two. The scale of a key multiplies its scores, that of its values its weights. The maximum is that of these products,
+// so none is above 1, which f16 holds. While a turn is computed, the next one's keys and values are on their way to L2.
+// In the end the warps' sums are joined in shared memory. What several spans give is written to scratch, and who
 // finishes last joins them in their order. The spans follow from the position alone, so a row's bits do not depend on
 // the rows beside it.
 #ifndef LLMC_DECODE_ATTENTION_CUH
@@ -202,7 +202,7 @@ template <int ROOM, typename Cached> struct DecodeWarp {
                 load<8, 1>(a.cache.values, turn, key, 8 * b + g, [&](int, const Cached &x) { v[i][b] = x; });
         }
     }
-    // bf16: the queries are loaded each time, because there are no registers for them.
+    // e4m3: once an item. bf16: in each turn, because there are no registers for them.
     __device__ void load_query(unsigned (&words)[4], const DecodeTurn &turn, int piece) const {
         const int g = threadIdx.x % WARP / 4, first = (4 * piece + threadIdx.x % 4) * EACH;
         const floatX *from = a.q + (size_t)turn.row * a.q_row + (turn.query + g) * HD();
