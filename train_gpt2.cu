@@ -263,12 +263,44 @@ static void block_few(const Model *m, const Pass *p, const Block *b, int l, Resi
     experts_few(p, &b->experts, b->a.h2);
     x->branch = p->branch;
 }
+static int joins_norms(const Pass *p) { return p->positions && p->cache->squares; }
+// A block in a step of many rows whose norms are parts of products. The first one is a kernel, as no product is before
+// it. The last one is the final norm.
+static void block_many(Model *m, const Pass *p, const Block *b, int l, Residual *x) {
+    const BlockActs *a = &b->a;
+    const int last = l + 1 == m->config.num_layers;
+    const floatX *next_gain = weights_of_role(&m->plan, &m->b, l + 2, last ? ROLE_LNFW : ROLE_LN1W);
+    const auto product = [&](const Linear *layer, floatX *out, const floatX *in) {
+        RowsProduct q = linear_step(layer, in, p->N);
+        q.bias = layer->bias;
+        q.out = out;
+        return q;
+    };
+    const auto normed = [&](RowsProduct q, int divides) {
+        q.squares = divides ? p->cache->squares : NULL;
+        q.eps = m->config.norm_eps;
+        matmul_rows(&q, p->stream);
+    };
+    const auto project = [&](RowsProduct q, const floatX *gain, floatX *sum) {
+        q.norm = {x->x, gain, sum, p->cache->squares};
+        matmul_rows(&q, p->stream);
+        x->x = sum;
+    };
+    if (l == 0) residual_norm(p, &b->norm1, a->h1, NULL, x);
+    normed(product(&b->qkv, a->q_k_v, a->h1), l > 0);
+    attend(m, p, b, l);
+    project(product(&b->proj, a->h2, a->y), b->norm2.weight, a->x_mid);
+    normed(product(&b->fc, a->a, a->h2), 1);
+    project(product(&b->fcproj, last ? m->b.h_final : a->h1, a->a), next_gain, a->x_out);
+}
 static void block_forward(Model *m, const Pass *p, int l, Residual *x) {
     Range range("block", l);
     watchdog_beat(PHASE_FORWARD, l);
     const Block b = block_get(m, p, l, UNIT_FORWARD);
     if (p->positions && p->cache->few) {
         block_few(m, p, &b, l, x);
+    } else if (joins_norms(p)) {
+        block_many(m, p, &b, l, x);
     } else {
         block_inside(m, p, &b, l, x);
         x->branch = m->config.num_experts ? experts_project(p, &b.experts) : linear_project(p, &b.fcproj, b.a.a);
@@ -322,6 +354,7 @@ static void model_forward(Model *m, const Pass *p) {
     embed(m, p);
     Residual x = {m->b.x_embedding, NULL};
     for (int l = 0; l < L; l++) block_forward(m, p, l, &x);
+    if (joins_norms(p)) return;
     const Unit last = unit_get(m, p, L + 1, UNIT_FORWARD);
     input_get(&m->offload, p, L, UNIT_FORWARD);
     const Norm norm = final_norm(m, &last);
@@ -933,6 +966,8 @@ static void step_logits(Model *m, const Pass *p, float *logits) {
         RowsProduct q = linear_step(&l, m->b.h_final, p->N);
         q.logits = logits;
         q.bias = l.bias;
+        q.squares = p->cache->squares;
+        q.eps = m->config.norm_eps;
         matmul_rows(&q, p->stream);
         return;
     }

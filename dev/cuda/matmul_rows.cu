@@ -74,6 +74,56 @@ static void check_product(WeightFormat format, int rows, int N, int K, int activ
                    "%d of the rows have other bits", few);
     }
 }
+// to (rows,N) = a (rows,K) w (N,K)^T
+static void plain_product(float *to, const float *a, const float *w, int rows, int N, int K) {
+    for (int i = 0; i < rows * N; i++) {
+        to[i] = 0;
+        for (int k = 0; k < K; k++) to[i] += a[(size_t)(i / N) * K + k] * w[(size_t)(i % N) * K + k];
+    }
+}
+// Two products with a norm between them, the first of C columns.
+static void check_norm(WeightFormat format, int rows, int N, int C, int K) {
+    ladder_case("%s norm, rows=%d N=%d C=%d K=%d", format == WEIGHTS_FP32 ? "bf16" : weight_format_names[format], rows,
+                N, C, K);
+    const float eps = 0.5f;
+    float *a = host_normal((size_t)rows * K, 1.0f), *first = host_normal((size_t)C * K, 0.05f),
+          *second = host_normal((size_t)N * C, 0.05f), *stream = host_normal((size_t)rows * C, 1.0f),
+          *gain = host_normal(C, 1.0f), *bias = host_normal(N, 1.0f), *x = host_new<float>((size_t)rows * C),
+          *squares = host_new<float>((size_t)rows * rows_tiles(C)), *want = host_new<float>((size_t)rows * N);
+    const QuantMatrix q1 = upload_weight(format, C, K, first), q2 = upload_weight(format, N, C, second);
+    RowsProduct p = {rows, C, K, {format, q1.codes, q1.scales}}, behind = {rows, N, C, {format, q2.codes, q2.scales}};
+    floatX *out = device_new<floatX>((size_t)rows * C), *sum = device_new<floatX>((size_t)rows * C),
+           *result = device_new<floatX>((size_t)rows * N);
+    float *of_tiles = device_new<float>((size_t)rows * rows_tiles(C));
+    p.a = upload<floatX>(a, (size_t)rows * K);
+    p.out = out;
+    p.norm = {upload<floatX>(stream, (size_t)rows * C), upload<floatX>(gain, C), sum, of_tiles};
+    behind.a = out;
+    behind.bias = upload<floatX>(bias, N);
+    behind.out = result;
+    behind.squares = of_tiles;
+    behind.eps = eps;
+    plain_product(x, a, first, rows, C, K);
+    for (int i = 0; i < rows * C; i++) x[i] = as_floatX(x[i] + stream[i]);
+    memset(squares, 0, (size_t)rows * rows_tiles(C) * sizeof *squares);
+    for (int i = 0; i < rows * C; i++) squares[i / C * rows_tiles(C) + i % C / ROWS_TILE] += x[i] * x[i];
+    const auto run = [&] {
+        matmul_rows(&p, ladder.gpu.compute);
+        matmul_rows(&behind, ladder.gpu.compute);
+    };
+    run();
+    check("x", sum, x, (size_t)rows, (size_t)C, 8e-3, 2e-2);
+    check("squares", of_tiles, squares, (size_t)rows, (size_t)rows_tiles(C), 2e-3, 0);
+    for (int row = 0; row < rows; row++) {
+        float mean = 0;
+        for (int i = 0; i < C; i++) mean += x[(size_t)row * C + i] * x[(size_t)row * C + i] / (float)C;
+        for (int i = 0; i < C; i++) x[(size_t)row * C + i] *= gain[i] / sqrtf(mean + eps);
+    }
+    plain_product(want, x, second, rows, N, C);
+    for (int i = 0; i < rows * N; i++) want[i] += bias[i % N];
+    check("result", result, want, (size_t)rows, (size_t)N, 1e-2, 3e-2);
+    check_same_bits("bits", {{sum, (size_t)rows * C * 2}, {result, (size_t)rows * N * 2}}, run);
+}
 static void bench_product(const char *name, WeightFormat format, int rows, int N, int K, int gated) try {
     ladder_case("%s, %s, rows=%d N=%d K=%d", name, format == WEIGHTS_FP32 ? "bf16" : weight_format_names[format], rows,
                 N, K);
@@ -112,6 +162,9 @@ int main(int argc, char **argv) {
                 check_product(f, rows, 260, 3584, 0, MLP_GELU, 0);
                 check_product(f, rows, 384, 1536, 1, MLP_SWIGLU, 0);
             }
+            for (int rows : {1, 9, 64, 100, 256}) check_norm(f, rows, 384, 896, 1536);
+            check_norm(f, 64, 256, 4096, 1024);
+            if (f != WEIGHTS_INT4) check_norm(f, 70, 384, 264, 3072);
             if (f != WEIGHTS_INT4) check_product(f, 20, 144, 96, 0, MLP_GELU, 0);
         }
     if (ladder.bench)

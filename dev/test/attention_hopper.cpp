@@ -12,13 +12,7 @@
 
 // Of absmax.cuh and common.cuh: what is not asked for here.
 #define LLMC_ABSMAX_CUH
-struct MaxBits {
-    static float apply(float a, float b) { return fmaxf(a, b); }
-};
-template <typename Op> static float warp_reduce(float x) {
-    for (int mask = 16; mask; mask /= 2) x = Op::apply(x, __shfl_xor_sync(0xffffffffu, x, mask));
-    return x;
-}
+typedef Max MaxBits;
 static void absmax_raise(float *absmax, float x) { *absmax = fmaxf(*absmax, x); }
 static void rotate_pair(float &a, float &b, float c, float s) {
     const float x = a * c - b * s;

@@ -10,13 +10,7 @@
 
 // Of absmax.cuh and common.cuh: what is asked for here.
 #define LLMC_ABSMAX_CUH
-struct MaxBits {
-    static float apply(float a, float b) { return fmaxf(a, b); }
-};
-template <typename Op> static float warp_reduce(float x) {
-    for (int mask = 16; mask; mask /= 2) x = Op::apply(x, __shfl_xor_sync(0xffffffffu, x, mask));
-    return x;
-}
+typedef Max MaxBits;
 static void absmax_raise(float *absmax, float x) { *absmax = fmaxf(*absmax, x); }
 #include "llmc/kernels/attention_mma.cuh"
 static void vec_store(bf16 *p, const VecX &x) { memcpy(p, x.v, sizeof x); }

@@ -83,6 +83,7 @@ static inline int4 load_past_l1(const void *p) {
     return x;
 }
 template <int N> static inline void load_past_l1(unsigned (&x)[N], const void *p) { memcpy(x, p, sizeof x); }
+static inline float load_float_past_l1(const float *p) { return *p; }
 static inline float exp2_approx(float x) { return exp2f(x); }
 static inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 static inline float pair_squares(const float *a, const float *b) {
@@ -288,6 +289,16 @@ template <typename T> static inline T lane_value(T x, int from) {
 }
 template <typename T> static inline T __shfl_xor_sync(unsigned, T x, int mask) {
     return lane_value(x, fiber->index % WARP ^ mask);
+}
+struct Sum {
+    template <typename T> static T apply(T a, T b) { return a + b; }
+};
+struct Max {
+    static float apply(float a, float b) { return fmaxf(a, b); }
+};
+template <typename Op, typename T> static inline T warp_reduce(T x) {
+    for (int offset = WARP / 2; offset > 0; offset /= 2) x = Op::apply(x, __shfl_xor_sync(0xffffffffu, x, offset));
+    return x;
 }
 static inline float quad_sum(float x) {
     x += lane_value(x, fiber->index % WARP ^ 1);

@@ -20,16 +20,6 @@ template <typename T> static inline Vec<T> vec_narrow(const float (&x)[Vec<T>::s
     return to;
 }
 
-struct Sum {
-    static float apply(float a, float b) { return a + b; }
-};
-struct Max {
-    static float apply(float a, float b) { return fmaxf(a, b); }
-};
-template <typename Op> static inline float warp_reduce(float x) {
-    for (int offset = WARP / 2; offset > 0; offset /= 2) x = Op::apply(x, __shfl_xor_sync(0, x, offset));
-    return x;
-}
 template <typename T> static inline T __shfl_sync(unsigned, T x, int from) {
     static_assert(sizeof(T) <= 8, "registers");
     memcpy(fiber->words, &x, sizeof x);
@@ -75,7 +65,6 @@ template <typename Sync> static inline bool last_to_arrive(unsigned *counter, un
     sync();
     return *shared != 0;
 }
-static inline float load_float_past_l1(const float *p) { return *p; }
 static inline void copy_async_arrive(unsigned) {}
 static inline void copy_async_arrive_besides(unsigned barrier) {
     for (const AsyncCopy &c : fiber->open) barriers.at(barrier).late.push_back(c);

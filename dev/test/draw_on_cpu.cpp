@@ -13,11 +13,8 @@ static thread_local Index gridDim;
 #define __threadfence() __atomic_thread_fence(__ATOMIC_SEQ_CST)
 template <typename T> static T atomicAdd(T *p, T x) { return __atomic_fetch_add(p, x, __ATOMIC_SEQ_CST); }
 template <typename T> static T __ldcg(const T *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
-struct Sum {
-    template <typename T> static T apply(T a, T b) { return a + b; }
-};
 template <typename Op, typename T> static T block_reduce(T x, T *shared) {
-    for (int offset = WARP / 2; offset > 0; offset /= 2) x = Op::apply(x, __shfl_xor_sync(~0u, x, offset));
+    x = warp_reduce<Op>(x);
     if (threadIdx.x % WARP == 0) shared[threadIdx.x / WARP] = x;
     __syncthreads();
     x = shared[0];

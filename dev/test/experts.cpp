@@ -16,16 +16,6 @@ static inline unsigned __match_any_sync(unsigned, int x) {
     __syncwarp();
     return same;
 }
-struct Sum {
-    static float apply(float a, float b) { return a + b; }
-};
-struct Max {
-    static float apply(float a, float b) { return fmaxf(a, b); }
-};
-template <typename Op, typename T> static T warp_reduce(T x) {
-    for (int offset = WARP / 2; offset > 0; offset /= 2) x = Op::apply(x, __shfl_xor_sync(0xffffffffu, x, offset));
-    return x;
-}
 static float block_sum[WARP];  // of warps
 template <typename Op> static float block_reduce(float x, float *) {
     block_sum[fiber->index / WARP] = warp_reduce<Op>(x);

@@ -368,7 +368,7 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
         ("attention_mma", (), 126),
         ("attention_hopper", (), 42),
         ("matmul", (), 84),
-        ("matmul_rows", (), 75),
+        ("matmul_rows", (), 117),
         ("qk_norm", (), 13),
         ("qk_norm", ("-DPRECISION_FP32",), 13),
         ("experts", (), 24),

@@ -38,6 +38,7 @@ typedef struct {
     const DecodeInput *rows;
     const struct RowsWeight *kept;  // (4 L + 1) in host memory: weights as they are kept; NULL: as in training
     int few;                        // never more than 8 rows, of a mixture: kernels of decode_experts.cuh
+    float *squares;                 // (rows,ceil(C / ROWS_TILE)): norms are parts of products; NULL: they are kernels
     float *parts;
     unsigned *arrived;
     // Of the pass that runs:

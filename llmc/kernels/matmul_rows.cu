@@ -36,13 +36,14 @@ struct RowsInt8 {
         return fma_bf16(x & 0xff7fff7f, 0x3f803f80, mask_and_set(x, 0xff80ff80, 0x80008000));
     }
 };
-// The bits of an e4m3 are those of a bf16 that is 2^120 times smaller: both steps are exact, subnormals too.
+// The bits of an e4m3, behind its sign four further down, are those of a bf16 that is 2^120 times smaller: both steps
+// are exact, subnormals too.
 struct RowsE4m3 {
     static constexpr int BITS = 8;
     static constexpr bool GROUPED = false;
     __device__ static unsigned widen(unsigned pair, unsigned) {
-        const unsigned low = pair << 4 & 0xf0f0, high = (pair >> 4 & 0x0707) | (pair & 0x8080);
-        return fma_bf16(__byte_perm(low, high, 0x5140), 0x7b807b80, 0x80008000);
+        const unsigned x = __byte_perm(pair, 0, 0x1404);
+        return fma_bf16(mask_and_set(x, 0x80008000, x >> 4 & 0x07f007f0), 0x7b807b80, 0x80008000);
     }
 };
 // A code n stands for n - 8: 128 + n is a bf16 with n in its mantissa. Times the group's scale it is rounded to bf16,
@@ -72,7 +73,7 @@ template <typename W, int COLUMNS_> struct RowsTile {
     // Few bits of many rows need more registers than there are for all: those who fetch give theirs, as a warpgroup.
     static constexpr bool MOVES_REGISTERS = W::BITS < 16 && COLUMNS > 128;
     static constexpr int THREADS = ROWS_MATH + (MOVES_REGISTERS ? WARPGROUP : 2 * WARP);
-    static_assert(BLOCKS * (BYTES + 2048) <= 232448, "shared memory");
+    static_assert(BLOCKS * (BYTES + 1024 + 4 * COLUMNS + 1024) <= 232448, "shared memory");
 };
 struct RowsWork {
     int rows, N, K, splits;
@@ -83,6 +84,9 @@ struct RowsWork {
     float *logits;
     int activates, gated;
     MlpKind activation;
+    const float *squares;
+    float eps;
+    RowsNorm norm;
 };
 
 // The stages of a block: k is divided among the blocks of a cluster.
@@ -91,6 +95,15 @@ struct RowsShare {
     template <typename T> __device__ static RowsShare of(const RowsWork &w, int part) {
         const int stages = (w.K + T::STAGE_K - 1) / T::STAGE_K;
         return {stages * part / w.splits, stages * (part + 1) / w.splits};
+    }
+};
+// The rows whose sums a block of the cluster finishes.
+struct RowsFinished {
+    int first, end;
+    __device__ RowsFinished(const RowsWork &w, int part) {
+        const int each = (w.rows + w.splits - 1) / w.splits;
+        first = part * each;
+        end = min(first + each, w.rows);
     }
 };
 
@@ -271,8 +284,33 @@ template <typename T> struct RowsMath {
 
 // ---- where sums are finished
 
+// factors (rows): those of the block's rows, of the norm in front of the product. Four threads have a row.
+__device__ inline void rows_read_squares(float *factors, const RowsWork &w, RowsFinished mine) {
+    kernels_before_wait();
+    const int tiles = rows_tiles(w.K), lane = threadIdx.x % 4;
+    for (int first = mine.first; first < mine.end; first += ROWS_MATH / 4) {
+        const int row = first + (int)threadIdx.x / 4;
+        float sum = 0;
+        #pragma unroll 8
+        for (int i = lane; i < tiles && row < mine.end; i += 4)
+            sum += load_float_past_l1(w.squares + (size_t)row * tiles + i);
+        sum = quad_sum(sum);
+        if (row < mine.end && lane == 0) factors[row] = rsqrtf(sum / w.K + w.eps);
+    }
+}
+// Four neighbouring columns.
+__device__ inline uint2 rows_pack(const float (&x)[4]) {
+    return make_uint2(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]));
+}
+__device__ inline void rows_unpack(float (&x)[4], unsigned low, unsigned high) {
+    const float2 a = unpack_bf16(low), b = unpack_bf16(high);
+    x[0] = a.x;
+    x[1] = a.y;
+    x[2] = b.x;
+    x[3] = b.y;
+}
 // Four neighbouring columns of a row of the product, from column n on of the matrix, column f of the tile.
-__device__ inline void rows_sum(float (&x)[4], const RowsWork &w, unsigned sums, int row, int f, int n) {
+__device__ inline void rows_sum(float (&x)[4], const RowsWork &w, unsigned sums, float factor, int row, int f, int n) {
     const unsigned at = sums + (row * ROWS_STRIDE + f) * 4;
     #pragma unroll
     for (int k = 0; k < 4; k++) x[k] = 0;
@@ -286,18 +324,20 @@ __device__ inline void rows_sum(float (&x)[4], const RowsWork &w, unsigned sums,
     #pragma unroll
     for (int k = 0; k < 4; k++) {
         if (w.row_scales) x[k] = __fmul_rn(x[k], ((const float *)w.scales)[n + k]);
+        x[k] = __fmul_rn(x[k], factor);
         if (w.bias) x[k] = __fadd_rn(x[k], (float)w.bias[n + k]);
     }
 }
-template <typename T> __device__ void rows_finish(const RowsWork &w, unsigned sums, int tile, int part) {
+__device__ inline void rows_finish(const RowsWork &w, const float *factors, unsigned sums, int tile,
+                                   RowsFinished mine) {
     const int columns = w.gated ? 64 : ROWS_TILE, width = w.gated ? w.N / 2 : w.N;
-    const int each = (w.rows + w.splits - 1) / w.splits, first = part * each, end = min(first + each, w.rows);
-    for (int i = first * columns / 4 + (int)threadIdx.x; i < end * columns / 4; i += ROWS_MATH) {
+    for (int i = mine.first * columns / 4 + (int)threadIdx.x; i < mine.end * columns / 4; i += ROWS_MATH) {
         const int row = i / (columns / 4), f = i % (columns / 4) * 4, n = tile * columns + f;
+        const float factor = w.squares ? factors[row] : 1;
         float x[4], up[4] = {};
         if (n >= width) continue;
-        rows_sum(x, w, sums, row, f, n);
-        if (w.gated) rows_sum(up, w, sums, row, 64 + f, width + n);
+        rows_sum(x, w, sums, factor, row, f, n);
+        if (w.gated) rows_sum(up, w, sums, factor, row, 64 + f, width + n);
         if (w.activates)
             #pragma unroll
             for (int k = 0; k < 4; k++) x[k] = activation_value(w.activation, x[k], up[k]);
@@ -305,13 +345,40 @@ template <typename T> __device__ void rows_finish(const RowsWork &w, unsigned su
         if (w.logits)
             *(float4 *)(w.logits + at) = make_float4(x[0], x[1], x[2], x[3]);
         else
-            *(uint2 *)(w.out + at) = make_uint2(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]));
+            *(uint2 *)(w.out + at) = rows_pack(x);
+    }
+}
+// The same where a norm is behind the product. A warp has the tile's columns of a row.
+__device__ inline void rows_finish_norm(const RowsWork &w, unsigned sums, int tile, RowsFinished mine) {
+    const int lane = threadIdx.x % WARP, n = tile * ROWS_TILE + lane * 4;
+    for (int row = mine.first + (int)threadIdx.x / WARP; row < mine.end; row += ROWS_MATH / WARP) {
+        const size_t at = (size_t)row * w.N + n;
+        float squares = 0;
+        if (n < w.N) {
+            unsigned stream[2];
+            load_past_l1(stream, w.norm.stream + at);
+            const uint2 gains = *(const uint2 *)(w.norm.gain + n);
+            float x[4], y[4];
+            rows_sum(x, w, sums, 1, row, lane * 4, n);
+            rows_unpack(y, stream[0], stream[1]);
+            for (int k = 0; k < 4; k++) x[k] += y[k];
+            const uint2 rounded = rows_pack(x);
+            rows_unpack(x, rounded.x, rounded.y);
+            rows_unpack(y, gains.x, gains.y);
+            for (int k = 0; k < 4; k++) y[k] *= x[k];
+            *(uint2 *)(w.norm.x + at) = rounded;
+            *(uint2 *)(w.out + at) = rows_pack(y);
+            squares = pair_squares(x, x + 2);
+        }
+        squares = warp_reduce<Sum>(squares);
+        if (lane == 0) w.norm.squares[(size_t)row * rows_tiles(w.N) + tile] = squares;
     }
 }
 
 template <typename T>
 __device__ void rows_block(const CUtensorMap *a_map, const CUtensorMap *w_map, const RowsWork &w) {
     __shared__ alignas(8) unsigned long long barriers[2 * (T::W_STAGES + T::A_STAGES)];
+    __shared__ float factors[T::COLUMNS];
     extern __shared__ int4 rows_shared[];
     const unsigned base = shared_address_once(rows_shared),
                    tiles = (base + TILE_ALIGNMENT - 1) / TILE_ALIGNMENT * TILE_ALIGNMENT;
@@ -345,11 +412,16 @@ __device__ void rows_block(const CUtensorMap *a_map, const CUtensorMap *w_map, c
     if (warpgroup < 2) {
         if constexpr (T::MOVES_REGISTERS) registers_raise<240>();
         RowsMath<T> math = {tiles, w_full, w_empty, a_tiles, a_full, a_empty};
+        const RowsFinished mine(w, part);
+        if (w.squares) rows_read_squares(factors, w, mine);
         math.run(w, share, tile, warpgroup);
         named_barrier(1, ROWS_MATH);  // all stages are read: sums take their place
         math.store(sums, warpgroup);
         meet();
-        rows_finish<T>(w, tiles, tile, part);
+        if (w.norm.x)
+            rows_finish_norm(w, tiles, tile, mine);
+        else
+            rows_finish(w, factors, tiles, tile, mine);
     } else {
         if constexpr (T::MOVES_REGISTERS) registers_lower<24>();
         if (warp == ROWS_MATH / WARP && elect_one())
@@ -375,12 +447,11 @@ __global__ void __launch_bounds__(T::THREADS, T::BLOCKS)
 static int rows_gated(const RowsProduct *p) { return p->activates && mlp_is_gated(p->activation); }
 // Of a row of codes: as they lie on the device (kernels/lora.cuh).
 static int rows_bytes(const RowsProduct *p) { return (int)round_up(quant_row_bytes(p->w.format, p->K), 16); }
-static int rows_tiles(const RowsProduct *p) { return (int)ceil_div(p->N, ROWS_TILE); }
 // At most three blocks for two SMs, and 512 of k or more for each. With more blocks not all clusters find room at once;
 // with fewer, SMs are idle, because a cluster lies within a GPC, which has 16 or 18 of them (dev/bench/generation.md).
 static int rows_splits(const RowsProduct *p) {
     const int blocks = device_attribute(cudaDevAttrMultiProcessorCount) * 3 / 2;
-    return std::max(1, std::min<int>({ROWS_SPLITS, p->K / 512, blocks / rows_tiles(p)}));
+    return std::max(1, std::min<int>({ROWS_SPLITS, p->K / 512, blocks / rows_tiles(p->N)}));
 }
 template <typename T> static void rows_launch(const RowsProduct *p, cudaStream_t stream) {
     static int prepared;
@@ -401,12 +472,15 @@ template <typename T> static void rows_launch(const RowsProduct *p, cudaStream_t
                         p->logits,
                         p->activates,
                         gated,
-                        p->activation};
+                        p->activation,
+                        p->squares,
+                        p->eps,
+                        p->norm};
     const CUtensorMap a = tensor_map<bf16>(p->a, 1, p->rows, 1, p->K);
     const CUtensorMap weight = T::Weights::BITS == 16 ? tensor_map<bf16>(p->w.weight, 1, p->N, 1, p->K)
                                                       : tensor_map<uint8_t>(p->w.weight, 1, p->N, 1, rows_bytes(p));
-    launch_early(matmul_rows_kernel<T>, dim3(rows_tiles(p) * splits), T::THREADS, T::BYTES, splits, stream, a, weight,
-                 w);
+    launch_early(matmul_rows_kernel<T>, dim3(rows_tiles(p->N) * splits), T::THREADS, T::BYTES, splits, stream, a,
+                 weight, w);
 }
 template <typename W> static void rows_launch_width(const RowsProduct *p, cudaStream_t stream) {
     if (p->rows <= 64)
@@ -425,7 +499,8 @@ int matmul_rows_fits(const RowsProduct *p) {
     return matmul_rows_here() && p->K % 8 == 0 && p->N % 4 == 0 && (!rows_gated(p) || p->N % 128 == 0);
 }
 void matmul_rows(const RowsProduct *p, cudaStream_t stream) {
-    assert(p->rows >= 1 && p->rows <= DECODE_ROWS && matmul_rows_fits(p) && !p->out != !p->logits);
+    assert(p->rows >= 1 && p->rows <= DECODE_ROWS && matmul_rows_fits(p) && !p->out != !p->logits &&
+           (!p->norm.x || (p->out && !p->activates && !p->squares)));
     switch (p->w.format) {
     case WEIGHTS_FP32: rows_launch_width<RowsBf16>(p, stream); break;
     case WEIGHTS_INT8: rows_launch_width<RowsInt8>(p, stream); break;

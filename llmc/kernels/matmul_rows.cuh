@@ -8,6 +8,9 @@
 // memory, and every block adds up some rows over all of them, in the order of k. How k is divided follows from N and K
 // alone, so a row's bits do not depend on the rows beside it nor on their number.
 //
+// RMSNorm needs no kernel between two products. Its root is one factor of a row, which may follow the product that
+// reads the row: the product before the norm makes rows times gains and sums of squares, the one behind it divides.
+//
 // It begins while the kernel before it runs: weights are on their way before its rows are there. So the weight must be
 // older than that kernel.
 //
@@ -27,6 +30,12 @@ typedef struct RowsWeight {
     WeightFormat format;          // WEIGHTS_FP32: floatX
     const void *weight, *scales;  // of few bits: codes in rows of 16 bytes (kernels/lora.cuh), and quant.h's scales
 } RowsWeight;
+// The norm behind a product, which is added to the stream: x = stream + product, out = x * gain.
+typedef struct {
+    const floatX *stream, *gain;  // (rows,N), (N)
+    floatX *x;                    // (rows,N); NULL: there is no norm
+    float *squares;               // (rows,ceil(N / ROWS_TILE)): of x, the sum of each tile
+} RowsNorm;
 typedef struct {
     int rows, N, K;
     RowsWeight w;
@@ -36,7 +45,12 @@ typedef struct {
     float *logits;       // in fp32
     int activates;
     MlpKind activation;
+    const float *squares;  // (rows,ceil(K / ROWS_TILE)) of the norm in front of it; NULL: there is none
+    float eps;             // of that
+    RowsNorm norm;         // the one behind it, not with an activation nor with logits
 } RowsProduct;
+
+__host__ __device__ inline int rows_tiles(int columns) { return (columns + ROWS_TILE - 1) / ROWS_TILE; }
 
 // Whether this GPU has the kernel.
 int matmul_rows_here(void);

@@ -65,6 +65,13 @@ static int plan_has_rows_kernel(const Plan *p) {
     }
     return fits;
 }
+// The same with norms as parts of products.
+static int plan_joins_norms(const Plan *p) {
+    RowsProduct fc = {1, p->fc.out, p->fc.in, {p->weights}};
+    fc.activates = 1;
+    fc.activation = p->fc.mlp;
+    return p->config.norm == NORM_RMS && !p->config.num_experts && !plan_is_split(p) && matmul_rows_fits(&fc);
+}
 // Steps of a mixture: by products that read the experts of their rows alone; else by those of training, which read all.
 static int plan_has_experts_kernel(const Plan *p) {
     int fits = plan_steps_as_kept(p) && p->config.num_experts;
