@@ -312,14 +312,19 @@ __device__ inline void rows_unpack(float (&x)[4], unsigned low, unsigned high) {
 // Four neighbouring columns of a row of the product, from column n on of the matrix, column f of the tile.
 __device__ inline void rows_sum(float (&x)[4], const RowsWork &w, unsigned sums, float factor, int row, int f, int n) {
     const unsigned at = sums + (row * ROWS_STRIDE + f) * 4;
+    float4 y[ROWS_SPLITS];  // all are on their way before the first is needed
+    #pragma unroll
+    for (int part = 0; part < ROWS_SPLITS; part++)
+        if (part < w.splits) y[part] = cluster_load(w.splits > 1 ? cluster_address(at, part) : at);
     #pragma unroll
     for (int k = 0; k < 4; k++) x[k] = 0;
-    for (int part = 0; part < w.splits; part++) {
-        const float4 y = cluster_load(w.splits > 1 ? cluster_address(at, part) : at);
-        x[0] = __fadd_rn(x[0], y.x);
-        x[1] = __fadd_rn(x[1], y.y);
-        x[2] = __fadd_rn(x[2], y.z);
-        x[3] = __fadd_rn(x[3], y.w);
+    #pragma unroll
+    for (int part = 0; part < ROWS_SPLITS; part++) {
+        if (part >= w.splits) break;
+        x[0] = __fadd_rn(x[0], y[part].x);
+        x[1] = __fadd_rn(x[1], y[part].y);
+        x[2] = __fadd_rn(x[2], y[part].z);
+        x[3] = __fadd_rn(x[3], y[part].w);
     }
     #pragma unroll
     for (int k = 0; k < 4; k++) {
