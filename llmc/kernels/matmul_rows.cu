@@ -32,7 +32,9 @@ struct RowsInt8 {
     static constexpr int BITS = 8;
     static constexpr bool GROUPED = false;
     __device__ static unsigned widen(unsigned pair, unsigned) {
-        const unsigned x = __byte_perm(pair, 0x43, 0x4140);
+        unsigned exponent = 0x43;
+        asm("" : "+r"(exponent));  // as a constant it would leave no room for that of the order of bytes
+        const unsigned x = __byte_perm(pair, exponent, 0x4140);
         return fma_bf16(x & 0xff7fff7f, 0x3f803f80, mask_and_set(x, 0xff80ff80, 0x80008000));
     }
 };
@@ -160,15 +162,14 @@ template <typename T> struct RowsMath {
         for (int h = 0; h < 2; h++) scales[h] = from[h] ? *(const unsigned *)(from[h] + 4 * stage) : 0;
     }
     // Codes of the first operand of 64 of k: of each 16 this thread's elements 2 t, 2 t + 1 of rows g and g + 8, then
-    // those that are 8 further.
+    // those that are 8 further. tile: of this thread's row g.
     __device__ static void load(unsigned (&codes)[4][4], unsigned tile, int turn) {
         constexpr int PAIR = W::BITS / 4;  // bytes of two elements
-        const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4, g = lane / 4, t = lane % 4;
-        const unsigned row = tile + (warp * 16 + g) * 128 + t * PAIR;
+        const int g = threadIdx.x % WARP / 4;
         #pragma unroll
         for (int k = 0; k < 4; k++) {
             const int byte = (4 * turn + k) * 16 * W::BITS / 8;
-            const unsigned at = row + ((byte / 16 ^ g) * 16) + byte % 16;
+            const unsigned at = tile + ((byte / 16 ^ g) * 16) + byte % 16;
             #pragma unroll
             for (int i = 0; i < 4; i++) codes[k][i] = load_shared_few<PAIR>(at + i % 2 * 8 * 128 + i / 2 * 4 * PAIR);
         }
@@ -231,7 +232,8 @@ template <typename T> struct RowsMath {
             }
             load_scales(next, from, share.first);
         }
-        const auto tile_of = [&] { return w_tiles + ring.stage * T::W_BYTES + warpgroup * BOX_BYTES; };
+        const unsigned mine = w_tiles + warpgroup * BOX_BYTES + (warp * 16 + g) * 128 + threadIdx.x % 4 * (W::BITS / 4);
+        const auto tile_of = [&] { return mine + ring.stage * T::W_BYTES; };
         mbarrier_wait(w_full + 8 * ring.stage, ring.parity);
         load(codes, tile_of(), 0);
         for (int s = share.first; s < share.end; s++) {
@@ -240,7 +242,7 @@ template <typename T> struct RowsMath {
                 scales[1] = next[1];
                 if (s + 1 < share.end) load_scales(next, from, s + 1);
             }
-            #pragma unroll 1
+            #pragma unroll
             for (int t = 0; t < T::TURNS; t++) {
                 widen(x, codes, scales, t);
                 turn(x, 0, s == share.first && t == 0);
