@@ -14,7 +14,8 @@ static float activated(MlpKind kind, float x, float up) {
     }
     return 0;
 }
-static void check_product(WeightFormat format, int rows, int N, int K, int activates, MlpKind kind, int logits) {
+static void check_product(WeightFormat format, int rows, int N, int K, int activates, MlpKind kind, int logits,
+                          int most = DECODE_ROWS) {
     ladder_case("%s rows=%d N=%d K=%d%s%s", format == WEIGHTS_FP32 ? "bf16" : weight_format_names[format], rows, N, K,
                 activates ? ", with an activation" : "", logits ? ", in fp32" : "");
     float *a = host_normal((size_t)rows * K, 1.0f), *w = host_normal((size_t)N * K, 0.05f),
@@ -26,6 +27,7 @@ static void check_product(WeightFormat format, int rows, int N, int K, int activ
     p.a = upload<floatX>(a, (size_t)rows * K);
     p.w.weight = q.codes;
     p.w.scales = q.scales;
+    p.w.most = most;
     p.bias = logits ? NULL : upload<floatX>(bias, N);
     p.activates = activates;
     p.activation = kind;
@@ -63,7 +65,7 @@ static void check_product(WeightFormat format, int rows, int N, int K, int activ
     cudaCheck(cudaStreamSynchronize(ladder.gpu.compute));
     cudaCheck(cudaMemcpy(all.data(), to, bytes, cudaMemcpyDeviceToHost));
     for (int few : {1, 8, 64, 65, 129}) {  // the last rows, as the first of fewer
-        if (few >= rows) break;
+        if (few >= rows || few > most) break;
         RowsProduct some = p;
         some.rows = few;
         some.a = p.a + (size_t)(rows - few) * K;
@@ -137,6 +139,7 @@ static void bench_product(const char *name, WeightFormat format, int rows, int N
     p.out = device_new<floatX>((size_t)rows * N);
     p.activates = gated;
     p.activation = MLP_SWIGLU;
+    p.w.most = (int)round_up(rows, 64);
     const double bytes = (double)N * (double)(of_row + of_scales) + 2.0 * rows * (K + (gated ? N / 2 : N));
     bench("product", bytes, 2.0 * rows * N * K, [&] { matmul_rows(&p, ladder.gpu.compute); });
 } catch (const NoRoom &no) {
@@ -164,6 +167,7 @@ int main(int argc, char **argv) {
             }
             for (int rows : {1, 9, 64, 100, 256}) check_norm(f, rows, 384, 896, 1536);
             check_norm(f, 64, 256, 4096, 1024);
+            check_product(f, 64, 12800, 1152, 1, MLP_SWIGLU, 0, 64);  // few bits: k in 2 parts
             if (f != WEIGHTS_INT4) check_norm(f, 70, 384, 264, 3072);
             if (f != WEIGHTS_INT4) check_product(f, 20, 144, 96, 0, MLP_GELU, 0);
         }

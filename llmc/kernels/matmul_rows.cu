@@ -456,9 +456,12 @@ static int rows_gated(const RowsProduct *p) { return p->activates && mlp_is_gate
 static int rows_bytes(const RowsProduct *p) { return (int)round_up(quant_row_bytes(p->w.format, p->K), 16); }
 // At most three blocks for two SMs, and 512 of k or more for each. With more blocks not all clusters find room at once;
 // with fewer, SMs are idle, because a cluster lies within a GPC, which has 16 or 18 of them (dev/bench/generation.md).
+// Few bits are bound by the SMs, not by memory: where a tile of 64 rows would leave each SM with one block, it has two.
 static int rows_splits(const RowsProduct *p) {
-    const int blocks = device_attribute(cudaDevAttrMultiProcessorCount) * 3 / 2;
-    return std::max(1, std::min<int>({ROWS_SPLITS, p->K / 512, blocks / rows_tiles(p->N)}));
+    const int sms = device_attribute(cudaDevAttrMultiProcessorCount), tiles = rows_tiles(p->N);
+    const int splits = std::max(1, std::min<int>({ROWS_SPLITS, p->K / 512, sms * 3 / 2 / tiles}));
+    const int halves = p->w.format != WEIGHTS_FP32 && p->w.most <= 64 && p->K >= 1024 && tiles <= sms;
+    return halves ? std::max(splits, 2) : splits;
 }
 template <typename T> static void rows_launch(const RowsProduct *p, cudaStream_t stream) {
     static int prepared;

@@ -5,8 +5,9 @@
 //
 // Its rows are what fills a tile, 128 of them, and the rows of a are the tile's columns: 64, 128 or 256. Where there
 // are fewer tiles than SMs have room for, a cluster of blocks divides k. Each block's sums then lie in its shared
-// memory, and every block adds up some rows over all of them, in the order of k. How k is divided follows from N and K
-// alone, so a row's bits do not depend on the rows beside it nor on their number.
+// memory, and every block adds up some rows over all of them, in the order of k. How k is divided follows from the
+// matrix and from the most rows that a run may have, so a row's bits do not depend on the rows beside it nor on their
+// number.
 //
 // RMSNorm needs no kernel between two products. Its root is one factor of a row, which may follow the product that
 // reads the row: the product before the norm makes rows times gains and sums of squares, the one behind it divides.
@@ -29,6 +30,7 @@ enum { ROWS_TILE = 128, ROWS_SPLITS = 6 };
 typedef struct RowsWeight {
     WeightFormat format;          // WEIGHTS_FP32: floatX
     const void *weight, *scales;  // of few bits: codes in rows of 16 bytes (kernels/lora.cuh), and quant.h's scales
+    int most;                     // rows of a product, of few bits
 } RowsWeight;
 // The norm behind a product, which is added to the stream: x = stream + product, out = x * gain.
 typedef struct {

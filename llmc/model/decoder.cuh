@@ -176,7 +176,7 @@ static void decoder_set_matrices(const Plan *p, const Buffers *b, Decoder *d, cu
     if (d->has_kernel) upload(d->matrices, table, count * sizeof *table, stream);
     for (int i = 0; i < count && d->kept; i++)
         if (is_of_experts(p, i) ? plan_has_experts_kernel(p) : d->has_rows || (d->cache.few && i + 1 < count))
-            d->kept[i] = {is_merged(p, i) ? WEIGHTS_FP32 : p->weights, table[i].weights, table[i].scales};
+            d->kept[i] = {is_merged(p, i) ? WEIGHTS_FP32 : p->weights, table[i].weights, table[i].scales, d->most};
     free(table);
 }
 static void decode_memory_hint(char *text, size_t size, MemoryBytes, void *plan) {
