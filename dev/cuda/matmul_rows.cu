@@ -14,6 +14,13 @@ static float activated(MlpKind kind, float x, float up) {
     }
     return 0;
 }
+// to (rows,N) = a (rows,K) w (N,K)^T
+static void plain_product(float *to, const float *a, const float *w, int rows, int N, int K) {
+    for (int i = 0; i < rows * N; i++) {
+        to[i] = 0;
+        for (int k = 0; k < K; k++) to[i] += a[(size_t)(i / N) * K + k] * w[(size_t)(i % N) * K + k];
+    }
+}
 static void check_product(WeightFormat format, int rows, int N, int K, int activates, MlpKind kind, int logits,
                           int most = DECODE_ROWS) {
     ladder_case("%s rows=%d N=%d K=%d%s%s", format == WEIGHTS_FP32 ? "bf16" : weight_format_names[format], rows, N, K,
@@ -33,15 +40,12 @@ static void check_product(WeightFormat format, int rows, int N, int K, int activ
     p.activation = kind;
     const int gated = activates && mlp_is_gated(kind), width = gated ? N / 2 : N;
     const size_t count = (size_t)rows * width;
-    float *want = host_new<float>(count), *row = host_new<float>(N);
-    for (int r = 0; r < rows; r++) {
-        for (int n = 0; n < N; n++) {
-            float sum = 0;
-            for (int k = 0; k < K; k++) sum += a[(size_t)r * K + k] * w[(size_t)n * K + k];
-            row[n] = sum + (logits ? 0 : bias[n]);
-        }
-        for (int n = 0; n < width; n++)
-            want[(size_t)r * width + n] = activates ? activated(kind, row[n], gated ? row[width + n] : 0) : row[n];
+    float *want = host_new<float>(count), *sums = host_new<float>((size_t)rows * N);
+    plain_product(sums, a, w, rows, N, K);
+    for (int i = 0; i < rows * N && !logits; i++) sums[i] += bias[i % N];
+    for (size_t i = 0; i < count; i++) {
+        const float *x = sums + i / width * N + i % width;
+        want[i] = activates ? activated(kind, x[0], gated ? x[width] : 0) : x[0];
     }
     if (!matmul_rows_fits(&p)) {
         check_true(0, "the kernel does not have these sizes");
@@ -74,13 +78,6 @@ static void check_product(WeightFormat format, int rows, int N, int K, int activ
         cudaCheck(cudaMemcpy(alone.data(), to, few * of_row, cudaMemcpyDeviceToHost));
         check_true(!memcmp(alone.data(), all.data() + (rows - few) * of_row, few * of_row),
                    "%d of the rows have other bits", few);
-    }
-}
-// to (rows,N) = a (rows,K) w (N,K)^T
-static void plain_product(float *to, const float *a, const float *w, int rows, int N, int K) {
-    for (int i = 0; i < rows * N; i++) {
-        to[i] = 0;
-        for (int k = 0; k < K; k++) to[i] += a[(size_t)(i / N) * K + k] * w[(size_t)(i % N) * K + k];
     }
 }
 // Two products with a norm between them, the first of C columns.
