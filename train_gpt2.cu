@@ -270,6 +270,7 @@ static void block_many(Model *m, const Pass *p, const Block *b, int l, Residual 
     const BlockActs *a = &b->a;
     const int last = l + 1 == m->config.num_layers;
     const floatX *next_gain = weights_of_role(&m->plan, &m->b, l + 2, last ? ROLE_LNFW : ROLE_LN1W);
+    zero_wait(&m->links.zero, l + 2);  // the gain is of the next unit, which may still be on its way
     const auto product = [&](const Linear *layer, floatX *out, const floatX *in) {
         RowsProduct q = linear_step(layer, in, p->N);
         q.bias = layer->bias;
