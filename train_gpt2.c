@@ -1891,7 +1891,7 @@ static void open_operands(Model *m, const Options *o) {
         p->rounded[kind] = floats(m, area(kind == FP8_WEIGHTS ? C : m->B * m->T, widest));
     if (!head_is_fp8(o)) return;
     head->dtype = OPERANDS_FP8;
-    head->rounded[FP8_INPUTS] = floats(m, area(m->head_rows, C));
+    head->rounded[FP8_INPUTS] = floats(m, area(larger(m->head_rows, most_rows(m)), C));  // of a step of generation, too
     head->rounded[FP8_WEIGHTS] = floats(m, area(c->padded_vocab_size, C));
 }
 static void open_muon(Model *m) {

@@ -28,6 +28,15 @@ NUMBERS = (  # name, default, least, what it is
     ("save-every", 0, 0, "steps; 0: at the end alone"),
 )
 
+OURS = {
+    "max_steps": "give --steps before it",
+    "total_batch": "it follows from the rows of a step",
+    "verbose": "it is on",
+}
+OURS |= dict.fromkeys(
+    ("model", "output", "resume", "seed", "batch_size", "seq_len", "learning_rate"), "give it before --"
+)
+
 
 def parse(argv, doc, add, numbers):
     """-> the options, and those of llmc.Trainer behind --. add(parser): adds options that are no numbers."""
@@ -48,11 +57,16 @@ def parse(argv, doc, add, numbers):
     models = [a.model, *filter(None, (getattr(a, name, None) for name in ("teacher", "reference")))]
     a.seq_len = min(1024, *map(context_of, models)) if a.seq_len is None else a.seq_len
     for number, _, least, _ in numbers:
-        if not getattr(a, number.replace("-", "_")) >= least:
+        value = getattr(a, number.replace("-", "_"))
+        if not value >= least:
             p.error(f"--{number} is less than {least:g}: give more")
+        if not math.isfinite(value):
+            p.error(f"--{number} is {value}: give a number")
     for word in argv[at + 1 :]:
         name, _, value = word[2:].partition("=") if word.startswith("--") else (name, "", word)
-        options[name.replace("-", "_")] = int(value) if value.isdigit() else value or True
+        options[name.replace("-", "_")] = int(value) if value.isdecimal() else value or True
+    for name in options.keys() & OURS.keys():
+        p.error(f"--{name.replace('_', '-')} behind --: {OURS[name]}")
     return a, options
 
 
@@ -79,6 +93,11 @@ def trainer_options(a, options, rows_of_step, updates=1):
     own = dict(batch_size=a.batch_size, seq_len=a.seq_len, learning_rate=a.learning_rate, verbose=True)
     own |= dict(output=a.output, resume=a.resume, seed=a.seed, max_steps=a.steps * updates)
     return own | dict(total_batch=rows * a.seq_len * math.ceil(rows_of_step / rows)) | options
+
+
+def has_adapters(t):
+    """Whether --lora trains, here or in the run that is resumed."""
+    return any(".lora_A." in name for name in t.names())
 
 
 def of_step(items, count, seed, step):

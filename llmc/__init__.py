@@ -22,6 +22,7 @@ import json
 import math
 import mmap
 import os
+import queue
 import re
 import shlex
 import shutil
@@ -102,6 +103,53 @@ class Lines(threading.Thread):
         return "\n".join([f"the program ended with status {status}", *lines[-3:], hint])
 
 
+class Channel:
+    """The program's socket. Threads send calls and receive answers, in the order of the calls: Ctrl-C, which comes to
+    the main thread alone, leaves no half of either, and an answer that nobody waits for any more is dropped."""
+
+    def __init__(self, connection):
+        self.connection, self.calls, self.sent = connection, queue.SimpleQueue(), queue.SimpleQueue()
+        for work in (self.send, self.receive):
+            threading.Thread(target=work, daemon=True).start()
+
+    def ask(self, message):
+        """Returns where its answer will be: bytes, or None if the program has gone."""
+        answer = queue.SimpleQueue()
+        self.calls.put((message.encode(), answer))
+        return answer
+
+    def send(self):
+        while call := self.calls.get():
+            message, answer = call
+            self.sent.put(answer)
+            with contextlib.suppress(OSError):  # receive sees that it has gone
+                self.connection.sendall(len(message).to_bytes(4, sys.byteorder) + message)
+        self.sent.put(None)
+
+    def receive(self):
+        while answer := self.sent.get():
+            size = self.read(4)
+            answer.put(size and self.read(int.from_bytes(size, sys.byteorder)))
+
+    def read(self, count):
+        data = b""
+        while len(data) < count:
+            try:
+                piece = self.connection.recv(count - len(data))
+            except OSError:
+                piece = b""
+            if not piece:
+                return None
+            data += piece
+        return data
+
+    def close(self):
+        with contextlib.suppress(OSError):  # for those who have it from a fork, too
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
+        self.calls.put(None)
+
+
 def end_program(life):
     """The program ends by itself when its channel is closed; if it does not, it is killed."""
     process = life["process"]
@@ -163,10 +211,17 @@ def encoded(text, name):
         raise Error(f"{name} is {shown(text)}, which is no UTF-8\n  hint: {hint}") from None
 
 
-def members(fields):
+# names of the program's own fields of a line of the log, and of a step's
+LINE = {"event", "step", "elapsed"}
+STEP = LINE | set("loss norm lr ms tok_s mfu tokens mem_gib skipped balance idlest busiest qk_logit".split())
+
+
+def members(fields, taken):
     """Fields of a line of the log behind others: ,"reward":0.5. Numbers that are not finite are null."""
     made = {}
     for name, x in fields.items():
+        if name in taken:
+            raise Error(f"{name} is a field of the log's own\n  hint: give it another name, such as my_{name}")
         x = x.item() if isinstance(x, np.generic) else x
         if not isinstance(x, (int, float, str, type(None))):
             hint = "give a number or a text: x.item(), float(x) or str(x)"
@@ -190,6 +245,19 @@ CALLERS = {  # options of the program whose work is the caller's here
     "warmup": "give step() the rate of each step",
     "patience": "end when you like",
 }
+
+
+TRAINERS = weakref.WeakSet()  # that are open
+
+
+def leave_to_parent():
+    """In a child that was forked: trainers are the parent's, whose end the program must see."""
+    for t in list(TRAINERS):
+        t._end.detach()
+        t._channel.connection.close()
+
+
+os.register_at_fork(after_in_child=leave_to_parent)
 
 
 def in_turn(method):
@@ -237,38 +305,55 @@ class Trainer:
             if value is not None:
                 command += ["--" + name.replace("_", "-"), str(value)]
         environment = {**os.environ, **{name: str(value) for name, value in (environment or {}).items()}}
+        if "," in tempfile.gettempdir() or len(os.fsencode(tempfile.gettempdir())) > 80:
+            hint = "set TMPDIR to a folder with a short name without a comma, such as /tmp"
+            raise Error(f"no socket can be in '{tempfile.gettempdir()}'\n  hint: {hint}")
+        try:
+            before = shlex.split(launcher) if isinstance(launcher, str) else list(launcher or [])
+        except ValueError as e:
+            raise Error(f"launcher is {shown(launcher)}: {e}\n  hint: close its quotes, or give a list") from None
         folder = tempfile.mkdtemp(prefix="llmc-")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(os.path.join(folder, "s"))
         listener.listen(1)
-        command += ["--debug", ",".join(filter(None, [debug, f"calls={folder}/s"]))]
-        if launcher:
-            command = [*(shlex.split(launcher) if isinstance(launcher, str) else launcher), *command]
+        command += ["--debug", ",".join(filter(None, [str(debug), f"calls={folder}/s"]))]
+        if before:
+            command = [*before, *command]
         elif ranks > 1:
             command, environment = under_mpirun(ranks, command, environment)
         # a terminal has its live line; a notebook is none. stream: of tool_output.py
         inherits = verbose and getattr(sys.stdout, "stream", sys.stdout) is sys.__stdout__
         try:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=None if inherits else subprocess.PIPE, stderr=subprocess.PIPE,
-                env=environment, text=True, errors="replace", start_new_session=True)  # fmt: skip
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=None if inherits else subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                # fmt: skip
+                env=environment,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+                restore_signals=False,
+            )
         except (OSError, ValueError) as e:  # ValueError: a NUL in an argument
             listener.close()
             shutil.rmtree(folder)
             raise Error(f"cannot start {command[0]}: {e}") from None
+        # restore_signals: a reader of its lines that has gone ends nothing, as it does not end Python.
         # a session of its own: Ctrl-C is for Python, which then ends it
         self._life = {"process": process, "channels": [listener], "folder": folder, "patience": 60}
         self._end = weakref.finalize(self, end_program, self._life)
         self._turn = threading.RLock()
-        self._owed, self._pending, self._forward = 0, None, None
-        self._received = b""  # of messages that were not read
+        self._pending, self._forward = None, None
+        self._settled = True  # the last call has been answered
         self._made = "", 0  # by what the step has got gradients so far, and how many times
         self._open = False  # a backward was made, and none that is the step's last
         if not inherits:
             Lines(process.stdout, lambda line: verbose)
         self._errors = Lines(process.stderr, lambda line: verbose or line.startswith("warning"))
         try:
-            self._channel = self._accept(listener)
+            self._channel = Channel(self._accept(listener))
             self._life["channels"].append(self._channel)
             if hasattr(os, "memfd_create"):
                 self._life["file"] = os.memfd_create("llmc")
@@ -277,11 +362,11 @@ class Trainer:
                 path = os.path.join(folder, "m")
                 self._life["file"] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             self._room(1 << 18)
-            self._send(path)
-            self.facts = f = json.loads(self._answer()[1])
+            self.facts = f = json.loads(self._call(path)[1])
         except BaseException:
             self.close(patience=0)
             raise
+        TRAINERS.add(self)
         shutil.rmtree(folder)  # nothing stays behind, however Python ends
         self.seq_len, self.micro_steps, self.vocab = f["seq_len"], f["micro_steps"], f["vocab"]
         self.rows, self.eot, self.context = f["batch_size"] * f["groups"], f["eot"], f["context"]
@@ -311,48 +396,27 @@ class Trainer:
         if not self._end.alive:
             raise Ended("this trainer is closed\n  hint: make another one")
 
-    def _send(self, message):
+    def _call(self, message):
+        """(numbers, text) of the answer."""
         self._require_open()
-        try:
-            data = message.encode()
-            self._channel.sendall(len(data).to_bytes(4, sys.byteorder) + data)
-        except OSError:
+        self._settled = False
+        answer = self._channel.ask(message).get()
+        self._settled = True
+        if answer is None:
             self._gone()
-        self._owed += 1
-
-    def _message(self):
-        """The next message of the program. What an interrupt leaves of it is read the next time."""
-        while True:
-            end = 4 + int.from_bytes(self._received[:4], sys.byteorder)
-            if 4 < end <= len(self._received):
-                message, self._received = self._received[4:end], self._received[end:]
-                return message.decode(errors="replace")
-            try:
-                piece = self._channel.recv(1 << 18)
-            except OSError:
-                piece = b""
-            if not piece:
-                self._gone()
-            self._received += piece
-
-    def _answer(self):
-        """(numbers, text) of the newest answer. Those that an interrupt has left are read first, and dropped."""
-        while self._owed:
-            message = self._message()
-            self._owed -= 1
-        if message.startswith("error "):
-            raise Error(message.removeprefix("error ").replace("\n", "\n  hint: "))
-        numbers, _, text = message.partition("|")
+        answer = answer.decode(errors="replace")
+        if answer.startswith("error "):
+            raise Error(answer.removeprefix("error ").replace("\n", "\n  hint: "))
+        numbers, _, text = answer.partition("|")
         return [float(x) for x in numbers.split()[1:]], text
 
     def _ask(self, name, *numbers, text=""):
-        self._send(" ".join([name, *(repr(float(x)) for x in numbers)]) + "|" + fitting(text))
-        return self._answer()
+        return self._call(" ".join([name, *(repr(float(x)) for x in numbers)]) + "|" + fitting(text))
 
     def _settle(self):
         """After an interrupt: waits until the program has answered, before which it may still write where it was told
         to. Any call ends a generation."""
-        if self._owed:
+        if not self._settled:
             try:
                 self._ask("none")
             except Error as e:  # there is no such call
@@ -432,7 +496,7 @@ class Trainer:
         logp = np.empty((R, T), np.float32)
         for r in range(0, R, rows):
             self._put(tokens[r : r + rows], targets[r : r + rows], rows, width)
-            self._ask("forward", width, adapters)
+            self._ask("forward", width, bool(adapters))
             made = self._words(np.float32, rows * width, 2 * rows * width).reshape(rows, width)
             np.subtract(0, made[: min(rows, R - r), :T], out=logp[r : r + rows])
         self._forward = (R, T) if R <= self.rows and adapters else None
@@ -500,7 +564,7 @@ class Trainer:
         for name, x in numbers.items():
             if x is not None and not 0 <= number(x, f"the {name}") < (1 if name.startswith("beta") else 1e30):
                 raise Error(f"the step has the number {x} for its {name}\n  hint: give one that an optimiser can use")
-        loss, text = number(loss, "the loss"), fitting(members(fields))
+        loss, text = number(loss, "the loss"), fitting(members(fields, STEP))
         if self._pending is None and self._open:  # what came between could not know that the backward was the last
             self.forward(np.zeros((1, 1), int), np.full((1, 1), -1))
             self.backward(np.zeros((1, 1)))
@@ -563,6 +627,8 @@ class Trainer:
         temperature, top_p, seed = number(temperature, "temperature"), number(top_p, "top_p"), whole(seed, "seed")
         stop = [stop] if isinstance(stop, str) or not hasattr(stop, "__iter__") else stop
         stops, texts = [s for s in stop if not isinstance(s, str)], [s for s in stop if isinstance(s, str)]
+        if "" in texts:
+            raise Error("a stop text is empty, which every text has\n  hint: leave it out")
         self._flush(last=False)
         self._forward = None
         ends = array(stops, "stop", np.int64).ravel()
@@ -570,6 +636,8 @@ class Trainer:
         given = given.clip(-1, (1 << 31) - 1).astype(np.int32)  # neither is an id
         max_tokens = min(max_tokens, self.context)
         count, record = n * len(prompts), 2 + 2 * max_tokens
+        if count > 1 << 20 or count * record > 1 << 30:
+            raise Error(f"{count} texts of up to {max_tokens} tokens in one call\n  hint: ask for them in several")
         self._room(max(len(given), count * record))
         self._words(np.int32, len(given))[:] = given
         self._ask("generate", len(prompts), n, max_tokens, temperature, top_k, top_p, seed, len(stops), len(given))
@@ -654,4 +722,4 @@ class Trainer:
         if not isinstance(event, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", event):
             hint = 'a name has letters of a to z, digits, "_", "." and "-", such as log("eval", loss=2.1)'
             raise Error(f"{shown(event)} is no name of a line of the log\n  hint: {hint}")
-        self._ask("log", text=f"{event}\n{members(fields)}")
+        self._ask("log", text=f"{event}\n{members(fields, LINE)}")

@@ -25,7 +25,8 @@ import numpy as np  # noqa: E402
 import llmc  # noqa: E402, which finds dev/
 from chat_template import TemplateError  # noqa: E402
 from checked_json import BadFile  # noqa: E402
-from post_training import add_schedule, end_of, make_steps, of_step, parse, rate_of, trainer_options  # noqa: E402
+from post_training import add_schedule, end_of, has_adapters, make_steps, of_step, parse, rate_of  # noqa: E402
+from post_training import trainer_options  # noqa: E402
 from preference_file import arrays, read_pairs, read_texts  # noqa: E402
 
 # ---- the mathematics
@@ -133,7 +134,7 @@ def main(argv=None):
         a.steps = steps_of(len(texts))
         per_step = math.ceil(a.batch / (a.batch_size // 2)) * a.batch_size
         with llmc.Trainer(a.model, **trainer_options(a, options, per_step)) as t:
-            pairs, adapters = read_pairs(a.data, t, a.model, texts), bool(options.get("lora"))
+            pairs, adapters = read_pairs(a.data, t, a.model, texts), has_adapters(t)
             a.steps = steps_of(len(pairs))  # without those that are left out
             reference = None if adapters or a.loss in ALONE else reference_of(t, a, pairs)
             make_steps(a, t, lambda step: make_step(t, a, pairs, reference, adapters, step))

@@ -28,7 +28,7 @@ import llmc  # noqa: E402, which finds dev/
 from chat_template import TemplateError  # noqa: E402
 from checked_json import BadFile  # noqa: E402
 from post_training import end_of, make_steps, of_step, parse, rate_of, read_prompts, rows_of  # noqa: E402
-from post_training import tokenised, trainer_options, write_messages  # noqa: E402
+from post_training import has_adapters, tokenised, trainer_options, write_messages  # noqa: E402
 from reward_file import BadReward, Rewards  # noqa: E402
 
 # ---- the mathematics
@@ -123,7 +123,10 @@ NUMBERS = (  # name, default, least, what it is
 
 def numbers(text):
     try:
-        return [float(x) for x in text.split(",")]
+        given = [float(x) for x in text.split(",")]
+        if not all(map(math.isfinite, given)):
+            raise ValueError
+        return given
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 1,0.5") from None
 
@@ -146,8 +149,6 @@ def main(argv=None):
     a, options = parse(sys.argv[1:] if argv is None else argv, __doc__, add_arguments, NUMBERS)
 
     def run():
-        if a.beta and not a.reference and not options.get("lora"):
-            raise llmc.Error("--beta needs the first policy\n  hint: --reference FOLDER, or adapters (-- --lora 16)")
         prompts = write_messages(read_prompts(a.prompts), a.model)
         rewards = Rewards(a.rewards, a.weights, a.reward_timeout, a.on_bad_reward)
         size = dict(batch_size=a.batch_size, seq_len=a.seq_len)
@@ -155,6 +156,9 @@ def main(argv=None):
         first = llmc.Trainer(a.reference, lora=1, **size) if a.beta and a.reference else None
         own = trainer_options(a, options, a.groups * a.samples_per_prompt, a.iterations)
         with llmc.Trainer(a.model, **own) as t:
+            if a.beta and not a.reference and not has_adapters(t):
+                hint = "--reference FOLDER, or adapters (-- --lora 16)"
+                raise llmc.Error(f"--beta needs the first policy\n  hint: {hint}")
             train(t, a, prompts, rewards, first)
 
     return end_of(run, a.output, llmc.Error, BadReward, BadFile, TemplateError, OSError)

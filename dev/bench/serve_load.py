@@ -96,10 +96,10 @@ class Server:
     """Where it is, what model it has, and how a request is written."""
 
     def __init__(self, url):
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme != "http" or not parts.hostname:
-            stop(f"'{url}' is no http:// address", "give the one that dev/serve.py prints")
         try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+            if parts.scheme != "http" or not parts.hostname:
+                stop(f"'{url}' is no http:// address", "give the one that dev/serve.py prints")
             self.host, self.port = parts.hostname, parts.port or 80
         except ValueError as e:
             stop(f"'{url}': {e}", "give the address that dev/serve.py prints")

@@ -38,7 +38,12 @@ from shards import add_arguments, build, check_arguments, run
 
 
 def check(patterns):
-    paths = [p for pattern in patterns for p in find_files(pattern) if os.path.basename(p) != "tokenizer.bin"]
+    paths = []
+    for pattern in patterns:
+        found = [p for p in find_files(pattern) if os.path.basename(p) != "tokenizer.bin"]
+        if not found and os.path.basename(pattern) != "tokenizer.bin":
+            die(f"no file matches '{pattern}'", "name shards or quoted globs: --check 'folder/*.bin'")
+        paths += found
     if not paths:
         die(f"no file matches '{' '.join(patterns)}'", "name shards or quoted globs: --check 'folder/*.bin'")
     failed, first = 0, None

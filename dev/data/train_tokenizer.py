@@ -227,7 +227,8 @@ def write(made, folder):
         with tempfile.TemporaryDirectory(dir=parent, prefix=f".{name}.") as work:
             new = os.path.join(work, "tokenizer")
             os.mkdir(new)
-            made.save(os.path.join(new, "tokenizer.json"))
+            with open(os.path.join(new, "tokenizer.json"), "w", encoding="utf-8") as f:
+                f.write(made.to_str(pretty=True))
             tokenizer = read_tokenizer_json(os.path.join(new, "tokenizer.json"))
             write_tokenizer_json(tokenizer, new, NO_LIMIT, None, json.loads(made.to_str())["model"]["merges"])
             os.rename(new, folder)

@@ -2103,7 +2103,7 @@ def test_text_from_a_checkpoint_alone(trainer, tmp_path):
     os.rename(tmp_path / "run/step_00000003", tmp_path / "moved")
     assert "---- sample of step 3\ndef" in succeeds(trainer.bare(*there)).stdout
     (tmp_path / "moved/tokenizer.bin").unlink()
-    fails(trainer.bare(*there, "--tokenizer", "mine.bin"), "tokenizer.bin does not have the size that was written")
+    fails(trainer.bare(*there, "--tokenizer", "mine.bin"), "tokenizer.bin is missing")
     (tmp_path / "moved/train_state.json").unlink()
     fails(trainer.bare(*there), "needs a tokenizer")
     assert "\ndef" in succeeds(trainer.bare(*there, "--tokenizer", "mine.bin")).stdout

@@ -994,6 +994,7 @@ def test_check(corpus, tmp_path):
     for words in "too short", "not a token shard", "its header promises", "holds token 256 at 49999, outside":
         assert words in run.stdout
     script("prepare.py", "--check", tmp_path / "nothing*", fails="no file matches")
+    script("prepare.py", "--check", pattern, tmp_path / "nothing*", fails=f"no file matches '{tmp_path}/nothing*'")
     for line in prepare("--input", corpus, "--output", tmp_path / "with [1]").splitlines():
         # the patterns that it prints match what it made, and the names themselves are no patterns
         if line.startswith(("train: ", "val: ")):

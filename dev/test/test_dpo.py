@@ -157,6 +157,28 @@ def test_a_resumed_run_has_the_same_digits(start, tmp_path, capfd):
     assert "resume with the data" in capfd.readouterr().err
 
 
+def test_a_resumed_run_keeps_its_adapters(start, tmp_path):
+    data, output = pairs_file(tmp_path / "pairs.jsonl"), ("--output", tmp_path / "run")
+    assert run_dpo(start, data, "--steps", 2, *output, tail=("--lora", "4")) == 0
+    assert run_dpo(start, data, "--steps", 4, *output, "--resume") == 0
+    assert [e["step"] for e in steps_of(tmp_path / "run")] == [1, 2, 3, 4]
+    assert (tmp_path / "run/step_00000004/adapter_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "words, tail, said",
+    [
+        ((), ("--output", "run"), "--output behind --: give it before --"),
+        ((), ("--max-steps=3",), "--max-steps behind --: give --steps before it"),
+        (("--epochs", "inf"), (), "--epochs is inf: give a number"),
+    ],
+)
+def test_options_that_are_refused(start, tmp_path, capfd, words, tail, said):
+    with pytest.raises(SystemExit):
+        run_dpo(start, pairs_file(tmp_path / "pairs.jsonl"), *words, tail=tail)
+    assert said in capfd.readouterr().err
+
+
 def test_a_checkpoint_says_where_its_tokenizer_is(tmp_path):
     """As for --generate; the run that begins with it is one of its own."""
     (tmp_path / "texts").mkdir()

@@ -408,7 +408,8 @@ def test_more_samples_than_slots():
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize(
     "more",
-    [[], ["--samples", 15], ["--debug", "draft-tokens=9"], ["--top-k", 5, "--top-p", 0.9], ["--cache-dtype", "fp8"]],
+    [[], ["--samples", 15], ["--debug", "draft-tokens=9"], ["--top-k", 5, "--top-p", 0.9], ["--cache-dtype", "fp8"]]
+    + [["--head-dtype", "fp8"]],
 )
 def test_a_draft_changes_no_token(runs, temperature, more):
     """Past the window of 64, too."""

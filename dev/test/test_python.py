@@ -1,10 +1,12 @@
 """The llmc package: forward, backward, train and step against evaluation, the built-in loss, the program's own runs and
 PyTorch; texts; checkpoints; bad input, after which nothing has changed; how program and Python end."""
 
+import contextlib
 import gc
 import json
 import math
 import os
+import random
 import resource
 import shutil
 import signal
@@ -1143,19 +1145,20 @@ def test_interrupts_in_short_calls(start, straight, monkeypatch, tmp_path, call)
     """After the message has gone, before its answer is read."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     t = start()
-    answer, interrupts = t._answer, [True]
+    ask, interrupts = t._channel.ask, [True]
 
-    def interrupt():
+    def interrupt(message):
+        answer = ask(message)
         if interrupts:
             interrupts.pop()
             raise KeyboardInterrupt
-        return answer()
+        return answer
 
     rows = draw(ROWS, seed=(0, 0))
     arguments = {"forward": rows, "train": rows, "step": (1e-2,)}.get(call, ())
     if call == "step":
         t.train(*rows)
-    monkeypatch.setattr(t, "_answer", interrupt)
+    monkeypatch.setattr(t._channel, "ask", interrupt)
     with pytest.raises(KeyboardInterrupt):
         getattr(t, call)(*arguments)
     assert call != "weights" or not list(tmp_path.iterdir())
@@ -1210,7 +1213,7 @@ def test_the_end_of_a_trainer(start, mark, tmp_path, monkeypatch):
 def test_impatience(start, mark):
     """In a call that is long, under mpirun, too: all ranks are killed."""
     t = start(ranks=2)
-    t._send("generate 1 20000 30 1 0 1 0 0 2|")
+    t._channel.ask("generate 1 20000 30 1 0 1 0 0 2|")
     t.close(patience=0)
     wait_until(lambda: not processes(mark), 10)  # of 20: ranks look up once all sequences are queued
 
@@ -1225,3 +1228,68 @@ def test_its_own_lines(start, capfd):
     train_step(t, 0)
     t.close()
     assert capfd.readouterr() == ("", "")
+
+
+@launcher.on_linux
+def test_interrupts_at_any_moment(start, bytes_tokenizer):  # noqa: F811
+    """Ctrl-C while calls are sent and answered: later calls have their own answers."""
+    t = start("d2,channels=64,heads=2,vocab=257,seq=64", tokenizer=bytes_tokenizer, batch_size=4)
+    draw_moment = random.Random(1)
+    ids, texts = t.encode("hello"), t.generate([[1]], n=2, max_tokens=20, seed=3)
+    for round in range(40):
+        moment = draw_moment.uniform(0, 0.004)
+        timer = threading.Timer(moment, lambda: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            while True:
+                t.encode("abc") if round % 2 else t.generate([[1]], n=200, max_tokens=20)
+        timer.join()
+        assert np.array_equal(t.encode("hello"), ids)
+        for now, before in zip(t.generate([[1]], n=2, max_tokens=20, seed=3), texts, strict=True):
+            assert all(map(np.array_equal, now, before))
+
+
+@launcher.on_linux
+def test_forked_children(start, mark):
+    """They have a trainer's files, too: it ends when the parent says so, and when that is killed."""
+    t, (reader, writer) = start(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writer)
+        with contextlib.suppress(llmc.Ended):
+            t.names()
+            os._exit(1)
+        os.read(reader, 1)  # until the parent ends
+        os._exit(0)
+    begin = time.monotonic()
+    t.close()
+    assert time.monotonic() - begin < 20 and not processes(mark)
+    os.close(writer)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_names_of_the_log(start):
+    t = start()
+    train_step(t, 0)
+    for call in (lambda: t.log("eval", step=1), lambda: t.step(1e-3, norm=1)):
+        with pytest.raises(llmc.Error, match="is a field of the log's own\n  hint: "):
+            call()
+    t.log("eval", loss=1.5, tokens=3)
+
+
+def test_too_much_to_generate(start):
+    t = start()
+    with pytest.raises(llmc.Error, match="texts of up to 1 tokens in one call"):
+        t.generate([[1]], n=10**8, max_tokens=1)
+    with pytest.raises(llmc.Error, match="a stop text is empty"):
+        t.generate([[1]], stop=[""])
+    t.names()
+
+
+def test_a_folder_that_no_socket_can_be_in(tmp_path, monkeypatch):
+    for name in ("x" * 100, "a,b"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
+        with pytest.raises(llmc.Error, match="set TMPDIR"):
+            llmc.Trainer(MODELS["gpt2"], program=TRAINER, environment=ENVIRONMENT, batch_size=ROWS, seq_len=T)
+        assert not list((tmp_path / name).iterdir())

@@ -322,7 +322,10 @@ static int state_open(Json *j, const char *folder, int64_t expected, int files, 
         const int size = expected_of(j, "files", folder, i, files);
         int64_t bytes;
         if (may_change(i) || (size == JSON_NONE && i >= files)) continue;
-        if (!json_int(j, size, &bytes) || file_bytes(folder, known_file(folder, i)) != bytes)
+        const int64_t there = file_bytes(folder, known_file(folder, i));
+        if (there < 0)
+            snprintf(why, WHY_BYTES, "%s is missing", known_file(folder, i));
+        else if (!json_int(j, size, &bytes) || there != bytes)
             snprintf(why, WHY_BYTES, "%s does not have the size that was written%s", known_file(folder, i),
                      edit_hint(i));
     }

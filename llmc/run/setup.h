@@ -85,16 +85,16 @@ static void check_options(const Options *o) {
     offloads(o);  // refuses what it does not know
     check_lora(o);
     const int compares = *o->val_data && o->eval_every && *o->output && o->save_every;
-    const OptionNeed needs[] = {{"reset-optimizer", o->resume != 0, "--resume 1"},
-                                {"weights", forward_only(o) || o->lora, "--generate, --evaluate or --lora"},
-                                {"patience", compares || forward_only(o),
-                                 "--val-data, --eval-every, --save-every and --output"},
-                                {"cache-dtype", writes_text(o), "--generate, --serve or --sample-every"},
-                                {"tp-overlap", o->tp > 1 || o->tp_overlap < 1, "--tp N"},
-                                {"draft", o->generate && o->kv_cache, "--generate and --debug kv-cache=1"},
-                                {"overfit", *o->val_data != 0, "--val-data, whose first batch it trains on"},
-                                {"choice-data", o->eval_every || o->evaluate || o->generate,
-                                 "--eval-every or --evaluate"}};
+    const OptionNeed needs[] = {
+        {"reset-optimizer", o->resume != 0, "--resume 1"},
+        {"weights", forward_only(o) || o->lora, "--generate, --evaluate or --lora"},
+        {"patience", compares || forward_only(o), "--val-data, --eval-every, --save-every and --output"},
+        {"cache-dtype", writes_text(o), "--generate, --serve or --sample-every"},
+        {"tp-overlap", o->tp > 1 || o->tp_overlap < 1, "--tp N"},
+        {"draft", o->generate && o->kv_cache, "--generate and --debug kv-cache=1"},
+        {"overfit", *o->val_data != 0, "--val-data, whose first batch it trains on"},
+        {"hellaswag", o->eval_every || o->evaluate || o->generate, "--eval-every or --evaluate"},
+        {"choice-data", o->eval_every || o->evaluate || o->generate, "--eval-every or --evaluate"}};
     require_needs(o, needs, COUNT_OF(needs));
     const int native = !strcmp(o->matmul_dtype, "native") && !strcmp(o->head_dtype, "native");
     require(!weights_are_quantised(o) || (native && o->zero_stage < 3),
