@@ -247,6 +247,26 @@ CALLERS = {  # options of the program whose work is the caller's here
 }
 
 
+def words_of(launcher):
+    try:
+        return shlex.split(launcher) if isinstance(launcher, str) else list(launcher or [])
+    except ValueError as e:
+        raise Error(f"launcher is {shown(launcher)}: {e}\n  hint: close its quotes, or give a list") from None
+
+
+def listen():
+    """-> a new folder, and a socket s in it that waits for the program."""
+    parent = tempfile.gettempdir()
+    if "," in parent or len(os.fsencode(parent)) > 80:  # --debug divides at commas; a socket's name has 107 bytes
+        hint = "set TMPDIR to a folder with a short name without a comma, such as /tmp"
+        raise Error(f"no socket can be in '{parent}'\n  hint: {hint}")
+    folder = tempfile.mkdtemp(prefix="llmc-")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(os.path.join(folder, "s"))
+    listener.listen(1)
+    return folder, listener
+
+
 TRAINERS = weakref.WeakSet()  # that are open
 
 
@@ -305,18 +325,9 @@ class Trainer:
             if value is not None:
                 command += ["--" + name.replace("_", "-"), str(value)]
         environment = {**os.environ, **{name: str(value) for name, value in (environment or {}).items()}}
-        if "," in tempfile.gettempdir() or len(os.fsencode(tempfile.gettempdir())) > 80:
-            hint = "set TMPDIR to a folder with a short name without a comma, such as /tmp"
-            raise Error(f"no socket can be in '{tempfile.gettempdir()}'\n  hint: {hint}")
-        try:
-            before = shlex.split(launcher) if isinstance(launcher, str) else list(launcher or [])
-        except ValueError as e:
-            raise Error(f"launcher is {shown(launcher)}: {e}\n  hint: close its quotes, or give a list") from None
-        folder = tempfile.mkdtemp(prefix="llmc-")
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(os.path.join(folder, "s"))
-        listener.listen(1)
-        command += ["--debug", ",".join(filter(None, [str(debug), f"calls={folder}/s"]))]
+        before = words_of(launcher)
+        folder, listener = listen()
+        command += ["--debug", ",".join(filter(None, [debug and str(debug), f"calls={folder}/s"]))]
         if before:
             command = [*before, *command]
         elif ranks > 1:
@@ -324,12 +335,13 @@ class Trainer:
         # a terminal has its live line; a notebook is none. stream: of tool_output.py
         inherits = verbose and getattr(sys.stdout, "stream", sys.stdout) is sys.__stdout__
         try:
+            # restore_signals: a reader of its lines that has gone ends nothing, as it does not end Python
+            # a session of its own: Ctrl-C is for Python, which then ends it
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=None if inherits else subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                # fmt: skip
                 env=environment,
                 text=True,
                 errors="replace",
@@ -340,8 +352,6 @@ class Trainer:
             listener.close()
             shutil.rmtree(folder)
             raise Error(f"cannot start {command[0]}: {e}") from None
-        # restore_signals: a reader of its lines that has gone ends nothing, as it does not end Python.
-        # a session of its own: Ctrl-C is for Python, which then ends it
         self._life = {"process": process, "channels": [listener], "folder": folder, "patience": 60}
         self._end = weakref.finalize(self, end_program, self._life)
         self._turn = threading.RLock()
