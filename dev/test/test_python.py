@@ -1268,9 +1268,11 @@ def test_forked_children(start, mark):
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_names_of_the_log(start):
-    t = start()
+def test_names_of_the_log(start, tmp_path):
+    t = start(output=tmp_path / "run")
     train_step(t, 0)
+    (step,) = events(tmp_path / "run", "step")
+    assert step.keys() <= llmc.STEP
     for call in (lambda: t.log("eval", step=1), lambda: t.step(1e-3, norm=1)):
         with pytest.raises(llmc.Error, match="is a field of the log's own\n  hint: "):
             call()

@@ -38,8 +38,8 @@ struct RowsInt8 {
         return fma_bf16(x & 0xff7fff7f, 0x3f803f80, mask_and_set(x, 0xff80ff80, 0x80008000));
     }
 };
-// The bits of an e4m3, behind its sign four further down, are those of a bf16 that is 2^120 times smaller: both steps
-// are exact, subnormals too.
+// With its sign at the top and the other bits of e4m3 four places down, a bf16 has 2^-120 times the value: this and the
+// product are exact, subnormals too.
 struct RowsE4m3 {
     static constexpr int BITS = 8;
     static constexpr bool GROUPED = false;
