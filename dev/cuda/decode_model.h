@@ -83,6 +83,11 @@ struct HostMatrix {
             for (int k = 0; k < s.K; k++)
                 values[(size_t)row * s.K + k] =
                     one(row, k, rand_u64(model_seed, stream, (uint64_t)row * s.K + k) >> 8, std);
+        for (size_t i = 0; i < bytes.size() && s.dtype != DECODE_NATIVE; i += 16)
+            if (s.dtype == DECODE_INT4)
+                codes_place<4>((uint32_t *)&bytes[i]);
+            else
+                codes_place<8>((uint32_t *)&bytes[i]);
     }
     // Some of its rows, and of these the elements from first_k on.
     HostMatrix part(const DecodeShape &to, const std::vector<int> &rows, int first_k) const {

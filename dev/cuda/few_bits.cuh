@@ -20,6 +20,7 @@ static QuantMatrix upload_weight(WeightFormat format, int rows, int cols, float 
         quant_row(format, codes + i * of_row, scales + i * of_scales, w + (size_t)i * cols, cols);
         quant_widen(format, w + (size_t)i * cols, codes + i * of_row, scales + i * of_scales, cols);
     }
+    codes_order(&q, codes, rows);
     q.codes = device_new<uint8_t>(rows * of_row);
     q.scales = device_new<uint8_t>(rows * of_scales);
     cudaCheck(cudaMemcpy(q.codes, codes, rows * of_row, cudaMemcpyHostToDevice));

@@ -47,6 +47,8 @@ struct Weights {
             }
             quant_row(f, codes.data() + r * bytes, scales.data() + r * of_scales, row.data(), in);
             quant_widen(f, to, codes.data() + r * bytes, scales.data() + r * of_scales, in);
+            const QuantMatrix kept = {f, 1, in, NULL, NULL};
+            codes_order(&kept, codes.data() + r * bytes, 1);
         }
     }
 };

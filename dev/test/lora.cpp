@@ -58,7 +58,6 @@ static void make_layer(Layer *x, const Case *c, float scale) {
     }
 }
 
-// The matrix as the device has it: rows of codes begin on 16 bytes.
 static void check_merge(const Case *c, WeightFormat format, float scale) {
     Layer x;
     make_layer(&x, c, scale);
@@ -77,6 +76,7 @@ static void check_merge(const Case *c, WeightFormat format, float scale) {
             quant_row(format, row, s, w.data() + i * cols, c->in);
             quant_widen(format, w.data() + i * cols, row, s, c->in);
         }
+        codes_order(&q, q.codes, rows);
     }
     for (int i = 0; i < c->count; i++) {
         const std::vector<float> a = widened(x.a[i]), b = widened(x.b[i]);

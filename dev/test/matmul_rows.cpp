@@ -45,6 +45,8 @@ struct Matrix {
             quant_row(f, to, scale, row.data(), K);
             quant_widen(f, w, to, quant_has_row_scale(f) ? (const void *)&one : scale, K);
             for (size_t i = 0; i < k; i++) w[i] = bf16(w[i]);
+            const QuantMatrix kept = {f, 1, K, NULL, NULL};
+            codes_order(&kept, to, 1);
         }
     }
 };

@@ -169,15 +169,6 @@ __device__ inline unsigned load_shared_4(unsigned from) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
     return x;
 }
-// 2 bytes or 1
-template <int BYTES> __device__ inline unsigned load_shared_few(unsigned from) {
-    unsigned short x;
-    if constexpr (BYTES == 2)
-        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(from) : "memory");
-    else
-        asm volatile("ld.shared.u8 %0, [%1];" : "=h"(x) : "r"(from) : "memory");
-    return x;
-}
 __device__ inline void prefetch_l2(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // a * b + c of two bf16, each rounded once
 __device__ inline unsigned fma_bf16(unsigned a, unsigned b, unsigned c) {

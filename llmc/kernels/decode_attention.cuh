@@ -143,8 +143,7 @@ __device__ inline void decode_load_cached(DecodeCodes &x, const void *from, size
 }
 __device__ inline void decode_words(unsigned (&w)[4], const DecodeCodes &codes) {
     #ifdef PRECISION_FP32
-    const unsigned x[4] = {codes.x[0]};
-    WeightsE4m3::widen(w, x, 0);
+    for (int i = 0; i < 4; i++) w[i] = float_bits(fp8_to_float((uint8_t)(codes.x[0] >> i * 8)));
     #else
     for (int i = 0; i < 4; i++) w[i] = f16_of_e4m3(codes.x[i / 2] >> i % 2 * 16);
     #endif

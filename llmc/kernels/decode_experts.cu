@@ -67,7 +67,7 @@ template <typename W> struct ExpertsPiece {
             unsigned w[2][4], b[4];
             W::widen(w[0], words[0], v);
             W::widen(w[1], words[1], v);
-            decode_words(b, W::SPREAD ? decode_spread(row[v]) : row[v]);
+            decode_words(b, row[v]);
             #pragma unroll
             for (int s = 0; s < 2; s++) {
                 const unsigned a[4] = {w[0][2 * s], w[1][2 * s], w[0][2 * s + 1], w[1][2 * s + 1]};

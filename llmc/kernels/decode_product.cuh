@@ -6,7 +6,7 @@
 #ifndef LLMC_DECODE_PRODUCT_CUH
 #define LLMC_DECODE_PRODUCT_CUH
 
-#include "../fp8.h"
+#include "codes.cuh"
 #include "decode_stream.cuh"
 
 enum {
@@ -21,7 +21,6 @@ struct WeightsAny {
     static constexpr int ELEMENTS = 16;       // in 16 bytes
     static constexpr bool ROW_SCALE = false;  // each row has a scale
     static constexpr bool GROUPED = false;    // scales are those of groups, of 128 weights each
-    static constexpr bool SPREAD = false;     // the 8 elements of a step are in another order
     static constexpr unsigned OFFSET = 0;     // a pair of bf16 to be added to every pair of weights
 };
 struct WeightsNative : WeightsAny {
@@ -31,66 +30,53 @@ struct WeightsNative : WeightsAny {
         for (int i = 0; i < 4; i++) w[i] = x[i];
     }
 };
-#ifdef PRECISION_FP32  // need not be fast
+#ifdef PRECISION_FP32  // need not be fast: step v is half an octet
+template <int BITS> __device__ inline int decode_code(const unsigned (&x)[4], int v, int i) {
+    const int e = v % 2 * 4 + i;
+    return (int)code_of<BITS>(x[e / 2], e, v / 2);
+}
 struct WeightsInt8 : WeightsAny {
     static constexpr bool ROW_SCALE = true;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
-        for (int i = 0; i < 4; i++) w[i] = float_bits((float)(int8_t)(x[v] >> i * 8));
+        for (int i = 0; i < 4; i++) w[i] = float_bits((float)(int8_t)decode_code<8>(x, v, i));
     }
 };
 struct WeightsE4m3 : WeightsAny {
     static constexpr bool ROW_SCALE = true;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
-        for (int i = 0; i < 4; i++) w[i] = float_bits(fp8_to_float((uint8_t)(x[v] >> i * 8)));
+        for (int i = 0; i < 4; i++) w[i] = float_bits(fp8_to_float((uint8_t)decode_code<8>(x, v, i)));
     }
 };
 struct WeightsInt4 : WeightsAny {
     static constexpr int ELEMENTS = 32;
     static constexpr bool GROUPED = true;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
-        for (int i = 0; i < 4; i++) w[i] = float_bits((float)(x[v / 2] >> (v % 2 * 4 + i) * 4 & 15) - 8);
+        for (int i = 0; i < 4; i++) w[i] = float_bits((float)decode_code<4>(x, v, i) - 8);
     }
 };
 #else
-constexpr unsigned BF16_ONE = 0x3f803f80;
-// Two neighbouring bytes of a word, each in the low half of a bf16 whose upper byte is that of `upper`.
-__device__ inline unsigned spread_bytes(unsigned word, unsigned pair, unsigned upper) {
-    return __byte_perm(word, upper, pair ? 0x4342 : 0x4140);
-}
-// With m the low 7 bits and s the sign bit of a byte, its value is m - s. 128 + m and 128 + s are bf16s that have these
-// bits as their mantissa (s: the last bit of the exponent, 256).
 struct WeightsInt8 : WeightsAny {
     static constexpr bool ROW_SCALE = true;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
         #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const unsigned y = spread_bytes(x[2 * v + i / 2], i % 2, 0x43);
-            w[i] = fma_bf16(y & 0xff7fff7f, BF16_ONE, mask_and_set(y, 0xff80ff80, 0x80008000));
-        }
+        for (int i = 0; i < 4; i++) w[i] = widen_int8(x[i], v);
     }
 };
-// The bits of an e4m3 are those of a bf16 that is 2^120 times smaller: both steps are exact, subnormals too.
 struct WeightsE4m3 : WeightsAny {
     static constexpr bool ROW_SCALE = true;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
         #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const unsigned codes = x[2 * v + i], lower = codes << 4 & 0xf0f0f0f0,
-                           upper = (codes >> 4 & 0x07070707) | (codes & 0x80808080);
-            w[2 * i] = fma_bf16(__byte_perm(lower, upper, 0x5140), 0x7b807b80, 0x80008000);
-            w[2 * i + 1] = fma_bf16(__byte_perm(lower, upper, 0x7362), 0x7b807b80, 0x80008000);
-        }
+        for (int i = 0; i < 4; i++) w[i] = widen_e4m3(x[i], v);
     }
 };
-// A code n stands for n - 8. 128 + n is a bf16 with n in its mantissa, of which a sum takes 136 off at once. Of 8
-// elements, register i gets i and i + 4.
+// Of the offset of codes a sum is rid at once.
 struct WeightsInt4 : WeightsAny {
     static constexpr int ELEMENTS = 32;
-    static constexpr bool GROUPED = true, SPREAD = true;
-    static constexpr unsigned OFFSET = 0xc308c308;  // -136
+    static constexpr bool GROUPED = true;
+    static constexpr unsigned OFFSET = INT4_OFFSET;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
         #pragma unroll
-        for (int i = 0; i < 4; i++) w[i] = mask_and_set(x[v] >> i * 4, 0x000f000f, 0x43004300);
+        for (int i = 0; i < 4; i++) w[i] = widen_int4(x[i], v);
     }
 };
 #endif
@@ -100,16 +86,6 @@ __device__ inline void decode_words(unsigned (&w)[4], const int4 &x) {
     w[2] = (unsigned)x.z;
     w[3] = (unsigned)x.w;
 }
-// 8 elements of a row in the order in which int4 weights are widened.
-__device__ inline int4 decode_spread(const int4 &x) {
-    int4 y;
-    y.x = (int)__byte_perm((unsigned)x.x, (unsigned)x.z, 0x5410);
-    y.y = (int)__byte_perm((unsigned)x.x, (unsigned)x.z, 0x7632);
-    y.z = (int)__byte_perm((unsigned)x.y, (unsigned)x.w, 0x5410);
-    y.w = (int)__byte_perm((unsigned)x.y, (unsigned)x.w, 0x7632);
-    return y;
-}
-
 // ---- the product of 16 columns of the output and 8 rows
 
 #ifdef PRECISION_FP32
@@ -185,11 +161,8 @@ template <typename W> struct DecodeOperand {
                 return load_past_l1(in.from + (unsigned)(row * in.K + vector * VecX::size));
             });
     }
-    // In the order of W, and the offset's part of sums. Apart from the load, which it would wait for.
-    __device__ void order() {
-        if constexpr (W::SPREAD)
-            #pragma unroll
-            for (int i = 0; i < PIECES * STEPS; i++) x[i / STEPS][i % STEPS] = decode_spread(x[i / STEPS][i % STEPS]);
+    // The offset's part of sums. Apart from the load, which it would wait for.
+    __device__ void begin_sums() {
         if constexpr (W::OFFSET != 0)
             #pragma unroll
             for (int i = 0; i < PIECES; i++) {
@@ -260,7 +233,7 @@ __device__ __forceinline__ void decode_accumulate(float (&acc)[DECODE_TILES][4],
     const unsigned scales = DECODE_COLUMNS * STRIDE + g * DECODE_SCALES + warp * 2;
     int piece = warp;
     rows.load(in, piece, pieces);
-    rows.order();
+    rows.begin_sums();
     for (int at = 0; at < row_bytes; at += SEGMENT) {
         if (AHEAD) next.load(in, piece + SEGMENT / DECODE_PIECE, pieces);
         #pragma unroll
@@ -280,7 +253,7 @@ __device__ __forceinline__ void decode_accumulate(float (&acc)[DECODE_TILES][4],
             rows = next;
         else
             rows.load(in, piece, pieces);
-        rows.order();
+        rows.begin_sums();
     }
 }
 

@@ -29,13 +29,12 @@ enum {
     DECODE_INT4_GROUP = 128,
 };
 
-// How a matrix is stored, row by row; a row has a multiple of 64 bytes.
+// How a matrix is stored, row by row; a row has a multiple of 64 bytes. Codes are in the order of codes.cuh.
 typedef enum {
     DECODE_NATIVE,  // floatX
     DECODE_INT8,    // -127..127; scales (rows) float
     DECODE_E4M3,    // scales (rows) float, by which a value is multiplied
-    DECODE_INT4,    // -8..7, stored + 8: element 2 i in the low half of byte i; scales (rows, K / 128) bf16, padded to
-                    // 32 bytes a row
+    DECODE_INT4,    // -8..7, stored + 8; scales (rows, K / 128) bf16, padded to 32 bytes a row
 } DecodeDtype;
 typedef enum { DECODE_QKV, DECODE_PROJ, DECODE_FC, DECODE_FCPROJ, DECODE_HEAD, DECODE_KINDS } DecodeKind;
 

@@ -21,7 +21,7 @@
 
 #include "../cuda/common.cuh"
 #include "../lora.h"
-#include "../quant.h"
+#include "codes.cuh"
 
 enum {
     LORA_THREADS = 128,
@@ -48,29 +48,28 @@ static int lora_layers(const LayerAdapters *l) { return l->experts ? l->experts 
 
 // ---- merging
 
-// A row of codes begins on 16 bytes.
-HOST_DEVICE static size_t quantised_row_bytes(const QuantMatrix *q) {
-    return (quant_row_bytes(q->format, q->cols) + 15) / 16 * 16;
-}
-template <int N> struct alignas(N) LoraCodes { uint8_t byte[N]; };  // one load
+template <int N> struct alignas(4 * N) LoraCodes { unsigned word[N]; };  // one load
 // WEIGHTS_FP32: the matrix is floatX.
 __device__ inline void lora_widen(float (&w)[VecX::size], const QuantMatrix &q, size_t row, int col) {
     constexpr int N = VecX::size;
-    const uint8_t *codes = q.codes + row * quantised_row_bytes(&q);
-    const uint8_t *scales = q.scales + row * quant_scale_bytes(q.format, q.cols);
-    if (q.format == WEIGHTS_INT4) {
-        const LoraCodes<N / 2> c = *(const LoraCodes<N / 2> *)(codes + col / 2);
-        const float scale = bf16_widen(((const uint16_t *)scales)[col / INT4_GROUP]);
-        #pragma unroll
-        for (int k = 0; k < N; k++) w[k] = (float)((c.byte[k / 2] >> k % 2 * 4 & 15) - 8) * scale;
-    } else if (q.format == WEIGHTS_FP32) {
+    if (q.format == WEIGHTS_FP32) {
         vec_widen(w, vec_load((const floatX *)q.codes + row * (size_t)q.cols + col));
-    } else {
-        const LoraCodes<N> c = *(const LoraCodes<N> *)(codes + col);
-        const float scale = *(const float *)scales;
-        #pragma unroll
-        for (int k = 0; k < N; k++)
-            w[k] = (q.format == WEIGHTS_INT8 ? (float)(int8_t)c.byte[k] : fp8_to_float(c.byte[k])) * scale;
+        return;
+    }
+    const int of_16 = q.format == WEIGHTS_INT4 ? 32 : 16, v = col % of_16 / 8;  // elements in 16 bytes; the octet
+    const uint8_t *codes = q.codes + row * quantised_row_bytes(&q) + col / of_16 * 16 + col % 8 * 2;
+    const uint8_t *scales = q.scales + row * quant_scale_bytes(q.format, q.cols);
+    const LoraCodes<N / 2> c = *(const LoraCodes<N / 2> *)codes;
+    const float scale =
+        q.format == WEIGHTS_INT4 ? bf16_widen(((const uint16_t *)scales)[col / INT4_GROUP]) : *(const float *)scales;
+    #pragma unroll
+    for (int k = 0; k < N; k++) {
+        const unsigned word = c.word[k / 2];
+        switch (q.format) {
+        case WEIGHTS_INT4: w[k] = (float)((int)code_of<4>(word, k, v) - 8) * scale; break;
+        case WEIGHTS_INT8: w[k] = (float)(int8_t)code_of<8>(word, k, v) * scale; break;
+        default: w[k] = fp8_to_float((uint8_t)code_of<8>(word, k, v)) * scale;
+        }
     }
 }
 // A block merges LORA_ROWS rows, all of one adapter or of none; each thread has one vector of columns. across: blocks

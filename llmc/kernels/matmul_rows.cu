@@ -13,49 +13,35 @@ void matmul_rows(const RowsProduct *p, cudaStream_t) {
 #include <algorithm>
 
 #include "activation_policy.cuh"
-#include "../cuda/tile.cuh"
+#include "codes.cuh"
 
 enum {
     ROWS_MATH = 2 * WARPGROUP,
     ROWS_STRIDE = ROWS_TILE + 4,  // floats of a row of sums: lanes that store them have all banks
 };
 
-// ---- how weights become the first operand: two neighbouring elements a register
+// ---- how weights become the first operand: the pair of octet v in a word of codes (codes.cuh)
 
 struct RowsBf16 {
     static constexpr int BITS = 16;
     static constexpr bool GROUPED = false;
 };
-// A byte has m, its low 7 bits, and s, its sign: its value is m - s. 128 + m and 128 + s are bf16s with these bits as
-// their mantissa.
 struct RowsInt8 {
     static constexpr int BITS = 8;
     static constexpr bool GROUPED = false;
-    __device__ static unsigned widen(unsigned pair, unsigned) {
-        unsigned exponent = 0x43;
-        asm("" : "+r"(exponent));  // as a constant it would leave no room for that of the order of bytes
-        const unsigned x = __byte_perm(pair, exponent, 0x4140);
-        return fma_bf16(x & 0xff7fff7f, 0x3f803f80, mask_and_set(x, 0xff80ff80, 0x80008000));
-    }
+    __device__ static unsigned widen(unsigned word, int v, unsigned) { return widen_int8(word, v); }
 };
-// With its sign at the top and the other bits of e4m3 four places down, a bf16 has 2^-120 times the value: this and the
-// product are exact, subnormals too.
 struct RowsE4m3 {
     static constexpr int BITS = 8;
     static constexpr bool GROUPED = false;
-    __device__ static unsigned widen(unsigned pair, unsigned) {
-        const unsigned x = __byte_perm(pair, 0, 0x1404);
-        return fma_bf16(mask_and_set(x, 0x80008000, x >> 4 & 0x07f007f0), 0x7b807b80, 0x80008000);
-    }
+    __device__ static unsigned widen(unsigned word, int v, unsigned) { return widen_e4m3(word, v); }
 };
-// A code n stands for n - 8: 128 + n is a bf16 with n in its mantissa. Times the group's scale it is rounded to bf16,
-// as weights are that are widened for a prompt.
+// Times the group's scale it is rounded to bf16, as weights are that are widened for a prompt.
 struct RowsInt4 {
     static constexpr int BITS = 4;
     static constexpr bool GROUPED = true;
-    __device__ static unsigned widen(unsigned pair, unsigned scale) {
-        const unsigned x = fma_bf16(mask_and_set(pair | pair << 12, 0x000f000f, 0x43004300), 0x3f803f80, 0xc308c308);
-        return fma_bf16(x, scale, 0x80008000);
+    __device__ static unsigned widen(unsigned word, int v, unsigned scale) {
+        return fma_bf16(fma_bf16(widen_int4(word, v), BF16_ONE, INT4_OFFSET), scale, 0x80008000);
     }
 };
 
@@ -64,16 +50,17 @@ template <typename W, int COLUMNS_> struct RowsTile {
     typedef W Weights;
     static constexpr int COLUMNS = COLUMNS_, AT_ONCE = COLUMNS < 128 ? COLUMNS : 128, PARTS = COLUMNS / AT_ONCE;
     static constexpr int STAGE_K = 128 * 8 / W::BITS, TURNS = STAGE_K / 64;  // of 64 elements of k
-    // on an SM: few bits pass through registers
-    static constexpr int BLOCKS = COLUMNS <= (W::BITS < 16 ? 64 : 128) ? 2 : 1;
+    static constexpr bool FEW = W::BITS < 16;                                // these pass through registers
+    static constexpr int BLOCKS = COLUMNS <= (FEW ? 64 : 128) ? 2 : 1;       // on an SM
     static constexpr int A_BYTES = COLUMNS * 128, W_BYTES = ROWS_TILE * 128;
-    static constexpr int W_STAGES = COLUMNS == 64 ? 4 : BLOCKS == 2 ? 3 : 5;
-    static constexpr int A_STAGES = COLUMNS == 64 ? 5 : BLOCKS == 2 ? 3 : 4;
+    // Of few bits a stage is two turns or four. They need more stages of a, of which each turn takes one.
+    static constexpr int W_STAGES = COLUMNS == 64 ? (FEW ? 3 : 4) : COLUMNS == 128 ? (FEW ? 4 : 3) : FEW ? 3 : 5;
+    static constexpr int A_STAGES = COLUMNS == 64 ? (FEW ? 7 : 5) : COLUMNS == 128 ? (FEW ? 9 : 3) : FEW ? 5 : 4;
     static constexpr int RING_BYTES = W_STAGES * W_BYTES + A_STAGES * A_BYTES;
     static constexpr int SUM_BYTES = COLUMNS * ROWS_STRIDE * 4;
     static constexpr int BYTES = TILE_ALIGNMENT + (RING_BYTES > SUM_BYTES ? RING_BYTES : SUM_BYTES);
     // Few bits of many rows need more registers than there are for all: those who fetch give theirs, as a warpgroup.
-    static constexpr bool MOVES_REGISTERS = W::BITS < 16 && COLUMNS > 128;
+    static constexpr bool MOVES_REGISTERS = FEW && COLUMNS > 128;
     static constexpr int THREADS = ROWS_MATH + (MOVES_REGISTERS ? WARPGROUP : 2 * WARP);
     static_assert(BLOCKS * (BYTES + 1024 + 4 * COLUMNS + 1024) <= 232448, "shared memory");
 };
@@ -147,7 +134,7 @@ __device__ void rows_fetch_a(const CUtensorMap *map, const RowsWork &w, RowsShar
 
 template <typename T> struct RowsMath {
     typedef typename T::Weights W;
-    static constexpr bool REGISTERS = W::BITS < 16;  // the weight passes through them
+    static constexpr int WORDS = W::BITS / 2;  // of a row's codes in 64 of k, for a thread
     unsigned w_tiles, w_full, w_empty, a_tiles, a_full, a_empty;
     RingPlace<T::W_STAGES> ring;
     RingPlace<T::A_STAGES> a_ring;
@@ -161,53 +148,50 @@ template <typename T> struct RowsMath {
         #pragma unroll
         for (int h = 0; h < 2; h++) scales[h] = from[h] ? *(const unsigned *)(from[h] + 4 * stage) : 0;
     }
-    // Codes of the first operand of 64 of k: of each 16 this thread's elements 2 t, 2 t + 1 of rows g and g + 8, then
-    // those that are 8 further. tile: of this thread's row g.
-    __device__ static void load(unsigned (&codes)[4][4], unsigned tile, int turn) {
-        constexpr int PAIR = W::BITS / 4;  // bytes of two elements
+    // Of rows g and g + 8 this thread's words of 64 of k. tile: its word of the row's first 16 bytes.
+    __device__ static void load(unsigned (&codes)[WORDS][2], unsigned tile, int turn) {
         const int g = threadIdx.x % WARP / 4;
         #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const int byte = (4 * turn + k) * 16 * W::BITS / 8;
-            const unsigned at = tile + ((byte / 16 ^ g) * 16) + byte % 16;
-            #pragma unroll
-            for (int i = 0; i < 4; i++) codes[k][i] = load_shared_few<PAIR>(at + i % 2 * 8 * 128 + i / 2 * 4 * PAIR);
+        for (int i = 0; i < WORDS; i++) {
+            const unsigned at = tile + ((turn * WORDS + i) ^ g) * 16;
+            codes[i][0] = load_shared_4(at);
+            codes[i][1] = load_shared_4(at + 8 * 128);
         }
     }
-    __device__ static void widen(unsigned (&x)[4][4], const unsigned (&codes)[4][4], const unsigned (&scales)[2],
+    // x: of each 16 of k elements 2 t, 2 t + 1 of rows g and g + 8, then those that are 8 further.
+    __device__ static void widen(unsigned (&x)[4][4], const unsigned (&codes)[WORDS][2], const unsigned (&scales)[2],
                                  int turn) {
         const unsigned group = turn < 2 ? 0x1010 : 0x3232;
         const unsigned both[2] = {__byte_perm(scales[0], 0, group), __byte_perm(scales[1], 0, group)};
         #pragma unroll
-        for (int k = 0; k < 4; k++)
+        for (int octet = 0; octet < 8; octet++)
             #pragma unroll
-            for (int i = 0; i < 4; i++) x[k][i] = W::widen(codes[k][i], both[i % 2]);
+            for (int h = 0; h < 2; h++)
+                x[octet / 2][octet % 2 * 2 + h] = W::widen(codes[octet * WORDS / 8][h], octet % (8 / WORDS), both[h]);
     }
     __device__ void multiply(const unsigned (&x)[4], unsigned w_tile, unsigned a_tile, int k, int add) {
         #pragma unroll
         for (int part = 0; part < T::PARTS; part++) {
             const auto b = operand_k<BOX_ROWS>(a_tile + part * T::AT_ONCE * 128, k);
-            if constexpr (REGISTERS)
+            if constexpr (T::FEW)
                 wgmma<T::AT_ONCE, 0>(acc[part], x, b, add);
             else
                 wgmma<T::AT_ONCE, 0, 0>(acc[part], operand_k<BOX_ROWS>(w_tile, k), b, add);
         }
     }
-    // The products of 64 of k. first: they begin the sums.
-    __device__ void turn(const unsigned (&x)[4][4], unsigned w_tile, bool first) {
-        mbarrier_wait(a_full + 8 * a_ring.stage, a_ring.parity);
-        wgmma_fence();
-        #pragma unroll
-        for (int k = 0; k < 4; k++) multiply(x[k], w_tile, a_tiles + a_ring.stage * T::A_BYTES, k, !first || k > 0);
-        wgmma_commit();
-    }
     // The weight as it lies in shared memory: the products of a turn run while the next one begins.
     __device__ void run_shared(RowsShare share, int warpgroup) {
-        const unsigned none[4][4] = {};
+        const unsigned none[4] = {};
         unsigned a_last = 0, w_last = 0;
         for (int s = share.first; s < share.end; s++) {
             mbarrier_wait(w_full + 8 * ring.stage, ring.parity);
-            turn(none, w_tiles + ring.stage * T::W_BYTES + warpgroup * BOX_BYTES, s == share.first);
+            mbarrier_wait(a_full + 8 * a_ring.stage, a_ring.parity);
+            wgmma_fence();
+            #pragma unroll
+            for (int k = 0; k < 4; k++)
+                multiply(none, w_tiles + ring.stage * T::W_BYTES + warpgroup * BOX_BYTES,
+                         a_tiles + a_ring.stage * T::A_BYTES, k, s > share.first || k > 0);
+            wgmma_commit();
             if (s > share.first) {
                 wgmma_wait<1>();
                 release(a_empty + 8 * a_last);
@@ -219,11 +203,11 @@ template <typename T> struct RowsMath {
             ring.next();
         }
     }
-    // Few bits: the codes of the next turn are loaded while the products of this one run.
+    // Few bits: the codes of the next turn are loaded and widened while the products of this one run.
     __device__ void run_registers(const RowsWork &w, RowsShare share, int tile, int warpgroup) {
         const int warp = threadIdx.x / WARP % 4, g = threadIdx.x % WARP / 4;
         const char *from[2] = {};
-        unsigned scales[2] = {}, next[2] = {}, codes[4][4], x[4][4];
+        unsigned scales[2] = {}, next[2] = {}, codes[WORDS][2], x[2][4][4];
         if constexpr (W::GROUPED) {
             const int first = w.gated ? warpgroup * (w.N / 2) + tile * 64 : tile * ROWS_TILE + warpgroup * 64;
             for (int h = 0; h < 2; h++) {
@@ -232,39 +216,49 @@ template <typename T> struct RowsMath {
             }
             load_scales(next, from, share.first);
         }
-        const unsigned mine = w_tiles + warpgroup * BOX_BYTES + (warp * 16 + g) * 128 + threadIdx.x % 4 * (W::BITS / 4);
-        const auto tile_of = [&] { return mine + ring.stage * T::W_BYTES; };
-        mbarrier_wait(w_full + 8 * ring.stage, ring.parity);
-        load(codes, tile_of(), 0);
-        for (int s = share.first; s < share.end; s++) {
-            if constexpr (W::GROUPED) {
-                scales[0] = next[0];
-                scales[1] = next[1];
-                if (s + 1 < share.end) load_scales(next, from, s + 1);
+        const unsigned mine = w_tiles + warpgroup * BOX_BYTES + (warp * 16 + g) * 128 + threadIdx.x % 4 * 4;
+        // Widens a turn and asks for the codes of the next. ptxas moves what makes x in front of products or behind the
+        // wait for them, unless loops are between them: those of barriers.
+        const auto advance = [&](int s, int t) {
+            const bool more = t + 1 < T::TURNS || s + 1 < share.end;
+            auto after = ring;
+            if (t + 1 == T::TURNS) after.next();
+            if constexpr (W::GROUPED)
+                if (t == 0) {
+                    scales[0] = next[0];
+                    scales[1] = next[1];
+                    if (s + 1 < share.end) load_scales(next, from, s + 1);
+                }
+            if (more) mbarrier_wait(w_full + 8 * after.stage, after.parity);
+            widen(x[t % 2], codes, scales, t);
+            if (more) load(codes, mine + after.stage * T::W_BYTES, (t + 1) % T::TURNS);
+            if (t + 1 == T::TURNS) {
+                __syncwarp();
+                release(w_empty + 8 * ring.stage);
             }
+            ring = after;
+            mbarrier_wait(a_full + 8 * a_ring.stage, a_ring.parity);
+        };
+        mbarrier_wait(w_full + 8 * ring.stage, ring.parity);
+        load(codes, mine + ring.stage * T::W_BYTES, 0);
+        advance(share.first, 0);
+        for (int s = share.first; s < share.end; s++)
             #pragma unroll
             for (int t = 0; t < T::TURNS; t++) {
-                widen(x, codes, scales, t);
-                turn(x, 0, s == share.first && t == 0);
-                if (t + 1 < T::TURNS)
-                    load(codes, tile_of(), t + 1);
-                else {
-                    __syncwarp();
-                    release(w_empty + 8 * ring.stage);
-                    ring.next();
-                    if (s + 1 < share.end) {
-                        mbarrier_wait(w_full + 8 * ring.stage, ring.parity);
-                        load(codes, tile_of(), 0);
-                    }
-                }
-                wgmma_wait<0>();
-                release(a_empty + 8 * a_ring.stage);
+                wgmma_fence();
+                #pragma unroll
+                for (int k = 0; k < 4; k++)
+                    multiply(x[t % 2][k], 0, a_tiles + a_ring.stage * T::A_BYTES, k, s > share.first || t + k > 0);
+                wgmma_commit();
+                const unsigned last = a_ring.stage;
                 a_ring.next();
+                if (t + 1 < T::TURNS || s + 1 < share.end) advance(s + (t + 1) / T::TURNS, (t + 1) % T::TURNS);
+                wgmma_wait<0>();
+                release(a_empty + 8 * last);
             }
-        }
     }
     __device__ void run(const RowsWork &w, RowsShare share, int tile, int warpgroup) {
-        if constexpr (REGISTERS)
+        if constexpr (T::FEW)
             run_registers(w, share, tile, warpgroup);
         else
             run_shared(share, warpgroup);
@@ -311,8 +305,20 @@ __device__ inline void rows_unpack(float (&x)[4], unsigned low, unsigned high) {
     x[2] = b.x;
     x[3] = b.y;
 }
-// Four neighbouring columns of a row of the product, from column n on of the matrix, column f of the tile.
-__device__ inline void rows_sum(float (&x)[4], const RowsWork &w, unsigned sums, float factor, int row, int f, int n) {
+// What is known of four neighbouring columns of the product, from column n on, before its sums are.
+struct RowsColumns {
+    float scale[4], bias[4];
+    __device__ RowsColumns(const RowsWork &w, int n) {
+        #pragma unroll
+        for (int k = 0; k < 4; k++) {
+            scale[k] = w.row_scales && n < w.N ? ((const float *)w.scales)[n + k] : 1;
+            bias[k] = w.bias && n < w.N ? (float)w.bias[n + k] : 0;
+        }
+    }
+};
+// Those columns of a row; f: the first one's place in the tile.
+__device__ inline void rows_sum(float (&x)[4], const RowsWork &w, const RowsColumns &columns, unsigned sums,
+                                float factor, int row, int f) {
     const unsigned at = sums + (row * ROWS_STRIDE + f) * 4;
     float4 y[ROWS_SPLITS];  // all are on their way before the first is needed
     #pragma unroll
@@ -329,22 +335,21 @@ __device__ inline void rows_sum(float (&x)[4], const RowsWork &w, unsigned sums,
         x[3] = __fadd_rn(x[3], y[part].w);
     }
     #pragma unroll
-    for (int k = 0; k < 4; k++) {
-        if (w.row_scales) x[k] = __fmul_rn(x[k], ((const float *)w.scales)[n + k]);
-        x[k] = __fmul_rn(x[k], factor);
-        if (w.bias) x[k] = __fadd_rn(x[k], (float)w.bias[n + k]);
-    }
+    for (int k = 0; k < 4; k++) x[k] = __fadd_rn(__fmul_rn(__fmul_rn(x[k], columns.scale[k]), factor), columns.bias[k]);
 }
-__device__ inline void rows_finish(const RowsWork &w, const float *factors, unsigned sums, int tile,
-                                   RowsFinished mine) {
-    const int columns = w.gated ? 64 : ROWS_TILE, width = w.gated ? w.N / 2 : w.N;
-    for (int i = mine.first * columns / 4 + (int)threadIdx.x; i < mine.end * columns / 4; i += ROWS_MATH) {
-        const int row = i / (columns / 4), f = i % (columns / 4) * 4, n = tile * columns + f;
+// meet(): the cluster's sums are there.
+template <typename Meet>
+__device__ void rows_finish(const RowsWork &w, const float *factors, unsigned sums, int tile, RowsFinished mine,
+                            const Meet &meet) {
+    const int columns = w.gated ? 64 : ROWS_TILE, width = w.gated ? w.N / 2 : w.N, across = columns / 4;
+    const int f = (int)threadIdx.x % across * 4, n = tile * columns + f;
+    const RowsColumns here(w, n), above(w, w.gated ? width + n : w.N);
+    meet();
+    for (int row = mine.first + (int)threadIdx.x / across; row < mine.end && n < width; row += ROWS_MATH / across) {
         const float factor = w.squares ? factors[row] : 1;
         float x[4], up[4] = {};
-        if (n >= width) continue;
-        rows_sum(x, w, sums, factor, row, f, n);
-        if (w.gated) rows_sum(up, w, sums, factor, row, 64 + f, width + n);
+        rows_sum(x, w, here, sums, factor, row, f);
+        if (w.gated) rows_sum(up, w, above, sums, factor, row, 64 + f);
         if (w.activates)
             #pragma unroll
             for (int k = 0; k < 4; k++) x[k] = activation_value(w.activation, x[k], up[k]);
@@ -356,23 +361,29 @@ __device__ inline void rows_finish(const RowsWork &w, const float *factors, unsi
     }
 }
 // The same where a norm is behind the product. A warp has the tile's columns of a row.
-__device__ inline void rows_finish_norm(const RowsWork &w, unsigned sums, int tile, RowsFinished mine) {
+template <typename Meet>
+__device__ void rows_finish_norm(const RowsWork &w, unsigned sums, int tile, RowsFinished mine, const Meet &meet) {
     const int lane = threadIdx.x % WARP, n = tile * ROWS_TILE + lane * 4;
+    const RowsColumns here(w, n);
+    float gains[4] = {};
+    if (n < w.N) {
+        const uint2 x = *(const uint2 *)(w.norm.gain + n);
+        rows_unpack(gains, x.x, x.y);
+    }
+    meet();
     for (int row = mine.first + (int)threadIdx.x / WARP; row < mine.end; row += ROWS_MATH / WARP) {
         const size_t at = (size_t)row * w.N + n;
         float squares = 0;
         if (n < w.N) {
             unsigned stream[2];
             load_past_l1(stream, w.norm.stream + at);
-            const uint2 gains = *(const uint2 *)(w.norm.gain + n);
             float x[4], y[4];
-            rows_sum(x, w, sums, 1, row, lane * 4, n);
+            rows_sum(x, w, here, sums, 1, row, lane * 4);
             rows_unpack(y, stream[0], stream[1]);
             for (int k = 0; k < 4; k++) x[k] += y[k];
             const uint2 rounded = rows_pack(x);
             rows_unpack(x, rounded.x, rounded.y);
-            rows_unpack(y, gains.x, gains.y);
-            for (int k = 0; k < 4; k++) y[k] *= x[k];
+            for (int k = 0; k < 4; k++) y[k] = x[k] * gains[k];
             *(uint2 *)(w.norm.x + at) = rounded;
             *(uint2 *)(w.out + at) = rows_pack(y);
             squares = pair_squares(x, x + 2);
@@ -424,11 +435,10 @@ __device__ void rows_block(const CUtensorMap *a_map, const CUtensorMap *w_map, c
         math.run(w, share, tile, warpgroup);
         named_barrier(1, ROWS_MATH);  // all stages are read: sums take their place
         math.store(sums, warpgroup);
-        meet();
         if (w.norm.x)
-            rows_finish_norm(w, tiles, tile, mine);
+            rows_finish_norm(w, tiles, tile, mine, meet);
         else
-            rows_finish(w, factors, tiles, tile, mine);
+            rows_finish(w, factors, tiles, tile, mine, meet);
     } else {
         if constexpr (T::MOVES_REGISTERS) registers_lower<24>();
         if (warp == ROWS_MATH / WARP && elect_one())
@@ -452,7 +462,7 @@ __global__ void __launch_bounds__(T::THREADS, T::BLOCKS)
 // ---- host
 
 static int rows_gated(const RowsProduct *p) { return p->activates && mlp_is_gated(p->activation); }
-// Of a row of codes: as they lie on the device (kernels/lora.cuh).
+// Of a row of codes: as they lie on the device (kernels/codes.cuh).
 static int rows_bytes(const RowsProduct *p) { return (int)round_up(quant_row_bytes(p->w.format, p->K), 16); }
 // At most three blocks for two SMs, and 512 of k or more for each. With more blocks not all clusters find room at once;
 // with fewer, SMs are idle, because a cluster lies within a GPC, which has 16 or 18 of them (dev/bench/generation.md).

@@ -29,7 +29,7 @@ enum { ROWS_TILE = 128, ROWS_SPLITS = 6 };
 // A matrix as it is kept.
 typedef struct RowsWeight {
     WeightFormat format;          // WEIGHTS_FP32: floatX
-    const void *weight, *scales;  // of few bits: codes in rows of 16 bytes (kernels/lora.cuh), and quant.h's scales
+    const void *weight, *scales;  // of few bits: codes in rows of 16 bytes (kernels/codes.cuh), and quant.h's scales
     int most;                     // rows that a product may have: how k is divided depends on it if bits are few
 } RowsWeight;
 // The norm behind a product, which is added to the stream: x = stream + product, out = x * gain.

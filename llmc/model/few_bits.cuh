@@ -95,6 +95,7 @@ static void quantised_write(const QuantMatrix *q, const Param *t, size_t first, 
     const size_t width = quantised_row_bytes(q), scale = quant_scale_bytes(q->format, q->cols);
     uint8_t *codes = new_zeros(uint8_t, (rows * width)), *scales = new_zeros(uint8_t, (rows * scale));
     quant_write(q, t->name, rows, values, codes, width, scales);
+    codes_order(q, codes, rows);
     copy_async(q->codes + first * width, codes, rows * width, stream);
     copy_async(q->scales + first * scale, scales, rows * scale, stream);
     cudaCheck(cudaStreamSynchronize(stream));
