@@ -549,6 +549,7 @@ static Pass pass_of(Model *m, int B, int T) {
     p.exchange = &m->links.rows;
     p.branch = m->b.branch;
     p.scratch = m->b.reduce;
+    p.norm_sums = m->b.norm_sums;
     p.stream = m->gpu.compute;
     p.quantises_weights = m->plan.fp8 && m->weights_changed;
     p.fp8 = m->b.fp8;

@@ -228,10 +228,12 @@ typedef struct {
     const char *gpt2, *other;
     Dim rows, cols;
 } ParamKind;
-// q, k, v, gate and up are split by their outputs, projections by their inputs, embedding and head by the vocabulary.
-static Split split_of(const ParamKind *k) {
+// q, k, v, gate and up are split by their outputs, projections by their inputs, embedding and head by the vocabulary;
+// gains of q and k if each head has its own.
+static Split split_of(const Config *c, const ParamKind *k) {
     const Dim outputs = k->rows == DIM_1 ? k->cols : k->rows;
-    return outputs >= DIM_V ? SPLIT_ROWS : k->cols >= DIM_V ? SPLIT_COLS : SPLIT_NONE;
+    const int of_heads = k->role == ROLE_QKNORMW && c->qk_norm == QK_NORM_WHOLE;
+    return outputs >= DIM_V || of_heads ? SPLIT_ROWS : k->cols >= DIM_V ? SPLIT_COLS : SPLIT_NONE;
 }
 static const ParamKind embedding_kinds[] = {{ROLE_WTE, "transformer.wte.weight", "model.embed_tokens.weight", DIM_V,
                                              DIM_C},
@@ -270,7 +272,7 @@ static int vocab_rows(const Config *c, int tp) { return round_up(c->vocab_size, 
 // attention head is never divided. With fewer heads than ranks, several ranks have copies of one head. All ranks have
 // copies of what is not split.
 static void param_split(Param *p, const Config *c, int tp, int rank) {
-    int heads = p->role == ROLE_QKVW || p->role == ROLE_QKVB,
+    int heads = p->role == ROLE_QKVW || p->role == ROLE_QKVB || p->role == ROLE_QKNORMW,
         vocab = p->role == ROLE_WTE || p->role == ROLE_HEADW || p->role == ROLE_HEADB;
     int by_rows = !p->is_vector && p->split != SPLIT_COLS;
     int *along = by_rows ? &p->rows : &p->cols, sizes[3] = {vocab ? c->vocab_size : *along, 0, 0};
@@ -360,7 +362,7 @@ static void params_add_kind(ParamTable *t, const Config *c, const ParamKind *k, 
     p.file_rows = k->rows == DIM_V ? c->vocab_size : p.rows;
     p.cols = dim_size(c, k->cols);
     p.file_cols = k->cols == DIM_V ? c->vocab_size : p.cols;
-    p.split = split_of(k);
+    p.split = split_of(c, k);
     p.is_vector = k->rows == DIM_1;
     p.transposed = in_block && config_is(c, "gpt2") && !p.is_vector;
     p.init_std = role_init_std(k->role, p.is_vector, c);

@@ -83,7 +83,7 @@ static void change_heads(float *qkv, const HeadChanges *c, const KvPlace *places
     const size_t width = (size_t)(NH + 2 * NKV) * HD;
     float *x = (float *)malloc(rows * width * sizeof(float));
     memcpy(x, qkv, rows * width * sizeof(float));
-    qk_norm_forward_cpu(qkv, x, HeadNorm{c->gains, NULL, 1e-6f, 0.3f, 0}, rows, NH, NKV, HD);
+    qk_norm_forward_cpu(qkv, x, HeadNorm{c->gains, NULL, 1e-6f, 0.3f, 0}, NormParts(), rows, NH, NKV, HD);
     for (int i = 0; i < rows; i++)
         rope_forward_cpu(qkv + i * width, c->cos_sin + (size_t)places[i].at * HD, 1, 1, NH, NKV, HD);
     for (size_t i = 0; i < rows * width; i++) qkv[i] = as_floatX(qkv[i]);

@@ -34,10 +34,10 @@ static void check_shape(int B, int T, int NH, int NKV, int HD, int has_gains, in
     for (size_t i = 0; i < pair; i += 5) gains[i] = i % 2 ? as_floatX(0.01f) : 0;
     float *out = host_new<float>(n), *d = host_copy(dout, n), *dgains = host_copy(before, pair);
     const HeadNorm cpu = {has_gains ? gains : NULL, has_gains ? dgains : NULL, 1e-6f, scale};
-    qk_norm_forward_cpu(out, qkv, cpu, N, NH, NKV, HD);
+    qk_norm_forward_cpu(out, qkv, cpu, NormParts(), N, NH, NKV, HD);
     if (rotates) rope_forward_cpu(out, cos_sin, B, T, NH, NKV, HD);
     if (rotates) rope_backward_cpu(d, cos_sin, B, T, NH, NKV, HD);
-    qk_norm_backward_cpu(d, qkv, cpu, N, NH, NKV, HD);
+    qk_norm_backward_cpu(d, qkv, cpu, NormParts(), N, NH, NKV, HD);
 
     floatX *d_qkv = upload<floatX>(qkv, n), *d_out = device_new<floatX>(n), *d_dout = upload<floatX>(dout, n),
            *d_gains = upload<floatX>(gains, pair), *d_before = upload<floatX>(before, pair),

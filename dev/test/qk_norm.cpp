@@ -9,6 +9,7 @@
 #include "dev/test/block_on_cpu.h"
 static const double BOUND = sizeof(floatX) == 4 ? 2e-6 : 4e-3;
 struct float4 { float x, y, z, w; };
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static void rotate_pair(float &a, float &b, float c, float s) {
     const float x = a * c - b * s;
     b = b * c + a * s;
@@ -49,27 +50,30 @@ static void check_heads(int HD, int NH, int NKV, int T, bool has_gains, bool rot
     }
     for (size_t i = 0; i < pair; i++) w[i] = gains[i] = i % 5 ? rand_normal(11, 2, i) : i % 2 ? 0.01f : 0;
     const HeadNorm cpu = {has_gains ? w.data() : NULL, has_gains ? dw.data() : NULL, 1e-6f, scale, whole};
-    qk_norm_forward_cpu(y.data(), x.data(), cpu, rows, NH, NKV, HD);
+    qk_norm_forward_cpu(y.data(), x.data(), cpu, NormParts(), rows, NH, NKV, HD);
     if (rotates) rope_forward_cpu(y.data(), cos_sin.data(), B, T, NH, NKV, HD);
     if (rotates) rope_backward_cpu(dx.data(), cos_sin.data(), B, T, NH, NKV, HD);
-    qk_norm_backward_cpu(dx.data(), x.data(), cpu, rows, NH, NKV, HD);
+    qk_norm_backward_cpu(dx.data(), x.data(), cpu, NormParts(), rows, NH, NKV, HD);
 
     int lanes = 1;
     while (lanes * N < HD / 2) lanes *= 2;
     const int blocks = 3, of_warps = 8 * QK_NORM_WARPS, shared = QK_NORM_THREADS / lanes * 2 * HD * (int)sizeof(float);
     std::vector<float> partial(blocks * pair), sums(pair, 0);
-    const QkNorm norm = {has_gains ? gains.data() : NULL, NULL, 1e-6f, scale, whole};
+    std::vector<float4> of_rows((size_t)rows);
+    const QkNorm norm = {has_gains ? gains.data() : NULL, NULL, 1e-6f, scale, whole, of_rows.data(), 1};
     const QkRows heads = {rows, T, NH, NKV, HD, rotates ? cos_sin.data() : NULL};
     const int at_once = QK_NORM_THREADS / lanes;
     float *to = has_gains ? partial.data() : NULL;
-    launch_on_cpu(whole ? rows : (rows * (NH + 2 * NKV) + at_once - 1) / at_once, QK_NORM_THREADS, of_warps, false,
-                  [&] {
-                      if (whole)
-                          qk_norm_whole_forward_kernel<N>(out.data(), qkv.data(), norm, heads, lanes);
-                      else
-                          qk_norm_forward_kernel<N>(out.data(), qkv.data(), norm, heads, lanes);
-                  });
-    launch_on_cpu(blocks, QK_NORM_THREADS, whole ? of_warps + 4 * (int)pair : shared, false, [&] {
+    const auto sum = [&](const floatX *dqkv) {
+        if (!whole) return;
+        launch_on_cpu(rows, QK_NORM_THREADS, of_warps, false,
+                      [&] { qk_norm_sums_kernel<N>(of_rows.data(), dqkv, qkv.data(), norm, heads, lanes); });
+    };
+    sum(NULL);
+    launch_on_cpu((rows * (NH + 2 * NKV) + at_once - 1) / at_once, QK_NORM_THREADS, 0, false,
+                  [&] { qk_norm_forward_kernel<N>(out.data(), qkv.data(), norm, heads, lanes); });
+    sum(d.data());
+    launch_on_cpu(blocks, QK_NORM_THREADS, whole ? 4 * (int)pair : shared, false, [&] {
         if (whole)
             qk_norm_whole_backward_kernel<N>(d.data(), to, qkv.data(), norm, heads, lanes, blocks);
         else

@@ -91,7 +91,7 @@ class Trial:
             self.model += f",tied={choose([0, 1])}"
         self.rows, self.micro_steps = choose([1, 2, 4]), choose([1, 3])
         # what --tp 2 asks for: heads, the MLP in multiples of 8, and a micro-step's tokens
-        self.divides = family != "olmoe" and kv_heads % 2 == 0 and ffn % 16 == 0 and 3 * self.rows * self.T % 2 == 0
+        self.divides = kv_heads % 2 == 0 and ffn % 16 == 0 and 3 * self.rows * self.T % 2 == 0
         self.options = {
             "--recipe": choose(["none", "model"]),
             "--seq-len": self.T,

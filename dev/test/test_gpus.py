@@ -448,6 +448,7 @@ DIVIDED = {
     "qwen3_moe": "qwen3:30B-A3B,layers=2,channels=256,heads=8,kv_heads=2,head_dim=64,vocab=300,ffn=512,seq=64,"
     "experts=16,active=3",
     "mixtral": "mixtral:8x7B,layers=2,channels=256,heads=8,kv_heads=2,vocab=300,ffn=512,seq=64",
+    "olmoe": "olmoe:1B-7B,layers=2,channels=256,heads=4,kv_heads=4,vocab=300,ffn=256,seq=64,experts=16,active=3",
 }
 
 
@@ -1414,7 +1415,7 @@ def first_moments(folder, step):
 
 @several
 @pytest.mark.parametrize("more", [[], ["--optimizer", "muon"]], ids=["adamw", "muon"])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("kind", MIXTURES)
 def test_two_ranks_that_share_experts_train_as_one(train, tmp_path, kind, more):
     """fp32: gradients of each tensor, then losses; what a step says of experts. In bf16 near that. A large balance is
     counted once."""
@@ -1439,7 +1440,7 @@ def test_two_ranks_that_share_experts_train_as_one(train, tmp_path, kind, more):
 
 
 @several
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("kind", MIXTURES)
 def test_what_saves_time_or_memory_changes_no_bit_of_shared_experts(train, tmp_path, kind):
     more = ["-e", MIXTURES[kind], *WATCHED, "--tp", 2]
     ways = [[], ["-z", "0"], ["-r", "2"], ["-r", "3", "--debug", "timing=5"], ["--offload", "states"]]
@@ -1451,7 +1452,7 @@ def test_what_saves_time_or_memory_changes_no_bit_of_shared_experts(train, tmp_p
 
 @several
 @pytest.mark.parametrize("weights, targets", [("native", []), ("int8", []), ("int8", ATTENTION)])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("kind", MIXTURES)
 def test_adapters_of_shared_experts(lora, tmp_path, kind, weights, targets):
     """As the CPU's two ranks, of which each, too, quantises its part of a row."""
     more = [*targets, "--weights", weights, *WATCHED, "--tp", 2]

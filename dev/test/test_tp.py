@@ -40,6 +40,7 @@ MODELS = {
     "qwen3_moe": "qwen3:30B-A3B,layers=2,channels=96,heads=12,kv_heads=2,head_dim=16,vocab=256,ffn=96,seq=24,experts=8,"
     "active=3",
     "mixtral": "mixtral:8x7B,layers=2,channels=96,heads=12,kv_heads=4,vocab=300,ffn=96,seq=24",
+    "olmoe": "olmoe:d1,layers=2,channels=96,heads=12,kv_heads=12,vocab=300,ffn=96,seq=24,experts=8,active=3",
 }
 
 MODELS |= {f"muon-{name}": f"muon:{model}" for name, model in MODELS.items()}
@@ -59,10 +60,10 @@ def tp_ranks():
     [
         (2, 2, ("gpt2", "gpt2-untied", "llama3-2", "qwen2.5", "qwen3", "modern", "qwen3_moe")),
         (3, 3, ("gpt2", "llama3-3", "qwen2.5")),
-        (4, 4, ("gpt2-untied", "llama3-2", "llama3.2", "qwen2.5", "qwen3", "modern")),
-        (4, 2, ("gpt2", "llama3-2", "qwen2.5", "qwen3", "mixtral")),
+        (4, 4, ("gpt2-untied", "llama3-2", "llama3.2", "qwen2.5", "qwen3", "modern", "olmoe")),
+        (4, 2, ("gpt2", "llama3-2", "qwen2.5", "qwen3", "mixtral", "olmoe")),
         (6, 3, ("llama3-3",)),
-        (2, 2, ("muon-gpt2", "muon-llama3-2", "muon-mixtral")),
+        (2, 2, ("muon-gpt2", "muon-llama3-2", "muon-mixtral", "muon-olmoe")),
         (4, 4, ("muon-qwen2.5",)),
         (4, 2, ("muon-gpt2", "muon-qwen2.5")),
         (3, 1, ("muon-llama3-3",)),

@@ -26,6 +26,9 @@ typedef struct {
     floatX *dgains;
     float eps, scale;
     int whole;  // all heads together
+    // whole: of each row the sums (ranks,rows) over the heads of each rank: of q squares and g x, of k the same
+    const float4 *sums;
+    int ranks;
 } QkNorm;
 // Rows of packed heads.
 typedef struct {
@@ -131,6 +134,21 @@ __device__ float head_rstd(const HeadPart<N> &x, const QkNorm &norm, const QkRow
         squares += pair_squares(x.low + k, x.high + k) + pair_squares(x.low + k + 2, x.high + k + 2);
     return rsqrtf(head_sum(squares, lanes) / r.HD + norm.eps) * (head < r.NH ? norm.scale : 1);
 }
+// whole: of all q heads of a row, or of all k heads, if this is one; of all ranks, in their order.
+struct WholeSums {
+    float rstd, along;  // along: g x rstd^2 on average
+    __device__ WholeSums(const QkNorm &norm, const QkRows &r, int row, int head) {
+        const int of_k = head >= r.NH, width = (of_k ? r.NKV : r.NH) * r.HD * norm.ranks;
+        float squares = 0, dot = 0;
+        for (int rank = 0; rank < norm.ranks; rank++) {
+            const float4 s = norm.sums[(size_t)rank * r.rows + row];
+            squares += of_k ? s.z : s.x;
+            dot += of_k ? s.w : s.y;
+        }
+        rstd = rsqrtf(squares / width + norm.eps);
+        along = dot * rstd * rstd / width;
+    }
+};
 // What forward makes of q and k.
 template <int N>
 __device__ void head_normalise(HeadPart<N> &x, const HeadThread<N> &t, const QkNorm &norm, const QkRows &r, int head,
@@ -152,8 +170,9 @@ __global__ void __launch_bounds__(QK_NORM_THREADS)
     kernels_before_wait();
     x.fill(0, 0);
     if (mine) x.load(qkv + at, t.half);
-    const float rstd = head_rstd(x, norm, r, head, lanes);
+    const float of_head = head_rstd(x, norm, r, head, lanes);
     if (!mine) return;
+    const float rstd = norm.whole ? WholeSums(norm, r, row, head).rstd * (head < r.NH ? norm.scale : 1) : of_head;
     if (head < r.NH + r.NKV) head_normalise(x, t, norm, r, head, t.angles(r, row), rstd);
     x.store(out + at, t.half);
 }
@@ -250,33 +269,24 @@ __device__ inline void row_sums(float (&sums)[2], float *shared) {
         for (int w = 0; w < QK_NORM_WARPS; w++) sums[i] += shared[i * QK_NORM_WARPS + w];
     }
 }
-// Of q, of k.
-__device__ inline void row_rstd(float (&rstd)[2], const float (&squares)[2], const QkNorm &norm, const QkRows &r) {
-    rstd[0] = rsqrtf(squares[0] / (r.NH * r.HD) + norm.eps);
-    rstd[1] = rsqrtf(squares[1] / (r.NKV * r.HD) + norm.eps);
-}
+// sums (rows): QkNorm's, of these heads. Block: a row. dqkv NULL: of squares alone.
 template <int N>
 __global__ void __launch_bounds__(QK_NORM_THREADS)
-    qk_norm_whole_forward_kernel(floatX *out, const floatX *qkv, const QkNorm norm, const QkRows r, int lanes) {
+    qk_norm_sums_kernel(float4 *sums, const floatX *dqkv, const floatX *qkv, const QkNorm norm, const QkRows r,
+                        int lanes) {
     extern __shared__ int4 qk_norm_shared[];  // (2,QK_NORM_WARPS) floats
     const HeadThread<N> t(lanes, r.HD);
-    const int heads = r.NH + 2 * r.NKV, row = blockIdx.x, end = t.used ? heads : 0;
-    const auto place = [&](int head) { return ((size_t)row * heads + head) * r.HD + t.first; };
-    HeadPart<N> x;
-    float squares[2] = {}, rstd[2];
-    for (int head = t.slot; head < end - r.NKV; head += t.at_once) {
-        x.load(qkv + place(head), t.half);
-        x.each(x, [&](float a, float) { squares[head >= r.NH] += a * a; });
+    const int heads = r.NH + r.NKV, row = blockIdx.x;
+    float squares[2] = {}, dots[2] = {};
+    for (int head = t.slot; head < (t.used ? heads : 0); head += t.at_once) {
+        const size_t at = ((size_t)row * (heads + r.NKV) + head) * r.HD + t.first;
+        const HeadGradient<N> y(t, norm, r, dqkv ? dqkv : qkv, qkv, at, row, head, true);
+        squares[head >= r.NH] += y.squares;
+        dots[head >= r.NH] += y.dot;
     }
     row_sums(squares, (float *)qk_norm_shared);
-    row_rstd(rstd, squares, norm, r);
-    for (int head = t.slot; head < end; head += t.at_once) {
-        const int of_k = head >= r.NH;
-        x.load(qkv + place(head), t.half);
-        if (head < r.NH + r.NKV)
-            head_normalise(x, t, norm, r, head, t.angles(r, row), rstd[of_k] * (of_k ? 1 : norm.scale));
-        x.store(out + place(head), t.half);
-    }
+    row_sums(dots, (float *)qk_norm_shared);
+    if (threadIdx.x == 0) sums[row] = make_float4(squares[0], dots[0], squares[1], dots[1]);
 }
 // Block: every `blocks`-th row. Each thread has the same elements of all of them, whose gains' gradients it adds up:
 // partial (blocks,NH+NKV,HD).
@@ -284,34 +294,25 @@ template <int N>
 __global__ void __launch_bounds__(QK_NORM_THREADS)
     qk_norm_whole_backward_kernel(floatX *dqkv, float *partial /*NULL: no gains*/, const floatX *qkv, const QkNorm norm,
                                   const QkRows r, int lanes, int blocks) {
-    extern __shared__ int4 qk_norm_shared[];  // (2,QK_NORM_WARPS) floats; sums of gains
+    extern __shared__ int4 qk_norm_shared[];  // sums of gains
     const HeadThread<N> t(lanes, r.HD);
     const int heads = r.NH + r.NKV, end = t.used ? heads : 0, width = heads * r.HD;
-    float *const sums = (float *)qk_norm_shared, *const gains = sums + 2 * QK_NORM_WARPS;
+    float *const gains = (float *)qk_norm_shared;
     for (int i = threadIdx.x; i < width && partial; i += QK_NORM_THREADS) gains[i] = 0;
-    for (int row = blockIdx.x; row < r.rows; row += blocks) {
-        const auto place = [&](int head) { return ((size_t)row * (heads + r.NKV) + head) * r.HD + t.first; };
-        float squares[2] = {}, along[2] = {}, rstd[2];
+    __syncthreads();
+    for (int row = blockIdx.x; row < r.rows; row += blocks)
         for (int head = t.slot; head < end; head += t.at_once) {
-            const HeadGradient<N> y(t, norm, r, dqkv, qkv, place(head), row, head, true);
-            squares[head >= r.NH] += y.squares;
-            along[head >= r.NH] += y.dot;
-        }
-        row_sums(squares, sums);
-        row_sums(along, sums);
-        row_rstd(rstd, squares, norm, r);
-        for (int head = t.slot; head < end; head += t.at_once) {
-            const int of_k = head >= r.NH;
-            HeadGradient<N> y(t, norm, r, dqkv, qkv, place(head), row, head, true);
-            y.finish(rstd[of_k], along[of_k] * rstd[of_k] * rstd[of_k] / ((of_k ? r.NKV : r.NH) * r.HD));
-            y.g.store(dqkv + place(head), t.half);
+            const size_t at = ((size_t)row * (heads + r.NKV) + head) * r.HD + t.first;
+            const WholeSums sums(norm, r, row, head);
+            HeadGradient<N> y(t, norm, r, dqkv, qkv, at, row, head, true);
+            y.finish(sums.rstd, sums.along);
+            y.g.store(dqkv + at, t.half);
             float *const to = gains + head * r.HD + t.first;
             for (int k = 0; k < N && partial; k++) {
                 to[k] += y.d.low[k];
                 to[t.half + k] += y.d.high[k];
             }
         }
-    }
     __syncthreads();
     for (int i = threadIdx.x; i < width && partial; i += QK_NORM_THREADS)
         partial[(size_t)blockIdx.x * width + i] = gains[i];
@@ -339,17 +340,20 @@ static void qk_norm_launch(const QkRows *r, const void *a, const void *b, const 
         launch(std::integral_constant<int, 4>(), lanes);
     launchCheck();
 }
+// whole: sums (rows) of these heads, for the two that follow. dqkv: NULL, or the gradient of out.
+static void qk_norm_sums(const QkNorm *norm, const QkRows *r, float4 *sums, const floatX *dqkv, const floatX *qkv,
+                         cudaStream_t stream) {
+    qk_norm_launch(r, dqkv, qkv, norm->gains, [&](auto vector, int lanes) {
+        qk_norm_sums_kernel<vector><<<r->rows, QK_NORM_THREADS, 2 * QK_NORM_WARPS * sizeof(float), stream>>>(sums, dqkv,
+                                                                                                             qkv, *norm,
+                                                                                                             *r, lanes);
+    });
+}
 // out = qkv with normalised and rotated q and k
 static void qk_norm_forward(const QkNorm *norm, const QkRows *r, floatX *out, const floatX *qkv, cudaStream_t stream) {
     qk_norm_launch(r, out, qkv, norm->gains, [&](auto vector, int lanes) {
         const unsigned blocks = (unsigned)ceil_div((size_t)r->rows * (r->NH + 2 * r->NKV), QK_NORM_THREADS / lanes);
-        const size_t sums = 2 * QK_NORM_WARPS * sizeof(float);
-        if (norm->whole)
-            qk_norm_whole_forward_kernel<vector>
-                <<<r->rows, QK_NORM_THREADS, sums, stream>>>(out, qkv, *norm, *r, lanes);
-        else
-            launch_early(qk_norm_forward_kernel<vector>, blocks, QK_NORM_THREADS, 0, 1, stream, out, qkv, *norm, *r,
-                         lanes);
+        launch_early(qk_norm_forward_kernel<vector>, blocks, QK_NORM_THREADS, 0, 1, stream, out, qkv, *norm, *r, lanes);
     });
     timing_lap("QK-norm", 0, 2.0 * r->rows * (r->NH + 2 * r->NKV) * r->HD * sizeof(floatX), stream);
 }
@@ -365,9 +369,7 @@ static void qk_norm_backward(const QkNorm *norm, const QkRows *r, floatX *dqkv, 
         const size_t each = gains * sizeof(float), sums = (size_t)(QK_NORM_THREADS / lanes) * each;
         if (norm->whole)
             qk_norm_whole_backward_kernel<vector>
-                <<<blocks, QK_NORM_THREADS, 2 * QK_NORM_WARPS * sizeof(float) + each, stream>>>(dqkv, partial, qkv,
-                                                                                                *norm, *r, lanes,
-                                                                                                blocks);
+                <<<blocks, QK_NORM_THREADS, each, stream>>>(dqkv, partial, qkv, *norm, *r, lanes, blocks);
         else
             qk_norm_backward_kernel<vector>
                 <<<blocks, QK_NORM_THREADS, partial ? sums : 0, stream>>>(dqkv, partial, qkv, *norm, *r, lanes, blocks);

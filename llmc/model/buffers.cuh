@@ -121,6 +121,7 @@ typedef struct {
     int *order;                      // (2,B,T) see learned_first
     int *host_tokens;                // (2, plan_token_buffer) inputs, targets, ranges, order
     ClassifierPart *parts;           // tp: (ranks, head_rows)
+    float4 *norm_sums;               // (ranks,N) where all heads are normalised together
     float *losses, *host_losses;     // (B,T)
     float *factors;                  // of the losses' gradients, of calls (B,T)
     StepScalars *step, *host_step;
@@ -579,6 +580,8 @@ static void request_scratch(const Plan *p, Buffers *b, Memory *m) {
     memory_alias(m, &b->df, df, &b->region, plan_mlp_rows(p) * (region.da ? fc_width(c) : c->ffn_dim));
     memory_request(m, &b->dx, "residual gradient (B,T,C)", p->rows * c->channels);
     memory_request(m, &b->branch, "branch and its gradient (B,T,C)", p->N * larger(c->channels, heads_width(c)));
+    if (c->qk_norm == QK_NORM_WHOLE)
+        memory_request(m, &b->norm_sums, "sums over heads (ranks,B,T)", p->mesh->tp.world * p->N);
     if (c->num_experts) {
         memory_request(m, &b->expert_rows, "experts' rows (R,C)", plan_mlp_rows(p) * c->channels);
         memory_request(m, &b->router_logits, "router's logits (B,T,E)", p->N * c->num_experts);

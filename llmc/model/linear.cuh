@@ -157,6 +157,17 @@ static void linear_weight(const Linear *l, MatmulDtype dtype, MatmulOperands *o,
 static QkRows linear_heads(const Pass *p, const Linear *l) {
     return {p->B * p->T, p->T, l->heads, l->kv_heads, l->head_dim, p->cos_sin, p->positions};
 }
+// Its norm. If all heads are normalised together, ranks exchange the sums of theirs. dout: NULL, or the gradient.
+static QkNorm linear_norm(const Pass *p, const Linear *l, const floatX *dout) {
+    const QkRows rows = linear_heads(p, l);
+    QkNorm norm = l->qk_norm;
+    if (!norm.whole) return norm;
+    norm.sums = p->norm_sums;
+    norm.ranks = p->exchange->ranks;
+    qk_norm_sums(&norm, &rows, p->norm_sums + (size_t)p->exchange->rank * rows.rows, dout, l->aux, p->stream);
+    if (pass_is_split(p)) nccl_all_gather(&p->exchange->nccl, "gather", (float *)p->norm_sums, 4 * (size_t)rows.rows);
+    return norm;
+}
 // A step of generation reads weights as they are kept. Whether an activation is part of its product.
 static RowsProduct linear_step(const Linear *l, const floatX *in, int rows) {
     RowsProduct q = {rows, l->out, l->in, l->kept};
@@ -207,7 +218,8 @@ static void linear_output(const Pass *p, const Linear *l, floatX *out) {
     case LINEAR_QK_NORM: {
         if (!l->aux) break;  // a step's attention does, too
         const QkRows rows = linear_heads(p, l);
-        qk_norm_forward(&l->qk_norm, &rows, out, l->aux, p->stream);
+        const QkNorm norm = linear_norm(p, l, NULL);
+        qk_norm_forward(&norm, &rows, out, l->aux, p->stream);
         break;
     }
     case LINEAR_ACTIVATION:
@@ -257,7 +269,8 @@ static const uint8_t *linear_product_backward(const Pass *p, const Linear *l, fl
 static void linear_backward_output(const Pass *p, const Linear *l, floatX *dout) {
     if (l->output != LINEAR_QK_NORM) return;
     const QkRows rows = linear_heads(p, l);
-    qk_norm_backward(&l->qk_norm, &rows, dout, l->aux, p->accumulate, p->scratch, p->stream);
+    const QkNorm norm = linear_norm(p, l, dout);
+    qk_norm_backward(&norm, &rows, dout, l->aux, p->accumulate, p->scratch, p->stream);
     if (l->tensor_gradient) absmax_tensor(l->dout_absmax, dout, (size_t)p->N * l->out, p->stream);
 }
 // LINEAR_COLUMNS: the gradient of its input in p->branch, from dout (N,out); of several ranks a part of a sum.

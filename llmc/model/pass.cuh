@@ -59,6 +59,7 @@ typedef struct {
     int quantises_weights;  // this forward is the first one after an update: fp8 copies and their absmax are old
     floatX *branch;         // (N,C) what a branch adds to the stream; backward: the gradient of its input
     void *scratch;          // of reductions
+    float4 *norm_sums;      // (ranks,N) QkNorm's, where all heads are normalised together
     cudaStream_t stream;
 } Pass;
 

@@ -52,7 +52,7 @@ static void tp_check(const Comm *job, const Config *c, int tp, int64_t rows) {
         {kv % tp == 0 || tp % kv == 0, kv, "heads of keys and values", "--tp"},
         {c->ffn_dim % (8 * tp) == 0, c->ffn_dim, "columns of the MLP, in multiples of 8,", "--tp"},
         {rows % tp == 0, rows, "tokens of a micro-step", "--batch-size or --seq-len"},
-        {tp == 1 || c->qk_norm != QK_NORM_WHOLE, c->num_heads, "heads that are normalised together", "model"},
+        {c->qk_norm != QK_NORM_WHOLE || kv % tp == 0, kv, "heads of keys that are normalised together", "--tp"},
     };
     for (int i = 0; i < COUNT_OF(checks); i++)
         comm_require(job, checks[i].divides, "%lld %s do not divide over --tp %d ranks\nuse another %s",
