@@ -11,9 +11,11 @@ Only Python's standard library.
 import json
 import math
 import os
+import re
 import stat
 
 MOST_BYTES = 256 << 20
+HALF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped or not: perhaps half of one
 KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a whole number"}
 KINDS |= {float: "a number"}
 
@@ -84,6 +86,11 @@ def parse_object(text, where):
         raise BadFile(f"{where} is nested too deeply") from None
     if not isinstance(value, dict):
         raise BadFile(f"{where} holds no JSON object")
+    if HALF_A_PAIR.search(text if isinstance(text, bytes) else text.encode(errors="surrogatepass")):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise BadFile(f"{where}: half a surrogate pair, which is no character") from None
     return Object(value, where)
 
 

@@ -482,7 +482,8 @@ class Answer:
             return
         self.news.set()
         if event["event"] == "error":
-            self.problem = Refusal(event.get("status", 400), event["message"], event["hint"])
+            hint = event["hint"].replace("--seq-len", "--context")  # as the option is named here
+            self.problem = Refusal(event.get("status", 400), event["message"], hint)
         elif event["event"] == "start":
             self.accepted += 1
             self.prompt_tokens += event["prompt_tokens"]
@@ -649,17 +650,23 @@ class Server:
         del self.fresh[protocol]
         protocol.force_close()
 
-    def submit(self, job):
-        """Gives a job to the child with the least to do; the program lets it wait for a slot."""
-        ready = [child for child in self.children if child.facts and not child.silent]
-        if not ready:
-            problem = "does not answer" if any(child.silent for child in self.children) else "is being started again"
-            raise Refusal(503, f"the model's program {problem}", "try again later; the server's log says more")
-        child = min(ready, key=Child.waiting)
-        if child.waiting() + job.running > min(self.args.queue, child.facts["waiting"]):
-            hint = "try again later, or start the server with a larger --queue or more --slots"
-            raise Refusal(429, f"{max(0, child.waiting())} sequences are waiting already", hint)
-        child.submit(job)
+    def submit(self, jobs):
+        """Gives each job of a request to the child with the least to do; the program lets it wait for a slot."""
+        for i, job in enumerate(jobs):
+            ready = [child for child in self.children if child.facts and not child.silent]
+            if not ready:
+                problem = "does not answer" if any(c.silent for c in self.children) else "is being started again"
+                raise Refusal(503, f"the model's program {problem}", "try again later; the server's log says more")
+            child, count = min(ready, key=Child.waiting), sum(job.running for job in jobs)
+            room = min(self.args.queue, child.facts["waiting"])
+            most = len(self.children) * (room + child.facts["slots"])
+            more = "start the server with a larger --queue or more --slots"
+            if i == 0 and count > most:
+                raise Refusal(400, f"{count} sequences in a request: {most} are taken", f"ask for fewer, or {more}")
+            if child.waiting() + job.running > room:
+                problem = f"{max(0, child.waiting())} sequences are waiting already"
+                raise Refusal(429, problem, f"try again later, or {more}")
+            child.submit(job)
 
     @web.middleware
     async def guard(self, request, handler):
@@ -731,8 +738,7 @@ class Server:
         answer = Answer(asked, chat, self)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
-            for job in answer.jobs:
-                self.submit(job)
+            self.submit(answer.jobs)
             async for changed in answer.rounds():
                 if asked["stream"]:
                     await stream.prepare(request)

@@ -134,8 +134,9 @@ static void check_cache(const Decode &d, const HostModel &m, HostModel got, cons
         float *whole = host_new<float>(size);
         for (size_t i = 0; i < size; i++) whole[i] = (float)x[i];
         if (d.scales) cache = upload_vector(value ? got.values : got.keys);
+        // in e4m3 a sum near the middle of two codes may become either
         check(value ? "values" : "keys", (const floatX *)cache, whole, size / HD, HD, bound(2e-2, 2e-5),
-              bound(0.2, 2e-4));
+              bound(0.2, d.scales ? 0.2 : 2e-4));
     }
 }
 static void check_model(const ModelSizes &z, std::vector<int> dtype, int rows, int room,

@@ -248,6 +248,7 @@ def test_core_is_the_mean_of_22():
         ('{"query": 3, "choices": ["x", "y"], "gold": 0}', ["query"]),
         ('{"choices": ["x", "y"], "gold": 0}', ["no query"]),
         ('{"query": "a", "choices": ["x", " "], "gold": 0}', ["answer"]),
+        ('{"query": "a", "choices": ["x", "\\ud83d"], "gold": 0}', ["half a surrogate pair"]),
     ],
 )
 def test_broken_lines(world, tmp_path, line, words):
