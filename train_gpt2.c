@@ -606,7 +606,6 @@ struct Model {
     uint64_t seed;               // of the states' stochastic rounding
     char *snapshots[NUM_SLOTS];  // --debug save-async: a copy of this rank's shards of a slot
     LogitSums *logit_sums;       // tp: (tp,head_rows)
-    NormSums *norm_sums;         // tp: (tp,N,2), where all heads are normalised together
     Norm embedding_norm, final_norm;
     float *x_tokens, *x_embedding;  // the embedding, and after its norm, if it has one
     float *h_final, *losses, *cos_sin;
@@ -751,14 +750,8 @@ static void activation_forward(const Model *m, const Pass *p, float *a, const fl
     }
     lap("activation", 0);
 }
-// What ranks of --tp know of each other's heads, if all are normalised together. dqkv: NULL, or the gradient.
 static NormParts norm_parts(const Model *m, const Pass *p, const Block *b, const float *dqkv) {
-    const Comm *tp = &m->mesh->tp;
-    if (!b->qk_norm.whole || tp->world == 1) return (NormParts){NULL, 0};
-    NormSums *mine = m->norm_sums + area(area(tp->rank, p->N), 2);
-    qk_norm_sums_cpu(mine, dqkv, b->a.qkv, b->qk_norm, p->N, p->NH, p->NKV, p->HD);
-    comm_all_gather(tp, m->norm_sums, area(p->N, 2) * sizeof *mine);
-    return (NormParts){m->norm_sums, tp->world};
+    return ranks_norm_parts(&m->ranks, dqkv, b->a.qkv, b->qk_norm, p->N, p->NH, p->NKV, p->HD);
 }
 // What attention reads of q and k: normalised and rotated, if the model does that.
 static void normalise_and_rotate(const Model *m, const Pass *p, const Block *b) {
@@ -1956,7 +1949,7 @@ static void open_activations(Model *m, const Options *o) {
     m->ranks.gathered = floats(m, area(N, c->channels));
     m->ranks.partial = floats(m, tp * tp_most_partial(&m->table));
     m->logit_sums = zeros(m, area(tp, m->head_rows) * sizeof(LogitSums));
-    if (c->qk_norm == QK_NORM_WHOLE) m->norm_sums = zeros(m, area(tp, 2 * N) * sizeof(NormSums));
+    if (c->qk_norm == QK_NORM_WHOLE) m->ranks.norm_sums = zeros(m, area(tp, 2 * N) * sizeof(NormSums));
     m->ranks.words = integers(m, N);
 }
 void model_open(Model *m, const Config *c, const Options *o, const Mesh *mesh) {

@@ -9,7 +9,6 @@
 #include "dev/test/block_on_cpu.h"
 static const double BOUND = sizeof(floatX) == 4 ? 2e-6 : 4e-3;
 struct float4 { float x, y, z, w; };
-static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static void rotate_pair(float &a, float &b, float c, float s) {
     const float x = a * c - b * s;
     b = b * c + a * s;

@@ -89,6 +89,7 @@ SHARED_BY_KERNELS = {
     "kv_cache.cuh": "how keys and values are kept, which all of attention while text is generated reads",
     "decode_attention.cuh": "attention over the cache, for few rows and for many",
     "bias.cuh": "the sum of columns, of whatever is a layer's gradient",
+    "codes.cuh": "how weights in few bits lie and are widened, whoever multiplies them",
     "activation_policy.cuh": "an activation's formulas, which matmuls apply, too",
     "adamw.cuh": "what an optimiser rounds stochastically, and the scalars of a step",
     "global_norm.cuh": "the scalars of a step, which the optimiser reads",

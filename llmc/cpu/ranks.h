@@ -14,6 +14,7 @@ typedef struct {
     float *exchange;            // the other ranks' gradients
     float *gathered, *partial;  // tp: all rows (B*T,C); gradients of which every rank has a part (tp,..)
     int *words;                 // tp: (B,T) tokens as rows of this rank's embedding
+    NormSums *norm_sums;        // tp: (tp,B*T,2), where all heads are normalised together
 } Ranks;
 static void ranks_lap(void) { timing_clock_lap(TIMING_RANKS, 0, 0); }
 
@@ -52,6 +53,17 @@ static const int *ranks_words(const Ranks *r, const int *tokens, int N, const Co
         r->words[n] = row >= 0 && row < local->vocab_size ? row : -1;
     }
     return r->words;
+}
+// What ranks know of each other's heads, if all are normalised together (qk_norm.h). dqkv: NULL, or the gradient.
+static NormParts ranks_norm_parts(const Ranks *r, const float *dqkv, const float *qkv, HeadNorm norm, int N, int NH,
+                                  int NKV, int HD) {
+    const Comm *tp = &r->mesh->tp;
+    if (!norm.whole || tp->world == 1) return (NormParts){NULL, 0};
+    NormSums *mine = r->norm_sums + area(area(tp->rank, N), 2);
+    qk_norm_sums_cpu(mine, dqkv, qkv, norm, N, NH, NKV, HD);
+    comm_all_gather(tp, r->norm_sums, area(N, 2) * sizeof *mine);
+    ranks_lap();
+    return (NormParts){r->norm_sums, tp->world};
 }
 
 // ---- units

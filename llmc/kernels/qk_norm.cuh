@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(QK_NORM_THREADS)
     }
     row_sums(squares, (float *)qk_norm_shared);
     row_sums(dots, (float *)qk_norm_shared);
-    if (threadIdx.x == 0) sums[row] = make_float4(squares[0], dots[0], squares[1], dots[1]);
+    if (threadIdx.x == 0) sums[row] = float4{squares[0], dots[0], squares[1], dots[1]};
 }
 // Block: every `blocks`-th row. Each thread has the same elements of all of them, whose gains' gradients it adds up:
 // partial (blocks,NH+NKV,HD).
