@@ -236,6 +236,7 @@ static int test_alone(Comm *c) {
 }
 
 int main(int argc, char **argv) {
+    signal(SIGPIPE, SIG_IGN);  // as the trainer: a connection to a lost rank must not end this one, too
     const double timeout = argc > 2 ? atof(argv[argc - 1]) : 0;
     Comm c = comm_open(&argc, &argv, timeout > 0 ? timeout : 20);
     int status = 0;

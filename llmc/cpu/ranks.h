@@ -6,6 +6,7 @@
 
 #include "../model/backend.h"
 #include "../muon.h"
+#include "qk_norm.h"
 #include "vector.h"
 
 typedef struct {
