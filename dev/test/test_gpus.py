@@ -816,10 +816,11 @@ def test_average_and_qk_clip_between_ranks(train, tmp_path, kind):
 # ---- mixtures of experts
 
 
-def close_but_for_routes(a, b):
-    """Of two steps, the second after an update, and roughly of all: rounding may give a token another expert."""
+def close_at_first(a, b, later=2e-2):
+    """Of two steps, the second after an update, and roughly of all. Rounding may give a token another expert. It may
+    also turn an element's first update, which Adam makes as large as any, if its gradient is almost 0."""
     close(*({step: run[step] for step in (1, 2)} for run in (a, b)), 1e-4)
-    close(a, b, 2e-2)
+    close(a, b, later)
 
 
 MIXTURES = {
@@ -838,7 +839,7 @@ def test_mixtures_in_fp32_are_those_of_the_cpu(train, tmp_path, kind, more):
     PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
     for precision in ("fp32", "cpu", "bf16"):
         succeeds(train(0, precision, *more, precision=precision), 300)
-    close_but_for_routes(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"))
+    close_at_first(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"))
     losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("bf16", "cpu"))
     close(*losses, 2e-2)
     steps = [events(tmp_path / run, "step") for run in ("fp32", "cpu")]
@@ -1021,13 +1022,13 @@ def test_adapters_in_fp32_are_those_of_the_cpu(lora, tmp_path, kind, more):
     succeeds(lora(0, "fp32", kind, *more, precision="fp32"), 300)
     PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
     succeeds(lora(0, "cpu", kind, *more, precision="cpu"), 300)
-    close(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"), 1e-4)
+    close_at_first(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"), 3e-3)
     succeeds(lora(0, "bf16", kind, *more), 300)
     losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("bf16", "cpu"))
     close(*losses, 2e-2)
     succeeds(lora(0, "weaker", kind, *more, "--lora-alpha", 4, precision="fp32"), 300)
     with pytest.raises(AssertionError):  # the bound bites
-        close(curve(tmp_path / "weaker"), curve(tmp_path / "cpu"), 1e-3)
+        close(curve(tmp_path / "weaker"), curve(tmp_path / "cpu"), 3e-3)
 
 
 ATTENTION = ["--lora-targets", "q_proj,k_proj,v_proj,o_proj"]
@@ -1038,7 +1039,7 @@ def adapters_are_those_of_the_cpu(lora, tmp_path, ranks, kind, *more):
     PROGRAMS["cpu"] = ROOT / "build/train_gpt2"
     for precision in ("fp32", "cpu", "bf16"):
         succeeds(lora(ranks, precision, kind, *more, precision=precision), 300)
-    close_but_for_routes(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"))
+    close_at_first(curve(tmp_path / "fp32"), curve(tmp_path / "cpu"))
     losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("bf16", "cpu"))
     close(*losses, 2e-2)
     text = succeeds(lora(ranks, "again", kind, *more, "-r", 3), 300)
@@ -1299,7 +1300,7 @@ def test_tensor_parallel_ranks_train_as_one(train, tmp_path, kind, tp):
     text = succeeds(train(WORLD, "mesh", *more, "--tp", tp, "--debug", "reduce-dtype=fp32", precision="fp32"), 300)
     assert f"mesh      {WORLD // tp} data-parallel x {tp} tensor-parallel" in text
     if kind in MIXTURES:
-        return close_but_for_routes(curve(tmp_path / "mesh"), curve(tmp_path / "one"))
+        return close_at_first(curve(tmp_path / "mesh"), curve(tmp_path / "one"))
     close(curve(tmp_path / "mesh"), curve(tmp_path / "one"), 2e-5)
     a, b = ({e["step"]: (e["loss"],) for e in events(tmp_path / name, "eval")} for name in ("mesh", "one"))
     close(a, b, 2e-5)
@@ -1432,7 +1433,7 @@ def test_two_ranks_that_share_experts_train_as_one(train, tmp_path, kind, more):
     one, two = (first_moments(tmp_path / name, 1) for name in ("one", "two"))
     far = {n: np.linalg.norm(two[n] - m) / np.linalg.norm(m) for n, m in one.items()}
     assert one.keys() == two.keys() and any("gate.weight" in n for n in one) and max(far.values()) < 1e-4, far
-    close_but_for_routes(curve(tmp_path / "two"), curve(tmp_path / "one"))
+    close_at_first(curve(tmp_path / "two"), curve(tmp_path / "one"))
     losses = ({step: (loss,) for step, (loss, _) in curve(tmp_path / run).items()} for run in ("bf16", "one"))
     close(*losses, 2e-2)
     for ours, theirs in zip(*(events(tmp_path / run, "step") for run in ("two", "one")), strict=True):
@@ -1466,7 +1467,7 @@ def test_mixtures_resume_on_other_layouts(train, tmp_path):
     succeeds(train(0, "straight", *model, precision="fp32"), 300)
     for ranks, tp, steps in ((2, 2, 3), (2, 1, 6), (2, 2, 9), (0, 1, 12)):
         succeeds(train(ranks, "run", *model, "--tp", tp, "-x", steps, "-y", int(steps > 3), precision="fp32"), 300)
-    close_but_for_routes(curve(tmp_path / "run"), curve(tmp_path / "straight"))
+    close_at_first(curve(tmp_path / "run"), curve(tmp_path / "straight"))
     for step in (3, 6, 9, 12):
         files, others = (checkpoint(tmp_path / name, step)[1] for name in ("run", "straight"))
         assert {n: len(f) for n, f in files.items()} == {n: len(f) for n, f in others.items()}
