@@ -88,12 +88,13 @@ static void check_norm(WeightFormat format, int rows, int N, int C, int K) {
     float *a = host_normal((size_t)rows * K, 1.0f), *first = host_normal((size_t)C * K, 0.05f),
           *second = host_normal((size_t)N * C, 0.05f), *stream = host_normal((size_t)rows * C, 1.0f),
           *gain = host_normal(C, 1.0f), *bias = host_normal(N, 1.0f), *x = host_new<float>((size_t)rows * C),
-          *squares = host_new<float>((size_t)rows * rows_tiles(C)), *want = host_new<float>((size_t)rows * N);
+          *squares = host_new<float>((size_t)rows * rows_squares(C)), *want = host_new<float>((size_t)rows * N);
     const QuantMatrix q1 = upload_weight(format, C, K, first), q2 = upload_weight(format, N, C, second);
     RowsProduct p = {rows, C, K, {format, q1.codes, q1.scales}}, behind = {rows, N, C, {format, q2.codes, q2.scales}};
     floatX *out = device_new<floatX>((size_t)rows * C), *sum = device_new<floatX>((size_t)rows * C),
            *result = device_new<floatX>((size_t)rows * N);
-    float *of_tiles = device_new<float>((size_t)rows * rows_tiles(C));
+    float *of_tiles = device_new<float>((size_t)rows * rows_squares(C));
+    cudaCheck(cudaMemset(of_tiles, 0, (size_t)rows * rows_squares(C) * sizeof *of_tiles));
     p.a = upload<floatX>(a, (size_t)rows * K);
     p.out = out;
     p.norm = {upload<floatX>(stream, (size_t)rows * C), upload<floatX>(gain, C), sum, of_tiles};
@@ -104,15 +105,15 @@ static void check_norm(WeightFormat format, int rows, int N, int C, int K) {
     behind.eps = eps;
     plain_product(x, a, first, rows, C, K);
     for (int i = 0; i < rows * C; i++) x[i] = as_floatX(x[i] + stream[i]);
-    memset(squares, 0, (size_t)rows * rows_tiles(C) * sizeof *squares);
-    for (int i = 0; i < rows * C; i++) squares[i / C * rows_tiles(C) + i % C / ROWS_TILE] += x[i] * x[i];
+    memset(squares, 0, (size_t)rows * rows_squares(C) * sizeof *squares);
+    for (int i = 0; i < rows * C; i++) squares[i / C * rows_squares(C) + i % C / ROWS_TILE] += x[i] * x[i];
     const auto run = [&] {
         matmul_rows(&p, ladder.gpu.compute);
         matmul_rows(&behind, ladder.gpu.compute);
     };
     run();
     check("x", sum, x, (size_t)rows, (size_t)C, 8e-3, 2e-2);
-    check("squares", of_tiles, squares, (size_t)rows, (size_t)rows_tiles(C), 2e-3, 0);
+    check("squares", of_tiles, squares, (size_t)rows, (size_t)rows_squares(C), 2e-3, 0);
     for (int row = 0; row < rows; row++) {
         float mean = 0;
         for (int i = 0; i < C; i++) mean += x[(size_t)row * C + i] * x[(size_t)row * C + i] / (float)C;
@@ -139,6 +140,46 @@ static void bench_product(const char *name, WeightFormat format, int rows, int N
     p.w.most = (int)round_up(rows, 64);
     const double bytes = (double)N * (double)(of_row + of_scales) + 2.0 * rows * (K + (gated ? N / 2 : N));
     bench("product", bytes, 2.0 * rows * N * K, [&] { matmul_rows(&p, ladder.gpu.compute); });
+} catch (const NoRoom &no) {
+    ladder_skip(no);
+}
+// The products of a model's layers, one behind the other as in a step.
+static void bench_layers(const char *name, WeightFormat format, int rows, int C, int of_heads, int F) try {
+    ladder_case("%s, 6 layers, %s, rows=%d", name, format == WEIGHTS_FP32 ? "bf16" : weight_format_names[format], rows);
+    const int N[] = {of_heads, C, 2 * F, C}, K[] = {C, C, C, F};
+    floatX *const h = device_normal<floatX>((size_t)rows * C, 1.0f),
+                  *stream = device_normal<floatX>((size_t)rows * C, 1.0f),
+                  *q_k_v = device_normal<floatX>((size_t)rows * of_heads, 1.0f),
+                  *a = device_normal<floatX>((size_t)rows * F, 1.0f), *gain = device_normal<floatX>(C, 1.0f),
+                  *in[] = {h, q_k_v, h, a}, *out[] = {q_k_v, h, a, h};
+    float *squares = device_normal<float>((size_t)rows * rows_squares(C), 1.0f);
+    std::vector<RowsProduct> products;
+    double bytes = 0, flops = 0;
+    for (int i = 0; i < 24; i++) {
+        const int k = i % 4;
+        const QuantMatrix q = {format, N[k], K[k], NULL, NULL};
+        const size_t of_row = format == WEIGHTS_FP32 ? (size_t)K[k] * 2 : quantised_row_bytes(&q),
+                     of_scales = quant_scale_bytes(format, K[k]);
+        RowsProduct p = {rows, N[k], K[k], {format}};
+        p.w.weight = device_normal<floatX>((size_t)N[k] * of_row / 2, 0.02f);
+        p.w.scales = of_scales ? device_normal<floatX>((size_t)N[k] * of_scales / 2, 0.02f) : NULL;
+        p.w.most = (int)round_up(rows, 64);
+        p.a = in[k];
+        p.out = out[k];
+        p.activates = k == 2;
+        p.activation = MLP_SWIGLU;
+        if (k % 2)
+            p.norm = {stream, gain, stream, squares};
+        else
+            p.squares = squares;
+        p.eps = 1e-5f;
+        bytes += (double)N[k] * (double)(of_row + of_scales);
+        flops += 2.0 * rows * N[k] * K[k];
+        products.push_back(p);
+    }
+    bench("products", bytes, flops, [&] {
+        for (const RowsProduct &p : products) matmul_rows(&p, ladder.gpu.compute);
+    });
 } catch (const NoRoom &no) {
     ladder_skip(no);
 }
@@ -171,6 +212,8 @@ int main(int argc, char **argv) {
     if (ladder.bench)
         for (WeightFormat f : formats)
             for (int rows : {8, 64, 128, 256}) {
+                bench_layers("8B", f, rows, 4096, 6144, 14336);
+                bench_layers("1B", f, rows, 2048, 3072, 8192);
                 bench_product("8B qkv", f, rows, 6144, 4096, 0);
                 bench_product("8B proj", f, rows, 4096, 4096, 0);
                 bench_product("8B fc", f, rows, 28672, 4096, 1);

@@ -177,6 +177,10 @@ static inline void require_shared(const char *what, uint32_t at, size_t bytes) {
         _exit(EXIT_FAILURE);  // inside a fiber, whose stack no destructor may free
     }
 }
+static inline int4 load_shared_16(unsigned from) {
+    require_shared("load", from, 16);
+    return load_past_l1(shared_memory + from);
+}
 
 // The others' turn.
 static inline void pass_on() {

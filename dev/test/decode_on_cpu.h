@@ -39,10 +39,6 @@ static inline void rotate_pair(float &a, float &b, float c, float s) {
     b = fmaf(b, c, a * s);
     a = x;
 }
-static inline int4 load_shared_16(unsigned from) {
-    require_shared("load", from, 16);
-    return load_past_l1(shared_memory + from);
-}
 static inline void prefetch_l2(const void *p) { (void)*(const volatile char *)p; }
 static inline unsigned load_shared_4(unsigned from) {
     unsigned x;

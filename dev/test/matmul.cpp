@@ -16,6 +16,7 @@
 #define LLMC_ABSMAX_CUH
 #define WGMMA_32(i) "+f"(d[i])
 #define WGMMA_D128
+#define WGMMA_D256
 typedef void *cudaStream_t;
 struct MaxBits {};
 template <typename Op> static float warp_reduce(float x) { return x; }

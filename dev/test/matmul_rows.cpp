@@ -68,7 +68,8 @@ struct Inputs {
     Inputs(const Product &p)
         : a(normal(0, (size_t)p.rows * (size_t)p.K)), bias(normal(1, (size_t)p.N)),
           stream(normal(2, (size_t)p.rows * (size_t)p.N)), gains(normal(3, (size_t)p.N)) {
-        for (int i = 0; i < p.rows * rows_tiles(p.K); i++) squares.push_back(50 + 10.3f * (float)i);
+        for (int i = 0; i < p.rows * rows_squares(p.K); i++)
+            squares.push_back(i % rows_squares(p.K) < rows_tiles(p.K) ? 50 + 10.3f * (float)i : NAN);
     }
 };
 struct Outputs { std::vector<float> y, x, squares; };
@@ -79,7 +80,7 @@ template <typename W, int COLUMNS> static Outputs run(const Product &p, const Ma
     typedef RowsTile<W, COLUMNS> T;
     const size_t size = (size_t)p.rows * width_of(p), start = (size_t)first;
     std::vector<bf16> out(size + 8, bf16(NAN)), x(size, bf16(NAN));
-    std::vector<float> logits(size + 4, NAN), squares((size_t)(p.rows * rows_tiles(p.N)), NAN);
+    std::vector<float> logits(size + 4, NAN), squares((size_t)(p.rows * rows_squares(p.N)), NAN);
     RowsWork w = {};
     w.rows = p.rows;
     w.N = p.N;
@@ -87,14 +88,14 @@ template <typename W, int COLUMNS> static Outputs run(const Product &p, const Ma
     w.splits = p.splits;
     w.row_scales = quant_has_row_scale(m.format);
     w.group_scales = (int)quant_scale_bytes(m.format, p.K);
-    w.scales = m.scales.data();
+    w.w.scales = m.scales.data();
     w.bias = p.biased ? in.bias.data() : NULL;
     w.out = p.logits ? NULL : out.data();
     w.logits = p.logits ? logits.data() : NULL;
     w.activates = p.activation >= 0;
     w.gated = gated(p);
     w.activation = (MlpKind)p.activation;
-    w.squares = p.divides ? &in.squares[start * (size_t)rows_tiles(p.K)] : NULL;
+    w.squares = p.divides ? &in.squares[start * (size_t)rows_squares(p.K)] : NULL;
     w.eps = EPS;
     if (p.normed) w.norm = {&in.stream[start * (size_t)p.N], in.gains.data(), x.data(), squares.data()};
     const CUtensorMap a_map = {&in.a[start * (size_t)p.K], 1, p.rows, 1, p.K},
@@ -125,7 +126,7 @@ static float plain_sum(const Product &p, const Matrix &m, const Inputs &in, size
     if (p.divides) {
         const size_t tiles = (size_t)rows_tiles(p.K);
         float quarters[4] = {};
-        for (size_t i = 0; i < tiles; i++) quarters[i % 4] += in.squares[row * tiles + i];
+        for (size_t i = 0; i < tiles; i++) quarters[i / 4 % 4] += in.squares[row * (size_t)rows_squares(p.K) + i];
         const float squares = (quarters[0] + quarters[1]) + (quarters[2] + quarters[3]);
         sum = __fmul_rn(sum, rsqrtf(squares / (float)p.K + EPS));
     }
@@ -159,7 +160,7 @@ static bool same_rows(const Outputs &few, const Outputs &all, int normed) {
 }
 template <typename W, int COLUMNS> static void check_product(WeightFormat f, const Product &p) {
     const Matrix m(f, p.N, p.K);
-    const size_t width = width_of(p), tiles = (size_t)rows_tiles(p.N);
+    const size_t width = width_of(p), of_row = (size_t)rows_squares(p.N);
     Inputs in(p);
     const Outputs out = run<W, COLUMNS>(p, m, in, 0);
     size_t differ = 0;
@@ -169,8 +170,9 @@ template <typename W, int COLUMNS> static void check_product(WeightFormat f, con
         differ += !(y == out.y[i]) || (p.normed && !(x == out.x[i]));
     }
     for (size_t i = 0; i < out.squares.size() && p.normed; i++) {
-        const int first = (int)(i % tiles) * ROWS_TILE;
-        const float *x = &out.x[i / tiles * width + (size_t)first];
+        const int first = (int)(i % of_row) * ROWS_TILE;
+        if (first >= p.N) continue;
+        const float *x = &out.x[i / of_row * width + (size_t)first];
         differ += !(plain_squares(x, min(p.N - first, (int)ROWS_TILE)) == out.squares[i]);
     }
     const char *name = f == WEIGHTS_FP32 ? "bf16" : weight_format_names[f];

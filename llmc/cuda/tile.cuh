@@ -531,20 +531,20 @@ template <int PENDING> __device__ void wgmma_wait() {
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
 #define WGMMA_32(i) WGMMA_8(i), WGMMA_8(i + 8), WGMMA_8(i + 16), WGMMA_8(i + 24)
-#define WGMMA_D64 \
-    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
-    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}"
-#define WGMMA_D128 \
-    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
-    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
-    "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
-    "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
+#define WGMMA_TEN(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
+#define WGMMA_THIRTY WGMMA_TEN() WGMMA_TEN(1) WGMMA_TEN(2)
+#define WGMMA_SIXTY WGMMA_THIRTY WGMMA_TEN(3) WGMMA_TEN(4) WGMMA_TEN(5)
+#define WGMMA_NINETY WGMMA_SIXTY WGMMA_TEN(6) WGMMA_TEN(7) WGMMA_TEN(8)
+#define WGMMA_D64 "{" WGMMA_THIRTY "%30,%31}"
+#define WGMMA_D128 "{" WGMMA_SIXTY "%60,%61,%62,%63}"
+#define WGMMA_D192 "{" WGMMA_NINETY "%90,%91,%92,%93,%94,%95}"
+#define WGMMA_D256 "{" WGMMA_NINETY WGMMA_TEN(9) WGMMA_TEN(10) WGMMA_TEN(11) "%120,%121,%122,%123,%124,%125,%126,%127}"
 
 // d (+)= A B^T with A (64, 16) and B (N, 16) in shared memory; MN_A, MN_B: 1 for an MN-major operand. add = 0
 // overwrites d.
 template <int N, int MN_A, int MN_B>
 __device__ void wgmma(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add) {
-    static_assert(N == 64 || N == 128, "write the asm for this width");
+    static_assert(N == 64 || N == 128 || N == 192 || N == 256, "write the asm for this width");
     if constexpr (N == 64)
         asm volatile(
             "{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " WGMMA_D64
@@ -552,18 +552,32 @@ __device__ void wgmma(float (&d)[N / 2], unsigned long long a, unsigned long lon
             : WGMMA_32(0)
             : "l"(a), "l"(b), "r"(add), "n"(MN_A), "n"(MN_B)
             : "memory");
-    else
+    else if constexpr (N == 128)
         asm volatile(
             "{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " WGMMA_D128
             ", %64, %65, p, 1, 1, %67, %68; }"
             : WGMMA_32(0), WGMMA_32(32)
             : "l"(a), "l"(b), "r"(add), "n"(MN_A), "n"(MN_B)
             : "memory");
+    else if constexpr (N == 192)
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %98, 0; wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 " WGMMA_D192
+            ", %96, %97, p, 1, 1, %99, %100; }"
+            : WGMMA_32(0), WGMMA_32(32), WGMMA_32(64)
+            : "l"(a), "l"(b), "r"(add), "n"(MN_A), "n"(MN_B)
+            : "memory");
+    else
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " WGMMA_D256
+            ", %128, %129, p, 1, 1, %131, %132; }"
+            : WGMMA_32(0), WGMMA_32(32), WGMMA_32(64), WGMMA_32(96)
+            : "l"(a), "l"(b), "r"(add), "n"(MN_A), "n"(MN_B)
+            : "memory");
 }
 // The same with A in registers.
 template <int N, int MN_B>
 __device__ void wgmma(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b, int add) {
-    static_assert(N == 64 || N == 128, "write the asm for this width");
+    static_assert(N == 64 || N == 128 || N == 256, "write the asm for this width");
     if constexpr (N == 64)
         asm volatile(
             "{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " WGMMA_D64
@@ -571,11 +585,18 @@ __device__ void wgmma(float (&d)[N / 2], const unsigned (&a)[4], unsigned long l
             : WGMMA_32(0)
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(MN_B)
             : "memory");
-    else
+    else if constexpr (N == 128)
         asm volatile(
             "{ .reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " WGMMA_D128
             ", {%64,%65,%66,%67}, %68, p, 1, 1, %70; }"
             : WGMMA_32(0), WGMMA_32(32)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(MN_B)
+            : "memory");
+    else
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %133, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " WGMMA_D256
+            ", {%128,%129,%130,%131}, %132, p, 1, 1, %134; }"
+            : WGMMA_32(0), WGMMA_32(32), WGMMA_32(64), WGMMA_32(96)
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(MN_B)
             : "memory");
 }

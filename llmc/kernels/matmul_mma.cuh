@@ -12,15 +12,9 @@
 #include "../cuda/tile.cuh"
 #include <cuda_fp8.h>
 
-// ---- what tile.cuh does not have: wide wgmma, multicast
+// ---- what tile.cuh does not have: wgmma of e4m3, multicast
 
-#define WGMMA_TEN(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
-#define WGMMA_NINETY \
-    WGMMA_TEN() WGMMA_TEN(1) WGMMA_TEN(2) WGMMA_TEN(3) WGMMA_TEN(4) WGMMA_TEN(5) WGMMA_TEN(6) WGMMA_TEN(7) WGMMA_TEN(8)
-#define WGMMA_D192 "{" WGMMA_NINETY "%90,%91,%92,%93,%94,%95}"
-#define WGMMA_D256 "{" WGMMA_NINETY WGMMA_TEN(9) WGMMA_TEN(10) WGMMA_TEN(11) "%120,%121,%122,%123,%124,%125,%126,%127}"
-
-// The same of e4m3: k is 32, and both operands are K-major.
+// tile.cuh's wgmma of e4m3: k is 32, and both operands are K-major.
 template <int N> __device__ void wgmma_e4m3(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add) {
     static_assert(N == 128 || N == 256, "write the asm for this width");
     if constexpr (N == 128)
@@ -36,27 +30,6 @@ template <int N> __device__ void wgmma_e4m3(float (&d)[N / 2], unsigned long lon
             ", %128, %129, p, 1, 1; }"
             : WGMMA_32(0), WGMMA_32(32), WGMMA_32(64), WGMMA_32(96)
             : "l"(a), "l"(b), "r"(add)
-            : "memory");
-}
-// tile.cuh's wgmma, both operands in shared memory, of 128, 192 or 256 columns.
-template <int N, int MN_A, int MN_B>
-__device__ void wgmma_wide(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add) {
-    static_assert(N <= 128 || N == 192 || N == 256, "write the asm for this width");
-    if constexpr (N <= 128)
-        wgmma<N, MN_A, MN_B>(d, a, b, add);
-    else if constexpr (N == 192)
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %98, 0; wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 " WGMMA_D192
-            ", %96, %97, p, 1, 1, %99, %100; }"
-            : WGMMA_32(0), WGMMA_32(32), WGMMA_32(64)
-            : "l"(a), "l"(b), "r"(add), "n"(MN_A), "n"(MN_B)
-            : "memory");
-    else
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " WGMMA_D256
-            ", %128, %129, p, 1, 1, %131, %132; }"
-            : WGMMA_32(0), WGMMA_32(32), WGMMA_32(64), WGMMA_32(96)
-            : "l"(a), "l"(b), "r"(add), "n"(MN_A), "n"(MN_B)
             : "memory");
 }
 // The box lands at the same place in every block of the cluster, and each block's barrier of that place counts its
@@ -80,7 +53,7 @@ struct MmaBf16 {
     __device__ static void multiply(float (&d)[COLUMNS / 2], unsigned a, unsigned b, int quarter, int add) {
         const unsigned long long A = MN_A ? operand_mn<BOX_ROWS>(a, quarter) : operand_k<BOX_ROWS>(a, quarter);
         const unsigned long long B = MN_B ? operand_mn<BOX_ROWS>(b, quarter) : operand_k<BOX_ROWS>(b, quarter);
-        wgmma_wide<COLUMNS, MN_A, MN_B>(d, A, B, add);
+        wgmma<COLUMNS, MN_A, MN_B>(d, A, B, add);
     }
 };
 

@@ -48,7 +48,7 @@ struct RowsInt4 {
 // COLUMNS: rows of a in a tile.
 template <typename W, int COLUMNS_> struct RowsTile {
     typedef W Weights;
-    static constexpr int COLUMNS = COLUMNS_, AT_ONCE = COLUMNS < 128 ? COLUMNS : 128, PARTS = COLUMNS / AT_ONCE;
+    static constexpr int COLUMNS = COLUMNS_;
     static constexpr int STAGE_K = 128 * 8 / W::BITS, TURNS = STAGE_K / 64;  // of 64 elements of k
     static constexpr bool FEW = W::BITS < 16;                                // these pass through registers
     static constexpr int BLOCKS = COLUMNS <= (FEW ? 64 : 128) ? 2 : 1;       // on an SM
@@ -64,18 +64,9 @@ template <typename W, int COLUMNS_> struct RowsTile {
     static constexpr int THREADS = ROWS_MATH + (MOVES_REGISTERS ? WARPGROUP : 2 * WARP);
     static_assert(BLOCKS * (BYTES + 1024 + 4 * COLUMNS + 1024) <= 232448, "shared memory");
 };
-struct RowsWork {
-    int rows, N, K, splits;
+struct RowsWork : RowsProduct {
+    int splits, gated;
     int row_scales, group_scales;  // few bits: a scale a row; bytes of a row's group scales
-    const void *scales;
-    const bf16 *bias;
-    bf16 *out;
-    float *logits;
-    int activates, gated;
-    MlpKind activation;
-    const float *squares;
-    float eps;
-    RowsNorm norm;
 };
 
 // The stages of a block: k is divided among the blocks of a cluster.
@@ -138,7 +129,7 @@ template <typename T> struct RowsMath {
     unsigned w_tiles, w_full, w_empty, a_tiles, a_full, a_empty;
     RingPlace<T::W_STAGES> ring;
     RingPlace<T::A_STAGES> a_ring;
-    float acc[T::PARTS][T::AT_ONCE / 2];
+    float acc[T::COLUMNS / 2];
 
     __device__ static void release(unsigned barrier) {
         if (threadIdx.x % WARP == 0) mbarrier_arrive(barrier);
@@ -170,14 +161,11 @@ template <typename T> struct RowsMath {
                 x[octet / 2][octet % 2 * 2 + h] = W::widen(codes[octet * WORDS / 8][h], octet % (8 / WORDS), both[h]);
     }
     __device__ void multiply(const unsigned (&x)[4], unsigned w_tile, unsigned a_tile, int k, int add) {
-        #pragma unroll
-        for (int part = 0; part < T::PARTS; part++) {
-            const auto b = operand_k<BOX_ROWS>(a_tile + part * T::AT_ONCE * 128, k);
-            if constexpr (T::FEW)
-                wgmma<T::AT_ONCE, 0>(acc[part], x, b, add);
-            else
-                wgmma<T::AT_ONCE, 0, 0>(acc[part], operand_k<BOX_ROWS>(w_tile, k), b, add);
-        }
+        const auto b = operand_k<BOX_ROWS>(a_tile, k);
+        if constexpr (T::FEW)
+            wgmma<T::COLUMNS, 0>(acc, x, b, add);
+        else
+            wgmma<T::COLUMNS, 0, 0>(acc, operand_k<BOX_ROWS>(w_tile, k), b, add);
     }
     // The weight as it lies in shared memory: the products of a turn run while the next one begins.
     __device__ void run_shared(RowsShare share, int warpgroup) {
@@ -212,7 +200,7 @@ template <typename T> struct RowsMath {
             const int first = w.gated ? warpgroup * (w.N / 2) + tile * 64 : tile * ROWS_TILE + warpgroup * 64;
             for (int h = 0; h < 2; h++) {
                 const int row = first + warp * 16 + g + 8 * h;
-                if (row < w.N) from[h] = (const char *)w.scales + (size_t)row * w.group_scales;
+                if (row < w.N) from[h] = (const char *)w.w.scales + (size_t)row * w.group_scales;
             }
             load_scales(next, from, share.first);
         }
@@ -263,35 +251,42 @@ template <typename T> struct RowsMath {
         else
             run_shared(share, warpgroup);
         wgmma_wait<0>();
-        #pragma unroll
-        for (int part = 0; part < T::PARTS; part++) wgmma_pin(acc[part]);
+        wgmma_pin(acc);
     }
     // sums (COLUMNS,ROWS_STRIDE)
     __device__ void store(float *sums, int warpgroup) const {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
         float *to = sums + lane % 4 * 2 * ROWS_STRIDE + warpgroup * 64 + warp * 16 + lane / 4;
         #pragma unroll
-        for (int part = 0; part < T::PARTS; part++)
-            #pragma unroll
-            for (int i = 0; i < T::AT_ONCE / 2; i++)
-                to[(part * T::AT_ONCE + i / 4 * 8 + i % 2) * ROWS_STRIDE + i / 2 % 2 * 8] = acc[part][i];
+        for (int i = 0; i < T::COLUMNS / 2; i++) to[(i / 4 * 8 + i % 2) * ROWS_STRIDE + i / 2 % 2 * 8] = acc[i];
     }
 };
 
 // ---- where sums are finished
 
-// factors (rows): those of the block's rows, of the norm in front of the product. Four threads have a row.
-__device__ inline void rows_read_squares(float *factors, const RowsWork &w, RowsFinished mine) {
+// factors (rows): those of the block's rows, of the norm in front of the product. Four threads have a row. AT_ONCE:
+// rows of theirs whose squares are on their way together.
+template <int AT_ONCE> __device__ void rows_read_squares(float *factors, const RowsWork &w, RowsFinished mine) {
     kernels_before_wait();
-    const int tiles = rows_tiles(w.K), lane = threadIdx.x % 4;
-    for (int first = mine.first; first < mine.end; first += ROWS_MATH / 4) {
+    const int tiles = rows_tiles(w.K), stride = rows_squares(w.K), lane = threadIdx.x % 4, step = ROWS_MATH / 4;
+    for (int first = mine.first; first < mine.end; first += AT_ONCE * step) {
         const int row = first + (int)threadIdx.x / 4;
-        float sum = 0;
-        #pragma unroll 8
-        for (int i = lane; i < tiles && row < mine.end; i += 4)
-            sum += load_float_past_l1(w.squares + (size_t)row * tiles + i);
-        sum = quad_sum(sum);
-        if (row < mine.end && lane == 0) factors[row] = rsqrtf(sum / w.K + w.eps);
+        float sums[AT_ONCE] = {};
+        #pragma unroll
+        for (int u = 0; u < AT_ONCE; u++)
+            #pragma unroll 2
+            for (int i = lane * 4; i < tiles && row + u * step < mine.end; i += 16) {
+                const int4 x = load_past_l1(w.squares + (size_t)(row + u * step) * stride + i);
+                sums[u] += __int_as_float(x.x);
+                if (i + 1 < tiles) sums[u] += __int_as_float(x.y);
+                if (i + 2 < tiles) sums[u] += __int_as_float(x.z);
+                if (i + 3 < tiles) sums[u] += __int_as_float(x.w);
+            }
+        #pragma unroll
+        for (int u = 0; u < AT_ONCE; u++) {
+            const float sum = quad_sum(sums[u]);
+            if (row + u * step < mine.end && lane == 0) factors[row + u * step] = rsqrtf(sum / w.K + w.eps);
+        }
     }
 }
 // Four neighbouring columns.
@@ -311,45 +306,57 @@ struct RowsColumns {
     __device__ RowsColumns(const RowsWork &w, int n) {
         #pragma unroll
         for (int k = 0; k < 4; k++) {
-            scale[k] = w.row_scales && n < w.N ? ((const float *)w.scales)[n + k] : 1;
+            scale[k] = w.row_scales && n < w.N ? ((const float *)w.w.scales)[n + k] : 1;
             bias[k] = w.bias && n < w.N ? (float)w.bias[n + k] : 0;
         }
     }
 };
-// Those columns of a row; f: the first one's place in the tile.
-__device__ inline void rows_sum(float (&x)[4], const RowsWork &w, const RowsColumns &columns, unsigned sums,
-                                float factor, int row, int f) {
-    const unsigned at = sums + (row * ROWS_STRIDE + f) * 4;
-    float4 y[ROWS_SPLITS];  // all are on their way before the first is needed
-    #pragma unroll
-    for (int part = 0; part < ROWS_SPLITS; part++)
-        if (part < w.splits) y[part] = cluster_load(w.splits > 1 ? cluster_address(at, part) : at);
-    #pragma unroll
-    for (int k = 0; k < 4; k++) x[k] = 0;
-    #pragma unroll
-    for (int part = 0; part < ROWS_SPLITS; part++) {
-        if (part >= w.splits) break;
-        x[0] = __fadd_rn(x[0], y[part].x);
-        x[1] = __fadd_rn(x[1], y[part].y);
-        x[2] = __fadd_rn(x[2], y[part].z);
-        x[3] = __fadd_rn(x[3], y[part].w);
+// What blocks of the cluster have summed up of those columns of a row. PARTS: blocks at most.
+template <int PARTS> struct RowsSums {
+    float4 parts[PARTS];
+    // f: the first column's place in the tile
+    __device__ void load(unsigned sums, int splits, int row, int f) {
+        const unsigned at = sums + (row * ROWS_STRIDE + f) * 4;
+        if constexpr (PARTS == 1) {
+            const int4 x = load_shared_16(at);
+            parts[0] = make_float4(__int_as_float(x.x), __int_as_float(x.y), __int_as_float(x.z), __int_as_float(x.w));
+        } else
+            #pragma unroll
+            for (int part = 0; part < PARTS; part++)
+                if (part < splits) parts[part] = cluster_load(cluster_address(at, part));
     }
-    #pragma unroll
-    for (int k = 0; k < 4; k++) x[k] = __fadd_rn(__fmul_rn(__fmul_rn(x[k], columns.scale[k]), factor), columns.bias[k]);
-}
+    __device__ void total(float (&x)[4], int splits, const RowsColumns &columns, float factor) const {
+        #pragma unroll
+        for (int k = 0; k < 4; k++) x[k] = 0;
+        #pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+            if (PARTS > 1 && part >= splits) break;
+            x[0] = __fadd_rn(x[0], parts[part].x);
+            x[1] = __fadd_rn(x[1], parts[part].y);
+            x[2] = __fadd_rn(x[2], parts[part].z);
+            x[3] = __fadd_rn(x[3], parts[part].w);
+        }
+        #pragma unroll
+        for (int k = 0; k < 4; k++)
+            x[k] = __fadd_rn(__fmul_rn(__fmul_rn(x[k], columns.scale[k]), factor), columns.bias[k]);
+    }
+};
 // meet(): the cluster's sums are there.
-template <typename Meet>
+template <int PARTS, typename Meet>
 __device__ void rows_finish(const RowsWork &w, const float *factors, unsigned sums, int tile, RowsFinished mine,
                             const Meet &meet) {
     const int columns = w.gated ? 64 : ROWS_TILE, width = w.gated ? w.N / 2 : w.N, across = columns / 4;
     const int f = (int)threadIdx.x % across * 4, n = tile * columns + f;
     const RowsColumns here(w, n), above(w, w.gated ? width + n : w.N);
+    RowsSums<PARTS> first, second;
     meet();
     for (int row = mine.first + (int)threadIdx.x / across; row < mine.end && n < width; row += ROWS_MATH / across) {
         const float factor = w.squares ? factors[row] : 1;
         float x[4], up[4] = {};
-        rows_sum(x, w, here, sums, factor, row, f);
-        if (w.gated) rows_sum(up, w, above, sums, factor, row, 64 + f);
+        first.load(sums, w.splits, row, f);
+        if (w.gated) second.load(sums, w.splits, row, 64 + f);
+        first.total(x, w.splits, here, factor);
+        if (w.gated) second.total(up, w.splits, above, factor);
         if (w.activates)
             #pragma unroll
             for (int k = 0; k < 4; k++) x[k] = activation_value(w.activation, x[k], up[k]);
@@ -361,7 +368,7 @@ __device__ void rows_finish(const RowsWork &w, const float *factors, unsigned su
     }
 }
 // The same where a norm is behind the product. A warp has the tile's columns of a row.
-template <typename Meet>
+template <int PARTS, typename Meet>
 __device__ void rows_finish_norm(const RowsWork &w, unsigned sums, int tile, RowsFinished mine, const Meet &meet) {
     const int lane = threadIdx.x % WARP, n = tile * ROWS_TILE + lane * 4;
     const RowsColumns here(w, n);
@@ -370,6 +377,7 @@ __device__ void rows_finish_norm(const RowsWork &w, unsigned sums, int tile, Row
         const uint2 x = *(const uint2 *)(w.norm.gain + n);
         rows_unpack(gains, x.x, x.y);
     }
+    RowsSums<PARTS> parts;
     meet();
     for (int row = mine.first + (int)threadIdx.x / WARP; row < mine.end; row += ROWS_MATH / WARP) {
         const size_t at = (size_t)row * w.N + n;
@@ -378,7 +386,8 @@ __device__ void rows_finish_norm(const RowsWork &w, unsigned sums, int tile, Row
             unsigned stream[2];
             load_past_l1(stream, w.norm.stream + at);
             float x[4], y[4];
-            rows_sum(x, w, here, sums, 1, row, lane * 4);
+            parts.load(sums, w.splits, row, lane * 4);
+            parts.total(x, w.splits, here, 1);
             rows_unpack(y, stream[0], stream[1]);
             for (int k = 0; k < 4; k++) x[k] += y[k];
             const uint2 rounded = rows_pack(x);
@@ -389,7 +398,7 @@ __device__ void rows_finish_norm(const RowsWork &w, unsigned sums, int tile, Row
             squares = pair_squares(x, x + 2);
         }
         squares = warp_reduce<Sum>(squares);
-        if (lane == 0) w.norm.squares[(size_t)row * rows_tiles(w.N) + tile] = squares;
+        if (lane == 0) w.norm.squares[(size_t)row * rows_squares(w.N) + tile] = squares;
     }
 }
 
@@ -431,14 +440,19 @@ __device__ void rows_block(const CUtensorMap *a_map, const CUtensorMap *w_map, c
         if constexpr (T::MOVES_REGISTERS) registers_raise<240>();
         RowsMath<T> math = {tiles, w_full, w_empty, a_tiles, a_full, a_empty};
         const RowsFinished mine(w, part);
-        if (w.squares) rows_read_squares(factors, w, mine);
+        if (w.squares) rows_read_squares<T::COLUMNS / 64>(factors, w, mine);
         math.run(w, share, tile, warpgroup);
         named_barrier(1, ROWS_MATH);  // all stages are read: sums take their place
         math.store(sums, warpgroup);
-        if (w.norm.x)
-            rows_finish_norm(w, tiles, tile, mine, meet);
+        const int alone = w.splits == 1;
+        if (w.norm.x && alone)
+            rows_finish_norm<1>(w, tiles, tile, mine, meet);
+        else if (w.norm.x)
+            rows_finish_norm<ROWS_SPLITS>(w, tiles, tile, mine, meet);
+        else if (alone)
+            rows_finish<1>(w, factors, tiles, tile, mine, meet);
         else
-            rows_finish(w, factors, tiles, tile, mine, meet);
+            rows_finish<ROWS_SPLITS>(w, factors, tiles, tile, mine, meet);
     } else {
         if constexpr (T::MOVES_REGISTERS) registers_lower<24>();
         if (warp == ROWS_MATH / WARP && elect_one())
@@ -475,27 +489,13 @@ static int rows_splits(const RowsProduct *p) {
 }
 template <typename T> static void rows_launch(const RowsProduct *p, cudaStream_t stream) {
     static int prepared;
-    const int splits = rows_splits(p), gated = rows_gated(p);
+    const int splits = rows_splits(p);
     if (!prepared) {
         cudaCheck(cudaFuncSetAttribute(matmul_rows_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, T::BYTES));
         prepared = 1;
     }
-    const RowsWork w = {p->rows,
-                        p->N,
-                        p->K,
-                        splits,
-                        quant_has_row_scale(p->w.format),
-                        (int)quant_scale_bytes(p->w.format, p->K),
-                        p->w.scales,
-                        p->bias,
-                        p->out,
-                        p->logits,
-                        p->activates,
-                        gated,
-                        p->activation,
-                        p->squares,
-                        p->eps,
-                        p->norm};
+    const RowsWork w = {*p, splits, rows_gated(p), quant_has_row_scale(p->w.format),
+                        (int)quant_scale_bytes(p->w.format, p->K)};
     const CUtensorMap a = tensor_map<bf16>(p->a, 1, p->rows, 1, p->K);
     const CUtensorMap weight = T::Weights::BITS == 16 ? tensor_map<bf16>(p->w.weight, 1, p->N, 1, p->K)
                                                       : tensor_map<uint8_t>(p->w.weight, 1, p->N, 1, rows_bytes(p));

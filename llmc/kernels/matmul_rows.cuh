@@ -36,7 +36,7 @@ typedef struct RowsWeight {
 typedef struct {
     const floatX *stream, *gain;  // (rows,N), (N)
     floatX *x;                    // (rows,N); NULL: there is no norm
-    float *squares;               // (rows,ceil(N / ROWS_TILE)): of x, the sum of each tile
+    float *squares;               // (rows,rows_squares(N)): of x, the sum of each tile
 } RowsNorm;
 typedef struct {
     int rows, N, K;
@@ -47,12 +47,14 @@ typedef struct {
     float *logits;       // in fp32
     int activates;
     MlpKind activation;
-    const float *squares;  // (rows,ceil(K / ROWS_TILE)) of the norm in front of it; NULL: there is none
+    const float *squares;  // (rows,rows_squares(K)) of the norm in front of it; NULL: there is none
     float eps;             // of that
     RowsNorm norm;         // the one behind it, not with an activation nor with logits
 } RowsProduct;
 
 __host__ __device__ inline int rows_tiles(int columns) { return (columns + ROWS_TILE - 1) / ROWS_TILE; }
+// A row of squares: whole 16 bytes.
+__host__ __device__ inline int rows_squares(int columns) { return (rows_tiles(columns) + 3) / 4 * 4; }
 
 // Whether this GPU has the kernel.
 int matmul_rows_here(void);

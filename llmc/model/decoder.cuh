@@ -128,7 +128,7 @@ static void decoder_request(const Plan *p, const Buffers *b, Decoder *d) {
         memory_request(m, &k->parts, "spans of attention", attention_rows_parts(d->most, c->num_heads, c->head_dim));
         memory_request(m, &k->arrived, "their counters", attention_rows_counters(d->most, c->num_kv_heads));
         if (d->has_rows && plan_joins_norms(p))
-            memory_request(m, &k->squares, "squares of rows", (size_t)d->most * rows_tiles(c->channels));
+            memory_request(m, &k->squares, "squares of rows", (size_t)d->most * rows_squares(c->channels));
         return;
     }
     memory_request(m, &d->matrices, "table of matrices", quantised_count(p));
