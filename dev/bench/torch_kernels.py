@@ -127,6 +127,14 @@ def product_of_rows(s, compiled):
     return lambda: F.linear(a, weight)
 
 
+@peer(r"matmul_rows products", "PyTorch in bf16, no activation, no norm")
+def products_of_rows(s, compiled):
+    shapes = (s.QKV, s.C), (s.C, s.C), (2 * s.F, s.C), (s.C, s.F)
+    weights = [normal(*shape) for _ in range(6) for shape in shapes]
+    a = {width: normal(s.rows, width) for width in (s.C, s.F)}
+    return lambda: [F.linear(a[w.shape[1]], w) for w in weights]
+
+
 @peer(r"activation gelu (forward|backward)(?: in place| with slopes)?")
 def gelu(s, compiled, way):
     x, dout = normal(s.N, s.F), normal(s.N, s.F)

@@ -145,7 +145,8 @@ static void bench_product(const char *name, WeightFormat format, int rows, int N
 }
 // The products of a model's layers, one behind the other as in a step.
 static void bench_layers(const char *name, WeightFormat format, int rows, int C, int of_heads, int F) try {
-    ladder_case("%s, 6 layers, %s, rows=%d", name, format == WEIGHTS_FP32 ? "bf16" : weight_format_names[format], rows);
+    ladder_case("%s, 6 layers, %s, rows=%d QKV=%d C=%d F=%d", name,
+                format == WEIGHTS_FP32 ? "bf16" : weight_format_names[format], rows, of_heads, C, F);
     const int N[] = {of_heads, C, 2 * F, C}, K[] = {C, C, C, F};
     floatX *const h = device_normal<floatX>((size_t)rows * C, 1.0f),
                   *stream = device_normal<floatX>((size_t)rows * C, 1.0f),

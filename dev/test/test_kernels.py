@@ -255,6 +255,7 @@ KERNELS = (
     [(f"attention {path} {way}", HEADS) for path in ("wgmma", "mma.sync") for way in ("forward", "backward")]
     + [("attention wgmma backward, rotated", HEADS), ("attention_rows one token", HEADS | {"S": 2})]
     + [("matmul dbias", dict(N=8, C=8, OC=16)), ("matmul_rows product", dict(rows=8, N=16, K=8))]
+    + [("matmul_rows products", dict(rows=8, QKV=12, C=8, F=16))]
     + [
         (f"activation {what}", dict(N=8, F=16))
         for what in (
