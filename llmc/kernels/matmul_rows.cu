@@ -64,6 +64,7 @@ template <typename W, int COLUMNS_> struct RowsTile {
     static constexpr int THREADS = ROWS_MATH + (MOVES_REGISTERS ? WARPGROUP : 2 * WARP);
     static_assert(BLOCKS * (BYTES + 1024 + 4 * COLUMNS + 1024) <= 232448, "shared memory");
 };
+// What a block is told.
 struct RowsWork : RowsProduct {
     int splits, gated;
     int row_scales, group_scales;  // few bits: a scale a row; bytes of a row's group scales
@@ -264,8 +265,8 @@ template <typename T> struct RowsMath {
 
 // ---- where sums are finished
 
-// factors (rows): those of the block's rows, of the norm in front of the product. Four threads have a row. AT_ONCE:
-// rows of theirs whose squares are on their way together.
+// factors (rows): those of the block's rows, of the norm in front of the product. Four threads read a row. AT_ONCE:
+// rows that they load before they reduce the first.
 template <int AT_ONCE> __device__ void rows_read_squares(float *factors, const RowsWork &w, RowsFinished mine) {
     kernels_before_wait();
     const int tiles = rows_tiles(w.K), stride = rows_squares(w.K), lane = threadIdx.x % 4, step = ROWS_MATH / 4;
@@ -311,7 +312,8 @@ struct RowsColumns {
         }
     }
 };
-// What blocks of the cluster have summed up of those columns of a row. PARTS: blocks at most.
+// A row's sums of those four columns, one from each block of the cluster. PARTS: blocks at most; 1: there is no
+// cluster.
 template <int PARTS> struct RowsSums {
     float4 parts[PARTS];
     // f: the first column's place in the tile
@@ -348,15 +350,15 @@ __device__ void rows_finish(const RowsWork &w, const float *factors, unsigned su
     const int columns = w.gated ? 64 : ROWS_TILE, width = w.gated ? w.N / 2 : w.N, across = columns / 4;
     const int f = (int)threadIdx.x % across * 4, n = tile * columns + f;
     const RowsColumns here(w, n), above(w, w.gated ? width + n : w.N);
-    RowsSums<PARTS> first, second;
+    RowsSums<PARTS> of_here, of_above;
     meet();
     for (int row = mine.first + (int)threadIdx.x / across; row < mine.end && n < width; row += ROWS_MATH / across) {
         const float factor = w.squares ? factors[row] : 1;
         float x[4], up[4] = {};
-        first.load(sums, w.splits, row, f);
-        if (w.gated) second.load(sums, w.splits, row, 64 + f);
-        first.total(x, w.splits, here, factor);
-        if (w.gated) second.total(up, w.splits, above, factor);
+        of_here.load(sums, w.splits, row, f);
+        if (w.gated) of_above.load(sums, w.splits, row, 64 + f);
+        of_here.total(x, w.splits, here, factor);
+        if (w.gated) of_above.total(up, w.splits, above, factor);
         if (w.activates)
             #pragma unroll
             for (int k = 0; k < 4; k++) x[k] = activation_value(w.activation, x[k], up[k]);

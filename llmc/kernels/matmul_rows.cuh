@@ -53,7 +53,7 @@ typedef struct {
 } RowsProduct;
 
 __host__ __device__ inline int rows_tiles(int columns) { return (columns + ROWS_TILE - 1) / ROWS_TILE; }
-// A row of squares: whole 16 bytes.
+// Floats of a row of squares: one a tile, filled up to whole 16 bytes. What fills it is loaded, but not added.
 __host__ __device__ inline int rows_squares(int columns) { return (rows_tiles(columns) + 3) / 4 * 4; }
 
 // Whether this GPU has the kernel.
