@@ -98,6 +98,12 @@ __device__ inline void ldmatrix_transposed(unsigned (&r)[4], unsigned row) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(row));
 }
+// One matrix in registers.
+__device__ inline unsigned transpose_8x8(unsigned x) {
+    unsigned y;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
 __device__ inline void stmatrix(unsigned row, const unsigned (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row), "r"(r[0]), "r"(r[1]),
                  "r"(r[2]), "r"(r[3])
@@ -163,6 +169,9 @@ __device__ inline int4 load_shared_16(unsigned from) {
                  : "r"(from)
                  : "memory");
     return x;
+}
+__device__ inline void store_shared_4(unsigned to, unsigned x) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
 __device__ inline unsigned load_shared_4(unsigned from) {
     unsigned x;
@@ -267,7 +276,8 @@ static void launch_early(void (*kernel)(Parameters...), dim3 blocks, dim3 thread
 // ---- tensor maps: how TMA sees a packed tensor (B, T, heads, HD) of contiguous rows, of bf16 or of bytes
 
 // Rows are counted per sequence, so that what lies before row 0 or from row T on is read as zero and never written.
-template <typename Element = bf16> static CUtensorMap tensor_map(const void *base, int B, int T, int heads, int HD) {
+template <typename Element = bf16>
+static CUtensorMap tensor_map(const void *base, int B, int T, int heads, int HD, int box_rows = BOX_ROWS) {
     typedef CUresult Encode(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
                             const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
                             CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -276,7 +286,8 @@ template <typename Element = bf16> static CUtensorMap tensor_map(const void *bas
     const cuuint64_t row = (cuuint64_t)heads * HD * sizeof(Element);
     const cuuint64_t sizes[4] = {(cuuint64_t)HD, (cuuint64_t)heads, (cuuint64_t)T, (cuuint64_t)B},
                      strides[3] = {HD * sizeof(Element), row, row * T};
-    const cuuint32_t box[4] = {BOX_BYTES / BOX_ROWS / sizeof(Element), 1, BOX_ROWS, 1}, steps[4] = {1, 1, 1, 1};
+    const cuuint32_t box[4] = {BOX_BYTES / BOX_ROWS / sizeof(Element), 1, (cuuint32_t)box_rows, 1},
+                     steps[4] = {1, 1, 1, 1};
     const CUtensorMapDataType type =
         sizeof(Element) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     CUtensorMap map;

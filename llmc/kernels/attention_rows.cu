@@ -1,5 +1,6 @@
 // The kernels of attention_rows.cuh, an object of their own.
 #include "attention_rows.cuh"
+#include "attention_spans.cuh"
 
 // Block: a row's neighbouring heads. q and k are normalised and rotated; keys and values go to the cache, e4m3: by way
 // of qkv. What does not depend on the product before is read before its end.
@@ -45,46 +46,19 @@ static __global__ void __launch_bounds__(PROMPT_THREADS)
     }
 }
 
-struct AttentionRows {
-    DecodeAttentionShared attention;
-    int slots[DECODE_ROWS], positions[DECODE_ROWS], spans_before[DECODE_ROWS + 1];
-    int sums[DECODE_BLOCK_WARPS];
-};
-// A thread has a row; sums of spans over the rows before it.
-__device__ inline void attention_read_rows(AttentionRows &s, const DecodeInput *rows, int count, int least) {
-    static_assert((int)DECODE_ROWS == (int)DECODE_BLOCK_THREADS, "a thread has a row");
-    const int row = threadIdx.x, lane = row % WARP, warp = row / WARP;
-    DecodeInput in = {-1, 0, 0, 0};
-    if (row < count) in = rows[row];
-    const int spans = in.slot < 0 || in.prompt ? 0 : DecodeSpans(in.position, least).count;
-    int sum = spans;
-    #pragma unroll
-    for (int offset = 1; offset < WARP; offset *= 2) {
-        const int before = __shfl_up_sync(0xffffffffu, sum, offset);
-        if (lane >= offset) sum += before;
-    }
-    if (lane == WARP - 1) s.sums[warp] = sum;
-    s.slots[row] = in.slot;
-    s.positions[row] = in.position;
-    __syncthreads();
-    for (int w = 0; w < warp; w++) sum += s.sums[w];
-    s.spans_before[row + 1] = sum;
-    if (row == 0) s.spans_before[0] = 0;
-    __syncthreads();
-}
 template <int ROOM, typename Cached, int BLOCKS>
 __global__ void __launch_bounds__(DECODE_BLOCK_THREADS, BLOCKS)
     attention_rows_kernel(const __grid_constant__ DecodeAttention a, const DecodeInput *rows, int count) {
-    __shared__ AttentionRows s;
+    __shared__ AttendedRows s;
+    __shared__ DecodeAttentionShared joined;
     kernels_behind_begin();
-    attention_read_rows(s, rows, count, a.least);
-    const DecodeAttended in = {s.slots, s.positions, s.spans_before, count};
+    const DecodeAttended in = attended_rows(s, rows, count, a.least);
     const DecodeTurn first(a, in);
     decode_prefetch(a, first, 0);
     decode_prefetch(a, first, 1);
     if (!first.valid && blockIdx.x) return;  // makes room for the kernel behind. One at least waits for what is before
     kernels_before_wait();
-    decode_attend_items<ROOM, Cached>(a, s.attention, in, first);
+    decode_attend_items<ROOM, Cached>(a, joined, in, first);
 }
 template <int ROOM, typename Cached>
 static void attention_launch(const DecodeAttention *a, const DecodeInput *rows, int count, cudaStream_t stream) {
@@ -93,6 +67,39 @@ static void attention_launch(const DecodeAttention *a, const DecodeInput *rows, 
     launch_early(attention_rows_kernel<ROOM, Cached, BLOCKS>, blocks, DECODE_BLOCK_THREADS, 0, 1, stream, *a, rows,
                  count);
 }
+#ifndef PRECISION_FP32
+// 0: it has no code for this GPU or this width. cached: rows of keys in the layer's cache.
+template <int HD, typename Element>
+static int spans_launch(const DecodeAttention *a, size_t cached, const DecodeInput *rows, int count,
+                        cudaStream_t stream) {
+    typedef SpanWarp<HD, Element> Warp;
+    const auto kernel = attention_spans_kernel<HD, Element>;
+    static int here = -1;
+    if (here < 0) {
+        here = has_hopper_code(kernel);
+        if (here) cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Warp::BYTES));
+    }
+    if (!here) return 0;
+    const int in_line = 128 / Warp::WIDTH;
+    const auto map = [&](const void *x) {
+        return tensor_map<Element>(x, 1, (int)(cached / in_line), 1, HD * in_line, DECODE_WARP_KEYS / in_line);
+    };
+    launch_early(kernel, 2 * device_attribute(cudaDevAttrMultiProcessorCount), DECODE_BLOCK_THREADS, Warp::BYTES, 1,
+                 stream, *a, map(a->cache.keys), map(a->cache.values), rows, count);
+    return 1;
+}
+static int attention_of_spans(const DecodeAttention *a, size_t cached, const DecodeInput *rows, int count,
+                              cudaStream_t stream) {
+    const bool fp8 = a->cache.scales != NULL;
+    if (a->HD == 64 && fp8) return spans_launch<64, uint8_t>(a, cached, rows, count, stream);
+    if (a->HD == 128 && fp8) return spans_launch<128, uint8_t>(a, cached, rows, count, stream);
+    if (a->HD == 64) return spans_launch<64, bf16>(a, cached, rows, count, stream);
+    if (a->HD == 128) return spans_launch<128, bf16>(a, cached, rows, count, stream);
+    return 0;
+}
+#else
+static int attention_of_spans(const DecodeAttention *, size_t, const DecodeInput *, int, cudaStream_t) { return 0; }
+#endif
 template <typename Cached>
 static void attention_of_width(const DecodeAttention *a, const DecodeInput *rows, int count, cudaStream_t stream) {
     if (a->HD == 64)
@@ -126,6 +133,7 @@ void attention_rows(floatX *out, const KvCache *cache, int layer, floatX *qkv, c
                                out,
                                cache->parts,
                                cache->arrived};
+    if (attention_of_spans(&a, (size_t)cache->pages * NKV * KV_PAGE, cache->rows, rows, stream)) return;
     const auto attend = cache->scales ? attention_of_width<DecodeCodes> : attention_of_width<int4>;
     attend(&a, cache->rows, rows, stream);
 }

@@ -48,12 +48,13 @@ struct DecodeAttention {
     float *parts;
     unsigned *arrived;  // (rows, NKV), zeros
 };
-// In shared memory, where sums of products are at other times.
-struct DecodeAttentionShared {
-    float acc[DECODE_BLOCK_WARPS][DECODE_QUERIES][DECODE_JOIN + 2];
+// In shared memory: what an item's warps have of some dimensions.
+template <int DIMENSIONS> struct DecodeJoined {
+    alignas(16) float acc[DECODE_BLOCK_WARPS][DECODE_QUERIES][DIMENSIONS + 2];
     float highest[DECODE_BLOCK_WARPS][DECODE_QUERIES], sum[DECODE_BLOCK_WARPS][DECODE_QUERIES];
     int last;
 };
+typedef DecodeJoined<DECODE_JOIN> DecodeAttentionShared;  // where sums of products are at other times
 __device__ inline void decode_store_two(floatX *to, float x, float y) {
     to[0] = (floatX)x;
     to[1] = (floatX)y;
@@ -79,7 +80,9 @@ struct DecodeTurn {
         valid = item < in.spans_before[in.rows] * each;
         if (!valid) return;
         const int at = item / each, rest = item % each;
-        while (in.spans_before[row + 1] <= at) row++;
+        row = 0;
+        for (int step = DECODE_ROWS / 2; step > 0; step /= 2)
+            if (row + step < in.rows && in.spans_before[row + step] <= at) row += step;
         slot = in.slots[row];
         position = in.positions[row];
         kv = rest / parts;
@@ -147,6 +150,33 @@ __device__ inline void decode_words(unsigned (&w)[4], const DecodeCodes &codes) 
     #else
     for (int i = 0; i < 4; i++) w[i] = f16_of_e4m3(codes.x[i / 2] >> i % 2 * 16);
     #endif
+}
+// Sums of an item's warps: dimensions first + d and the next one of a query.
+template <typename Shared>
+__device__ void decode_join_warps(const DecodeAttention &a, int HD, const DecodeTurn &turn, const Shared &shared,
+                                  int query, int d, int first, bool whole) {
+    float top = -INFINITY, x = 0, y = 0, total = 0;
+    #pragma unroll
+    for (int w = 0; w < DECODE_BLOCK_WARPS; w++) top = fmaxf(top, shared.highest[w][query]);
+    #pragma unroll
+    for (int w = 0; w < DECODE_BLOCK_WARPS; w++) {
+        const float add = exp2_approx(__fsub_rn(shared.highest[w][query], top));
+        x = fmaf(shared.acc[w][query][d], add, x);
+        y = fmaf(shared.acc[w][query][d + 1], add, y);
+        total = fmaf(shared.sum[w][query], add, total);
+    }
+    const size_t at = (size_t)turn.row * a.NH + turn.query + query;
+    if (whole) {
+        decode_store_two(a.out + at * HD + first + d, __fdiv_rn(x, total), __fdiv_rn(y, total));
+        return;
+    }
+    float *part = a.parts + (at * DECODE_SPANS + turn.span) * (HD + 2);
+    part[first + d] = x;
+    part[first + d + 1] = y;
+    if (first + d == 0) {
+        part[HD] = top;
+        part[HD + 1] = total;
+    }
 }
 // A warp's part of an item. ROOM: for HD dimensions, precisely so many up to 128. With g = lane / 4 and t = lane % 4 a
 // lane has of each 4 vectors of query g and of keys g and g + 8 the one with number t, of each 8 vectors of the values
@@ -345,33 +375,8 @@ template <int ROOM, typename Cached> struct DecodeWarp {
                     *(float2 *)&shared.acc[warp][2 * t + e][g * EACH + 2 * j] = float2{acc[b][j][e], acc[b][j][2 + e]};
             decode_sync();
             for (int i = threadIdx.x * 2; i < turn.queries * WIDTH; i += DECODE_BLOCK_THREADS * 2)
-                if (b * WIDTH + i % WIDTH < HD()) join_warps(turn, shared, i / WIDTH, i % WIDTH, b * WIDTH, whole);
-        }
-    }
-    // Dimensions d and d + 1.
-    __device__ void join_warps(const DecodeTurn &turn, const DecodeAttentionShared &shared, int query, int d, int first,
-                               bool whole) const {
-        float top = -INFINITY, x = 0, y = 0, total = 0;
-        #pragma unroll
-        for (int w = 0; w < DECODE_BLOCK_WARPS; w++) top = fmaxf(top, shared.highest[w][query]);
-        #pragma unroll
-        for (int w = 0; w < DECODE_BLOCK_WARPS; w++) {
-            const float add = exp2_approx(__fsub_rn(shared.highest[w][query], top));
-            x = fmaf(shared.acc[w][query][d], add, x);
-            y = fmaf(shared.acc[w][query][d + 1], add, y);
-            total = fmaf(shared.sum[w][query], add, total);
-        }
-        const size_t at = (size_t)turn.row * a.NH + turn.query + query;
-        if (whole) {
-            decode_store_two(a.out + at * HD() + first + d, __fdiv_rn(x, total), __fdiv_rn(y, total));
-            return;
-        }
-        float *part = a.parts + (at * DECODE_SPANS + turn.span) * (HD() + 2);
-        part[first + d] = x;
-        part[first + d + 1] = y;
-        if (first + d == 0) {
-            part[HD()] = top;
-            part[HD() + 1] = total;
+                if (b * WIDTH + i % WIDTH < HD())
+                    decode_join_warps(a, HD(), turn, shared, i / WIDTH, i % WIDTH, b * WIDTH, whole);
         }
     }
 };
@@ -412,6 +417,16 @@ __device__ inline void decode_join_spans(const DecodeAttention &a, int HD, int r
         decode_store_two(a.out + query * HD + d, __fdiv_rn(x, total), __fdiv_rn(y, total));
     }
 }
+// Behind a warp's last turn of an item.
+template <typename Warp, typename Shared>
+__device__ void decode_close(Warp &warp, const DecodeTurn &turn, Shared &shared) {
+    const DecodeAttention &a = warp.a;
+    const int spans = DecodeSpans(turn.position, a.least).count, group = a.NH / a.NKV;
+    warp.close(turn, shared, spans == 1);
+    if (spans > 1 && last_to_arrive(a.arrived + turn.row * a.NKV + turn.kv,
+                                    spans * ((group + DECODE_QUERIES - 1) / DECODE_QUERIES), &shared.last, decode_sync))
+        decode_join_spans(a, warp.HD(), turn.row, turn.kv, spans);
+}
 template <int ROOM, typename Cached>
 __device__ void decode_attend_items(const DecodeAttention &a, DecodeAttentionShared &shared, const DecodeAttended &in,
                                     DecodeTurn turn) {
@@ -437,14 +452,7 @@ __device__ void decode_attend_items(const DecodeAttention &a, DecodeAttentionSha
         }
         if (!warp.FP8) decode_prefetch(a, next, 1);
         opens = next.item != turn.item;
-        if (opens) {
-            const int spans = DecodeSpans(turn.position, a.least).count, group = a.NH / a.NKV;
-            warp.close(turn, shared, spans == 1);
-            if (spans > 1 &&
-                last_to_arrive(a.arrived + turn.row * a.NKV + turn.kv,
-                               spans * ((group + DECODE_QUERIES - 1) / DECODE_QUERIES), &shared.last, decode_sync))
-                decode_join_spans(a, warp.HD(), turn.row, turn.kv, spans);
-        }
+        if (opens) decode_close(warp, turn, shared);
         turn = next;
     }
 }

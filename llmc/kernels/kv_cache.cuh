@@ -64,7 +64,9 @@ struct KvRows {
         return {(char *)keys + at, (char *)values + at, scales ? scales + row : NULL, of_slot, each};
     }
     // Of a layer: the row of a head of keys at a page's first token, or at a slot's token t.
-    __device__ static size_t page_row(int page, int kv, int NKV) { return ((size_t)page * NKV + kv) * KV_PAGE; }
+    __host__ __device__ static size_t page_row(int page, int kv, int NKV) {
+        return ((size_t)page * NKV + kv) * KV_PAGE;
+    }
     __device__ size_t row(int slot, int t, int kv, int NKV) const {
         return page_row(of_slot[slot * each + t / KV_PAGE], kv, NKV) + t % KV_PAGE;
     }
