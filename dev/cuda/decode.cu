@@ -353,6 +353,8 @@ static Decode sizes_of_part(const Config &c, int ranks, int dtype) {
     d.head_columns = (int)round_up((size_t)c.vocab_size, (size_t)(128 * ranks)) / ranks;
     d.slots = DECODE_FEW_ROWS;
     d.room = 4096;
+    d.each = kv_pages(d.room);
+    d.pages = d.slots * d.each;
     d.norm = c.norm;
     d.norm_eps = c.norm_eps;
     d.mlp = c.mlp;
@@ -378,8 +380,10 @@ static void bench_model(const char *name, const char *preset, int dtype, bool fp
     if (c.embedding_norm) d.stream_gain = device_filled<floatX>((size_t)d.C, 1);
     if (!rotary) d.wpe = device_normal<floatX>((size_t)4096 * d.C, 0.02f);
     if (rotary) d.cos_sin = device_filled<float>((size_t)4096 * d.HD, 0.7f);
-    const size_t cache = (size_t)d.layers * DECODE_FEW_ROWS * 4096 * d.NKV * d.HD,
-                 size = fp8_cache ? 1 : sizeof(floatX);
+    std::vector<int> pages;
+    for (int i = 0; i < d.pages; i++) pages.push_back(i);
+    d.of_slot = upload_vector(pages);
+    const size_t cache = (size_t)d.layers * d.pages * KV_PAGE * d.NKV * d.HD, size = fp8_cache ? 1 : sizeof(floatX);
     char *both = device_new<char>(2 * cache * size);
     fill_bytes(both, 2 * cache * size, fp8_cache ? (int)DECODE_E4M3 : (int)DECODE_NATIVE, 1.0f);
     d.keys = (floatX *)both;

@@ -121,8 +121,8 @@ void attention_rows(floatX *out, const KvCache *cache, int layer, floatX *qkv, c
     const dim3 blocks(rows, ceil_div(NH + 2 * NKV, PROMPT_THREADS / lanes));
     launch_early(vector == 4 ? kv_append_kernel<4> : kv_append_kernel<VecX::size>, blocks, PROMPT_THREADS, 0, 1, stream,
                  of_layer, cache->rows, qkv, norm ? *norm : none, norm != NULL, heads, lanes);
-    const DecodeAttention a = {NH,
-                               NKV,
+    const DecodeAttention a = {NKV,
+                               NH / NKV,
                                HD,
                                1.4426950408889634f / sqrtf((float)HD),
                                qkv,

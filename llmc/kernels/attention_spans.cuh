@@ -75,9 +75,8 @@ template <int HEAD_SIZE, typename Element> struct SpanWarp {
         }
         __syncwarp();
     }
-    // Asks for the next unit, keys and values in turn.
+    // Asks for the unit behind the last one, keys and values in turn.
     __device__ void fetch(int value) {
-        while (ahead.valid && ahead.first_key() > ahead.position) ahead.next(a, in);
         if (!ahead.valid) return;
         if (lane() == 0) {
             const size_t row = decode_cached_row(a, ahead, ahead.first_key());
@@ -89,7 +88,15 @@ template <int HEAD_SIZE, typename Element> struct SpanWarp {
             if (FP8 && !value) bulk_load(scales + filled.stage * SCALES, a.cache.scales + row, SCALES, barrier);
         }
         filled.next();
-        if (value) ahead.next(a, in);
+        if (value) {
+            ahead.next(a, in);
+            skip_empty();
+        }
+    }
+    // Turns in which this warp has no keys.
+    __device__ void skip_empty() {
+        #pragma unroll 1
+        while (ahead.valid && ahead.first_key() > ahead.position) ahead.next(a, in);
     }
     __device__ void wait() const { mbarrier_wait(barriers + 8 * used.stage, used.parity); }
     __device__ void release() {
@@ -276,7 +283,8 @@ __global__ void __launch_bounds__(DECODE_BLOCK_THREADS, 2)
         if (!turn.valid && blockIdx.x) return;
         Warp warp(a, in, &keys, &values, turn, spans_shared, barriers);
         kernels_before_wait();
-        #pragma unroll
+        warp.skip_empty();
+        #pragma unroll 1
         for (int i = 0; i < Warp::UNITS; i++) warp.fetch(i % 2);
         if (turn.valid) warp.load_queries(turn);
         warp.clear();

@@ -390,7 +390,8 @@ __device__ inline DecodeAttention decode_layer_attention(const Decode &d, int la
     const size_t first = (size_t)layer * d.pages * d.NKV * KV_PAGE;
     const KvRows cache = KvRows{d.keys, d.values, d.scales, d.of_slot, d.each}.from(first, d.HD);
     const float scale = LOG2E * rsqrtf((float)d.HD);
-    return {d.NH, d.NKV, d.HD, scale, d.q, d.NH * d.HD, decode_least(d), cache, d.fresh, d.y, d.parts, d.arrived};
+    return {d.NKV,           d.NH / d.NKV, d.HD,    scale, d.q,     d.NH * d.HD,
+            decode_least(d), cache,        d.fresh, d.y,   d.parts, d.arrived};
 }
 __device__ inline void decode_mark(const Decode &d, int &marks) {
     if (d.clocks && blockIdx.x == 0 && threadIdx.x == 0) d.clocks[marks++] = clock64();

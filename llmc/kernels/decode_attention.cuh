@@ -36,7 +36,7 @@ struct DecodeSpans {
     }
 };
 struct DecodeAttention {
-    int NH, NKV, HD;
+    int NKV, group, HD;   // group: NH / NKV
     float scale;          // 1 / sqrt(HD) and log2 e
     const floatX *q;      // (rows, q_row), of which NH * HD are queries
     int q_row, least;     // least: see DecodeSpans
@@ -47,6 +47,10 @@ struct DecodeAttention {
     // (rows, NH, DECODE_SPANS, HD + 2): the sum weighted by exp2, then maximum and sum of exp2
     float *parts;
     unsigned *arrived;  // (rows, NKV), zeros
+
+    __device__ int NH() const { return NKV * group; }
+    // Items of a head of keys and a span.
+    __device__ int of_head() const { return (group + DECODE_QUERIES - 1) / DECODE_QUERIES; }
 };
 // In shared memory: what an item's warps have of some dimensions.
 template <int DIMENSIONS> struct DecodeJoined {
@@ -76,19 +80,24 @@ struct DecodeTurn {
         open(a, in);
     }
     __device__ void open(const DecodeAttention &a, const DecodeAttended &in) {
-        const int group = a.NH / a.NKV, parts = (group + DECODE_QUERIES - 1) / DECODE_QUERIES, each = a.NKV * parts;
+        const int parts = a.of_head(), each = a.NKV * parts;
         valid = item < in.spans_before[in.rows] * each;
         if (!valid) return;
         const int at = item / each, rest = item % each;
         row = 0;
+        #pragma unroll 1
         for (int step = DECODE_ROWS / 2; step > 0; step /= 2)
             if (row + step < in.rows && in.spans_before[row + step] <= at) row += step;
         slot = in.slots[row];
         position = in.positions[row];
-        kv = rest / parts;
-        query = rest % parts * DECODE_QUERIES;
-        queries = min((int)DECODE_QUERIES, group - query);
-        query += kv * group;
+        kv = rest;
+        query = 0;
+        if (parts > 1) {  // seldom, and dividing takes long
+            kv = rest / parts;
+            query = rest % parts * DECODE_QUERIES;
+        }
+        queries = min((int)DECODE_QUERIES, a.group - query);
+        query += kv * a.group;
         span = at - in.spans_before[row];
         const DecodeSpans spans(position, a.least);
         chunk = span * spans.each;
@@ -165,7 +174,7 @@ __device__ void decode_join_warps(const DecodeAttention &a, int HD, const Decode
         y = fmaf(shared.acc[w][query][d + 1], add, y);
         total = fmaf(shared.sum[w][query], add, total);
     }
-    const size_t at = (size_t)turn.row * a.NH + turn.query + query;
+    const size_t at = (size_t)turn.row * a.NH() + turn.query + query;
     if (whole) {
         decode_store_two(a.out + at * HD + first + d, __fdiv_rn(x, total), __fdiv_rn(y, total));
         return;
@@ -383,10 +392,10 @@ template <int ROOM, typename Cached> struct DecodeWarp {
 // All spans of a row and head are in scratch. A thread has two neighbouring dimensions, as in join_warps.
 __device__ inline void decode_join_spans(const DecodeAttention &a, int HD, int row, int kv, int spans) {
     constexpr int AT_ONCE = 8;
-    const int group = a.NH / a.NKV, stride = HD + 2;
-    for (int i = threadIdx.x * 2; i < group * HD; i += DECODE_BLOCK_THREADS * 2) {
+    const int stride = HD + 2;
+    for (int i = threadIdx.x * 2; i < a.group * HD; i += DECODE_BLOCK_THREADS * 2) {
         const int d = i % HD;
-        const size_t query = (size_t)row * a.NH + kv * group + i / HD;
+        const size_t query = (size_t)row * a.NH() + kv * a.group + i / HD;
         const float *part = a.parts + query * DECODE_SPANS * stride;
         float top = -INFINITY, x = 0, y = 0, total = 0;
         for (int first = 0; first < spans; first += AT_ONCE, part += AT_ONCE * stride) {
@@ -421,10 +430,10 @@ __device__ inline void decode_join_spans(const DecodeAttention &a, int HD, int r
 template <typename Warp, typename Shared>
 __device__ void decode_close(Warp &warp, const DecodeTurn &turn, Shared &shared) {
     const DecodeAttention &a = warp.a;
-    const int spans = DecodeSpans(turn.position, a.least).count, group = a.NH / a.NKV;
+    const int spans = DecodeSpans(turn.position, a.least).count;
     warp.close(turn, shared, spans == 1);
-    if (spans > 1 && last_to_arrive(a.arrived + turn.row * a.NKV + turn.kv,
-                                    spans * ((group + DECODE_QUERIES - 1) / DECODE_QUERIES), &shared.last, decode_sync))
+    if (spans > 1 &&
+        last_to_arrive(a.arrived + turn.row * a.NKV + turn.kv, spans * a.of_head(), &shared.last, decode_sync))
         decode_join_spans(a, warp.HD(), turn.row, turn.kv, spans);
 }
 template <int ROOM, typename Cached>
