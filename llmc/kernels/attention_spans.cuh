@@ -1,7 +1,8 @@
-// What attention_rows.cu runs on Hopper for heads of 64 and 128: items, spans and chunks are those of
-// decode_attention.cuh. Keys and values come to shared memory by TMA, for each warp those of its own turns: a unit is
-// 16 keys, or the values of 16 keys. A warp waits for no other but where an item ends. Products take keys (16 x
-// dimensions) and values (dimensions x 16 keys) as first operand, queries as second.
+// What attention_rows.cu runs on Hopper for heads of 64 and 128. Items, spans, chunks and turns are those of
+// decode_attention.cuh.
+// Each warp has a ring of units in shared memory, which TMA fills: 16 keys, or the values of 16 keys. So a warp waits
+// for the others only where an item ends. First operands of the products are keys (16 x dimensions) and values
+// (dimensions x 16 keys), read by ldmatrix; second operands are queries and weights. Why: dev/bench/generation.md.
 #ifndef LLMC_ATTENTION_SPANS_CUH
 #define LLMC_ATTENTION_SPANS_CUH
 
@@ -36,6 +37,7 @@ __device__ inline DecodeAttended attended_rows(AttendedRows &s, const DecodeInpu
     return {s.slots, s.positions, s.spans_before, count};
 }
 
+// A warp's part of its items. With g = lane / 4 and t = lane % 4:
 template <int HEAD_SIZE, typename Element> struct SpanWarp {
     // ROW: bytes of a key. A box has up to 128 of each; it lies in shared memory as lines of 128 bytes, swizzled.
     static constexpr bool FP8 = sizeof(Element) == 1;
@@ -279,7 +281,7 @@ __global__ void __launch_bounds__(DECODE_BLOCK_THREADS, 2)
         DecodeTurn turn(a, in);
         decode_prefetch(a, turn, 0);
         decode_prefetch(a, turn, 1);
-        // makes room for the kernel behind. One at least waits for what is before
+        // Makes room for the kernel behind. One block at least waits for what is before.
         if (!turn.valid && blockIdx.x) return;
         Warp warp(a, in, &keys, &values, turn, spans_shared, barriers);
         kernels_before_wait();
