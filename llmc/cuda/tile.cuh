@@ -98,7 +98,7 @@ __device__ inline void ldmatrix_transposed(unsigned (&r)[4], unsigned row) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(row));
 }
-// One matrix in registers.
+// One matrix in registers: a lane gives row lane/4, columns 2 (lane%4) and the next, and gets those of the transpose.
 __device__ inline unsigned transpose_8x8(unsigned x) {
     unsigned y;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));

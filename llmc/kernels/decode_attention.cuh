@@ -49,10 +49,10 @@ struct DecodeAttention {
     unsigned *arrived;  // (rows, NKV), zeros
 
     __device__ int NH() const { return NKV * group; }
-    // Items of a head of keys and a span.
+    // How many items a head of keys has in a span: each has up to DECODE_QUERIES queries.
     __device__ int of_head() const { return (group + DECODE_QUERIES - 1) / DECODE_QUERIES; }
 };
-// In shared memory: what an item's warps have of some dimensions.
+// In shared memory: what an item's warps have of some dimensions. Two neighbours are written at once.
 template <int DIMENSIONS> struct DecodeJoined {
     alignas(16) float acc[DECODE_BLOCK_WARPS][DECODE_QUERIES][DIMENSIONS + 2];
     float highest[DECODE_BLOCK_WARPS][DECODE_QUERIES], sum[DECODE_BLOCK_WARPS][DECODE_QUERIES];
@@ -92,7 +92,7 @@ struct DecodeTurn {
         position = in.positions[row];
         kv = rest;
         query = 0;
-        if (parts > 1) {  // seldom, and dividing takes long
+        if (parts > 1) {  // rare, and divisions are slow
             kv = rest / parts;
             query = rest % parts * DECODE_QUERIES;
         }
@@ -389,7 +389,7 @@ template <int ROOM, typename Cached> struct DecodeWarp {
         }
     }
 };
-// All spans of a row and head are in scratch. A thread has two neighbouring dimensions, as in join_warps.
+// All spans of a row and head are in scratch. A thread has two neighbouring dimensions.
 __device__ inline void decode_join_spans(const DecodeAttention &a, int HD, int row, int kv, int spans) {
     constexpr int AT_ONCE = 8;
     const int stride = HD + 2;
