@@ -74,9 +74,11 @@ static inline float quant_absmax(const float *x, int n) {
 }
 static inline int quant_is_nothing(float absmax) { return absmax < 0x1p-100f; }
 
+// rintf of a quotient below 2^22: a call for each number where the compiler may not use SSE 4.1.
+static inline float quant_round(float x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 // times: x / scale
 static inline float int4_code(float times) {
-    const float code = rintf(times);
+    const float code = quant_round(times);
     return code < -8 ? -8 : code > 7 ? 7 : code;
 }
 // Squared, in units of the scale.
@@ -126,7 +128,7 @@ static inline int quant_row(WeightFormat f, void *codes, void *scales, const flo
     if (!(absmax <= 0x1p100f)) return 0;
     if (f == WEIGHTS_INT8) {
         const float scale = bits_float((float_bits(absmax / 127) + 0x40) & ~0x7fu);
-        for (int i = 0; i < cols; i++) ((int8_t *)codes)[i] = (int8_t)(nothing ? 0 : rintf(x[i] / scale));
+        for (int i = 0; i < cols; i++) ((int8_t *)codes)[i] = (int8_t)(nothing ? 0 : quant_round(x[i] / scale));
         *(float *)scales = nothing ? 0 : scale;
     } else if (f == WEIGHTS_FP8) {
         const float up = nothing ? 0 : fp8_scale(absmax);

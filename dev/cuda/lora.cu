@@ -1,6 +1,6 @@
 // Ladder of llmc/kernels/lora.cuh and of the gradients of adapters (llmc/model/linear.cuh): what is merged, bit for bit
 // as llmc/lora.h does it, from floatX and from few bits; gradients against the loops of train_gpt2.c; speed on the
-// layers of Llama-3-8B.
+// layers of Llama-3-8B, and on gate and up of Qwen3-30B-A3B's experts, which are widened alone.
 // Build and run: make bench, or see dev/cuda/common.cuh.
 #include "few_bits.cuh"
 #include "../../llmc/model/linear.cuh"
@@ -108,12 +108,13 @@ static void check_gradients(const Layer *c, int N, int autotune, float scale) {
 
 // The products that a frozen layer needs anyway stand beside what its adapters take.
 static void bench_layer(const Layer *c, int N) try {
-    ladder_case("%s of Llama-3-8B, N=%d in=%d out=%d rank=%d", c->name, N, c->in, c->out, c->rank);
+    ladder_case("%s, N=%d in=%d out=%d rank=%d", c->name, N, c->in, c->out, c->rank);
     const size_t n = (size_t)c->out * c->in;
     Adapted x = adapt(c, 2);
     floatX *merged = device_new<floatX>(n), *inp = device_normal<floatX>((size_t)N * c->in, 1.0f),
            *dout = device_normal<floatX>((size_t)N * c->out, 1.0f), *dinp = device_new<floatX>((size_t)N * c->in);
     for (const WeightFormat format : {WEIGHTS_INT8, WEIGHTS_INT4, WEIGHTS_FP32}) {
+        if (format == WEIGHTS_FP32 && !c->count) continue;  // nothing to merge
         const QuantMatrix shape = {format, c->out, c->in, NULL, NULL};
         const size_t codes = (size_t)c->out * quantised_row_bytes(&shape),
                      scales = (size_t)c->out * quant_scale_bytes(format, c->in) + 16;
@@ -125,6 +126,7 @@ static void bench_layer(const Layer *c, int N) try {
                                        : "merge int4",
               (read + sizeof(floatX)) * (double)n, 0, [&] { lora_merge(merged, &q, &x.l, ladder.gpu.compute); });
     }
+    if (!c->count) return;
     Matmul mm = open_matmul(1);
     const int columns = lora_columns(&x.l);
     Pass p = pass_of(&mm, N, linear_adapters_scratch((size_t)N, c->in, c->out, columns));
@@ -167,7 +169,8 @@ int main(int argc, char **argv) {
                                 {"proj", 4096, 4096, 16, 1, {{0, 4096}}},
                                 {"gate and up", 4096, 28672, 16, 2, {{0, 14336}, {14336, 14336}}},
                                 {"down", 14336, 4096, 16, 1, {{0, 4096}}},
-                                {"down", 14336, 4096, 128, 1, {{0, 4096}}}};
+                                {"down", 14336, 4096, 128, 1, {{0, 4096}}},
+                                {"experts without adapters", 2048, 128 * 1536, 0, 0, {}}};
         for (const Layer &l : layers) bench_layer(&l, 8192);
     }
     return ladder_close();

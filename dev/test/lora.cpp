@@ -90,7 +90,7 @@ static void check_merge(const Case *c, WeightFormat format, float scale) {
     for (size_t i = 0; i < size; i++) expected[i] = (floatX)w[i];
     const int across = (c->in + LORA_THREADS * VecX::size - 1) / (LORA_THREADS * VecX::size);
     launch_on_cpu(all_rows / LORA_ROWS * across, LORA_THREADS, 0, false,
-                  [&] { lora_merge_kernel(out.data(), q, x.l, across); });
+                  [&] { lora_merge_for(format, &x.l)(out.data(), q, x.l, across); });
     size_t differ = 0;
     for (size_t i = 0; i < size; i++) differ += memcmp(&out[i], &expected[i], sizeof(floatX)) != 0;
     check(!differ, "%s: %zu of %zu weights differ, %s", c->name, differ, size, weight_format_names[format]);

@@ -217,14 +217,16 @@ static void st_read_floats(const StReader *r, const StTensor *t, uint64_t begin,
     require(st_is_float(t), "'%s': tensor '%.100s' is %s\nF32, BF16 or F16 is needed", f->path.text, t->name,
             st_types[t->type].name);
     st_check_span(t, begin, count);
-    if (t->type == ST_F32) {
-        pread_or_die(f->fd, out, count * 4, t->begin + begin * 4, f->path.text);
-        return;
-    }
-    uint16_t raw[ST_PIECE_BYTES / 2];
-    for (uint64_t i = 0, n; i < count; i += n) {
-        n = smaller(count - i, ST_PIECE_BYTES / 2);
-        pread_or_die(f->fd, raw, n * 2, t->begin + (begin + i) * 2, f->path.text);
+    enum { PIECE = ST_PIECE_BYTES / 2 };
+    #pragma omp parallel for schedule(static) if (count > 4 * PIECE)
+    for (uint64_t i = 0; i < count; i += PIECE) {
+        const uint64_t n = smaller(count - i, PIECE), at = t->begin + (begin + i) * st_types[t->type].bytes;
+        if (t->type == ST_F32) {
+            pread_or_die(f->fd, out + i, n * 4, at, f->path.text);
+            continue;
+        }
+        uint16_t raw[PIECE];
+        pread_or_die(f->fd, raw, n * 2, at, f->path.text);
         if (t->type == ST_BF16)
             for (uint64_t k = 0; k < n; k++) out[i + k] = bf16_widen(raw[k]);
         else
@@ -233,6 +235,7 @@ static void st_read_floats(const StReader *r, const StTensor *t, uint64_t begin,
 }
 static int floats_are_finite(const float *values, uint64_t count) {
     uint32_t not_finite = 0;
+    #pragma omp parallel for simd schedule(static) reduction(| : not_finite) if (count > 1 << 17)
     for (uint64_t i = 0; i < count; i++) not_finite |= (float_bits(values[i]) & 0x7f800000) == 0x7f800000;
     return !not_finite;
 }

@@ -49,37 +49,48 @@ static int lora_layers(const LayerAdapters *l) { return l->experts ? l->experts 
 // ---- merging
 
 template <int N> struct alignas(4 * N) LoraCodes { unsigned word[N]; };  // one load
-// WEIGHTS_FP32: the matrix is floatX.
-__device__ inline void lora_widen(float (&w)[VecX::size], const QuantMatrix &q, size_t row, int col) {
-    constexpr int N = VecX::size;
-    if (q.format == WEIGHTS_FP32) {
-        vec_widen(w, vec_load((const floatX *)q.codes + row * (size_t)q.cols + col));
+// A thread's columns of a row as they lie. WEIGHTS_FP32: the matrix is floatX.
+typedef struct {
+    VecX native;
+    LoraCodes<VecX::size / 2> codes;
+    float scale;
+} LoraRow;
+template <WeightFormat FORMAT> __device__ inline LoraRow lora_load(const QuantMatrix &q, size_t row, int col) {
+    LoraRow x;
+    if (FORMAT == WEIGHTS_FP32) {
+        x.native = vec_load((const floatX *)q.codes + row * (size_t)q.cols + col);
+        return x;
+    }
+    const int of_16 = FORMAT == WEIGHTS_INT4 ? 32 : 16;  // elements in 16 bytes
+    const uint8_t *codes = q.codes + row * quantised_row_bytes(&q) + col / of_16 * 16 + col % 8 * 2,
+                  *scales = q.scales + row * quant_scale_bytes(FORMAT, q.cols);
+    x.codes = *(const LoraCodes<VecX::size / 2> *)codes;
+    x.scale =
+        FORMAT == WEIGHTS_INT4 ? bf16_widen(((const uint16_t *)scales)[col / INT4_GROUP]) : *(const float *)scales;
+    return x;
+}
+template <WeightFormat FORMAT> __device__ inline void lora_widen(float (&w)[VecX::size], const LoraRow &x, int col) {
+    if (FORMAT == WEIGHTS_FP32) {
+        vec_widen(w, x.native);
         return;
     }
-    const int of_16 = q.format == WEIGHTS_INT4 ? 32 : 16, v = col % of_16 / 8;  // elements in 16 bytes; the octet
-    const uint8_t *codes = q.codes + row * quantised_row_bytes(&q) + col / of_16 * 16 + col % 8 * 2;
-    const uint8_t *scales = q.scales + row * quant_scale_bytes(q.format, q.cols);
-    const LoraCodes<N / 2> c = *(const LoraCodes<N / 2> *)codes;
-    const float scale =
-        q.format == WEIGHTS_INT4 ? bf16_widen(((const uint16_t *)scales)[col / INT4_GROUP]) : *(const float *)scales;
+    const int v = col % (FORMAT == WEIGHTS_INT4 ? 32 : 16) / 8;  // the octet
     #pragma unroll
-    for (int k = 0; k < N; k++) {
-        const unsigned word = c.word[k / 2];
-        switch (q.format) {
-        case WEIGHTS_INT4: w[k] = (float)((int)code_of<4>(word, k, v) - 8) * scale; break;
-        case WEIGHTS_INT8: w[k] = (float)(int8_t)code_of<8>(word, k, v) * scale; break;
-        default: w[k] = fp8_to_float((uint8_t)code_of<8>(word, k, v)) * scale;
-        }
+    for (int k = 0; k < VecX::size; k++) {
+        const unsigned word = x.codes.word[k / 2];
+        if (FORMAT == WEIGHTS_INT4)
+            w[k] = (float)((int)code_of<4>(word, k, v) - 8) * x.scale;
+        else if (FORMAT == WEIGHTS_INT8)
+            w[k] = (float)(int8_t)code_of<8>(word, k, v) * x.scale;
+        else
+            w[k] = fp8_to_float((uint8_t)code_of<8>(word, k, v)) * x.scale;
     }
 }
-// A block merges LORA_ROWS rows, all of one adapter or of none; each thread has one vector of columns. across: blocks
-// of a row.
-static __global__ void __launch_bounds__(LORA_THREADS)
-    lora_merge_kernel(floatX *out, const QuantMatrix q, const LayerAdapters l, int across) {
+// Adds to LORA_ROWS rows from `row` on, all of one adapter or of none. All threads of a block call it; here: this one
+// has columns.
+__device__ inline void lora_add(float (&w)[LORA_ROWS][VecX::size], const QuantMatrix &q, const LayerAdapters &l,
+                                int row, int col, bool here) {
     alignas(16) __shared__ float factors[LORA_RANKS][LORA_ROWS];
-    const int row = (int)blockIdx.x / across * LORA_ROWS,
-              col = ((int)blockIdx.x % across * LORA_THREADS + (int)threadIdx.x) * VecX::size;
-    const bool here = col < q.cols;
     const int expert = l.experts ? row / (q.rows / l.experts) : 0,
               of_layer = row - expert * (q.rows / max(l.experts, 1));
     LayerAdapter mine = {};
@@ -88,9 +99,6 @@ static __global__ void __launch_bounds__(LORA_THREADS)
     const int rank = mine.rows ? l.rank : 0;
     const floatX *a_rows = mine.a + expert * l.next_a,
                  *b = mine.b + expert * l.next_b + (size_t)(of_layer - mine.row) * rank;
-    float w[LORA_ROWS][VecX::size];
-    #pragma unroll
-    for (int i = 0; i < LORA_ROWS && here; i++) lora_widen(w[i], q, (size_t)(row + i), col);
     for (int r0 = 0; r0 < rank; r0 += LORA_RANKS) {
         const int ranks = min((int)LORA_RANKS, rank - r0);
         __syncthreads();
@@ -109,9 +117,38 @@ static __global__ void __launch_bounds__(LORA_THREADS)
             }
         }
     }
+}
+// A block merges LORA_ROWS rows; each thread has one vector of columns. across: blocks of a row. The format is known to
+// the compiler, so that all loads are on their way before the first is waited for.
+template <WeightFormat FORMAT, bool ADAPTED>
+static __global__ void __launch_bounds__(LORA_THREADS)
+    lora_merge_kernel(floatX *out, const QuantMatrix q, const LayerAdapters l, int across) {
+    const int row = (int)blockIdx.x / across * LORA_ROWS,
+              col = ((int)blockIdx.x % across * LORA_THREADS + (int)threadIdx.x) * VecX::size;
+    const bool here = col < q.cols;
+    LoraRow rows[LORA_ROWS];
+    #pragma unroll
+    for (int i = 0; i < LORA_ROWS && here; i++) rows[i] = lora_load<FORMAT>(q, (size_t)(row + i), col);
+    float w[LORA_ROWS][VecX::size];
+    #pragma unroll
+    for (int i = 0; i < LORA_ROWS && here; i++) lora_widen<FORMAT>(w[i], rows[i], col);
+    if (ADAPTED) lora_add(w, q, l, row, col, here);
     #pragma unroll
     for (int i = 0; i < LORA_ROWS && here; i++)
         vec_store(out + (size_t)(row + i) * q.cols + col, vec_narrow<floatX>(w[i]));
+}
+typedef void LoraMerge(floatX *out, const QuantMatrix q, const LayerAdapters l, int across);
+template <WeightFormat FORMAT> static LoraMerge *lora_merge_of(const LayerAdapters *l) {
+    return l->count ? lora_merge_kernel<FORMAT, true> : lora_merge_kernel<FORMAT, false>;
+}
+static LoraMerge *lora_merge_for(WeightFormat format, const LayerAdapters *l) {
+    switch (format) {
+    case WEIGHTS_FP32: return lora_merge_of<WEIGHTS_FP32>(l);
+    case WEIGHTS_INT8: return lora_merge_of<WEIGHTS_INT8>(l);
+    case WEIGHTS_FP8: return lora_merge_of<WEIGHTS_FP8>(l);
+    case WEIGHTS_INT4: return lora_merge_of<WEIGHTS_INT4>(l);
+    default: unhandled(format);
+    }
 }
 
 // ---- packing
@@ -154,7 +191,8 @@ static void lora_merge(floatX *out, const QuantMatrix *q, const LayerAdapters *l
     require(sizes % LORA_ROWS == 0, "a weight of %d by %d is merged in rows and columns of 8\nuse multiples of 8",
             q->rows, q->cols);
     require_aligned("adapters", {out, q->codes, l->of[0].a, l->of[1].a, l->of[2].a});
-    lora_merge_kernel<<<q->rows / LORA_ROWS * across, LORA_THREADS, 0, stream>>>(out, *q, *l, across);
+    LoraMerge *const kernel = lora_merge_for(q->format, l);
+    kernel<<<q->rows / LORA_ROWS * across, LORA_THREADS, 0, stream>>>(out, *q, *l, across);
     launchCheck();
     const double read = q->format == WEIGHTS_FP32 ? sizeof(floatX) : quant_bits(q->format) / 8.0;
     timing_lap("weights merged", 0, (read + sizeof(floatX)) * q->rows * q->cols, stream);
