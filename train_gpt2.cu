@@ -636,8 +636,11 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     if (!m->plan.options.cuda_graphs || timing.on || m->counts_fp8 || meets_ranks || m->b.host_x || compacts ||
         (m->config.num_experts && masked))  // the weight of their balance is in the graph
         work();
-    else
+    else {
+        m->matmul.put_off = 0;
         graph_run(&m->graphs[kind], num_micro, m->gpu.compute, work);
+        if (m->matmul.put_off) m->graphs[kind].warm = 0;  // a graph would keep what was not chosen
+    }
     m->weights_changed = 0;
 }
 

@@ -19,7 +19,7 @@ static HopperVariant own_matmuls[64];
 static int own_count;
 static void own_open(void) {
     for (int i = 0; const HopperVariant *v = hopper_variant(i); i++)
-        if (v->dtype == MATMUL_FLOATX) own_matmuls[own_count++] = *v;
+        if (v->dtype == MATMUL_FLOATX && !v->of_experts) own_matmuls[own_count++] = *v;
 }
 // out (M,N) = a b, where a and b lie as this form has them.
 static MatmulProblem problem_of(MatmulForm form, int M, int N, int K, MatmulEpilogue epilogue = EPILOGUE_PLAIN,

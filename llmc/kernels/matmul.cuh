@@ -12,9 +12,10 @@
 // With autotune the first call of a plan runs all candidates on the caller's own operands; "=" calls only. Those whose
 // result differs from the first's in any bit are dropped, and the fastest of the rest is kept: the choice, which
 // depends on noise, does not change a run's numbers. (Results are compared on that one data set: equal there means the
-// same order of summation.) Without autotune, and for small problems, the first candidate is taken. Only
-// BACKWARD_WEIGHT, whose output is small and whose sum is long, may be split along k, and only with fp32 partial sums
-// in the workspace, added in a fixed order.
+// same order of summation. A product of zeros says nothing of it, and weights or adapters begin as zeros: the first
+// candidate serves until a call has another result.) Without autotune, and for small problems, the first candidate is
+// taken. Only BACKWARD_WEIGHT, whose output is small and whose sum is long, may be split along k, and only with fp32
+// partial sums in the workspace, added in a fixed order.
 //
 // In fp8 there is the same choice for weights' gradients alone, whose sums are long: cuBLASLt promotes them to fp32.
 // The other products are ours, which keeps sums in the tensor core and has a scale for each row of a; on GPUs that have
@@ -56,7 +57,7 @@ typedef struct {
     cublasLtMatrixLayout_t a, b, d;
     MatmulCandidate use;
     MatmulCandidate vendor;  // the same or, where our kernel is in use, the best of cuBLASLt's, which can accumulate
-    int tuned;
+    int tuned, put_off;      // put_off: a call would have tuned it, but gave zeros
     int found, identical, chosen;  // candidates: offered, bitwise identical to the first, index of the one in use
     float ms, first_ms;            // the chosen one and candidate 0
 } MatmulPlan;
@@ -68,6 +69,7 @@ typedef struct Matmul {
     float *scales;     // behind them
     cublasComputeType_t compute;
     int autotune, count;
+    int put_off;  // calls that gave zeros instead of choosing
     // 0, or: products of a multiple of part_rows are parts of one of whole_rows, and bitwise identical to it.
     int part_rows, whole_rows;
     double tune_seconds;
@@ -325,12 +327,13 @@ static cublasStatus_t matmul_launch(const Matmul *mm, const MatmulPlan *p, const
 
 // ---- autotuning
 
-// One number for all bits of a buffer: integer sums, so that the order does not matter.
+// One number for all bits of a buffer: integer sums, so that the order does not matter. 0: all bits are zeros.
 __global__ void __launch_bounds__(256) matmul_hash_kernel(uint64_t *hash /*+=*/, const uint4 *data, size_t vectors) {
     unsigned long long sum = 0;
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < vectors; i += (size_t)gridDim.x * blockDim.x) {
         const uint4 x = data[i];
-        sum += rand_mix(((uint64_t)x.x << 32 | x.y) + rand_mix(((uint64_t)x.z << 32 | x.w) + i));
+        if (x.x | x.y | x.z | x.w)
+            sum += rand_mix(((uint64_t)x.x << 32 | x.y) + rand_mix(((uint64_t)x.z << 32 | x.w) + i));
     }
     sum = warp_reduce<Sum>(sum);
     if (threadIdx.x % WARP == 0) atomicAdd((unsigned long long *)hash, sum);
@@ -355,6 +358,10 @@ static size_t matmul_out_count(const MatmulProblem *q) {
     const size_t product = (size_t)z.M * z.N * matmul_batch(q);
     if (q->epilogue == EPILOGUE_GRADIENT) return product * (size_t)inputs;
     return q->form == MATMUL_FORWARD && q->epilogue >= EPILOGUE_ACTIVATION ? product / (size_t)inputs : product;
+}
+static int matmul_gives_zeros(const Matmul *mm, const MatmulPlan *p, const MatmulOperands *x, cudaStream_t stream) {
+    const int runs = matmul_launch(mm, p, &p->use, &p->problem, x, stream) == CUBLAS_STATUS_SUCCESS;
+    return runs && matmul_hash(mm, x->out, matmul_out_count(&p->problem), stream) == 0;
 }
 // Runs every candidate once and marks those that work and equal the first in every bit. Returns their number.
 static int matmul_identical(const Matmul *mm, const MatmulPlan *p, const MatmulCandidate *candidates, int *alive,
@@ -409,9 +416,12 @@ static void matmul_tune(Matmul *mm, MatmulPlan *p, const MatmulOperands *x, cuda
     float best[MATMUL_CANDIDATES];
     cudaStreamCaptureStatus capture;
     cudaCheck(cudaStreamIsCapturing(stream, &capture));
-    require(capture == cudaStreamCaptureStatusNone,
+    require(capture == cudaStreamCaptureStatusNone || p->put_off,
             "a matmul (%d rows, %d to %d channels) is first met inside a CUDA graph\nrun one step before capturing",
             p->problem.rows, p->problem.in, p->problem.out);
+    p->put_off = capture != cudaStreamCaptureStatusNone || matmul_gives_zeros(mm, p, x, stream);
+    mm->put_off += p->put_off;
+    if (p->put_off) return;
     p->found = matmul_candidates(mm, p, candidates);
     p->identical = matmul_identical(mm, p, candidates, alive, x, stream);
     matmul_time(mm, p, candidates, alive, best, x, stream);

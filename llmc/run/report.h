@@ -191,7 +191,7 @@ static void report_step(Trainer *t, const StepReport *r) {
     double flops =
         tokens * flops_per_token(&t->config, facts_of(t->model).table, facts_of(t->model).frozen, t->o.seq_len);
     double mfu = peak > 0 ? flops / (r->seconds * peak) : NAN;
-    t->step_seconds = t->steps_timed++ < 2 ? r->seconds : 0.95 * t->step_seconds + 0.05 * r->seconds;
+    t->step_seconds = t->steps_timed++ < 3 ? r->seconds : 0.95 * t->step_seconds + 0.05 * r->seconds;
     write_step_line(t, r, mfu, skipped);
     if (skipped || !console_columns() || t->state.step == t->steps) {
         puts(t->step_line);

@@ -46,7 +46,7 @@ typedef struct {
     Path resumed_from;                    // checkpoint folder, "" for a fresh run
     Path adapters, base;                  // generation, evaluation: --model has adapters, and these are for `base`
     char data_changed[400];               // how the data differ from the checkpoint's; "": they do not
-    double step_seconds;                  // smoothed; from the second step on, because the first also warms up
+    double step_seconds;                  // smoothed; from the third step on: those before also choose kernels
     int steps_timed;
     char step_line[384];  // the last step's, shown on a terminal during the next step; "": it was printed for good
 } Trainer;
