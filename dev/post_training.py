@@ -70,11 +70,16 @@ def parse(argv, doc, add, numbers):
     return a, options
 
 
+def model_folder(model):
+    """The folder of a model; of a run its newest checkpoint, which the program takes, too."""
+    checkpoints = sorted(glob.glob(os.path.join(glob.escape(str(model)), "step_*")))
+    return checkpoints[-1] if checkpoints else model
+
+
 def context_of(model):
     """Tokens, of a folder, a run's folder or a preset; 1024 where it is not found: the program says what is wrong."""
-    checkpoints = sorted(glob.glob(os.path.join(glob.escape(model), "step_*")))
     try:
-        config = read_object(os.path.join(checkpoints[-1] if checkpoints else model, "config.json"))
+        config = read_object(os.path.join(model_folder(model), "config.json"))
         found = config.read("max_position_embeddings", int) or config.read("n_positions", int)
     except (BadFile, OSError):
         found = None
@@ -122,7 +127,10 @@ def steps_left(a, t, updates=1):
     """Those that --resume leaves to do, each of so many updates."""
     left = range(t.steps_done // updates, a.steps)
     if not left:
-        print(f"nothing is left to do: '{a.output}' is at step {a.steps} of {a.steps}; give more --steps", flush=True)
+        print(
+            f"nothing is left to do: '{a.output}' is at step {t.steps_done // updates} of {a.steps}; give more --steps",
+            flush=True,
+        )
     return left
 
 
@@ -245,7 +253,7 @@ def write_messages(prompts, model):
 
 def chat_renderer(model):
     """Of the chat template in a model's folder."""
-    text, tokens = read_template(model)
+    text, tokens = read_template(model_folder(model))
     if not text:
         raise BadFile(f"'{model}' has no chat template\n  hint: give texts, or the folder of a model that has one")
     return Renderer(text, tokens)

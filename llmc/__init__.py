@@ -275,6 +275,7 @@ def leave_to_parent():
     for t in list(TRAINERS):
         t._end.detach()
         t._channel.connection.close()
+        t._turn = threading.RLock()  # another thread of the parent's may have had it
 
 
 os.register_at_fork(after_in_child=leave_to_parent)

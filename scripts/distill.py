@@ -25,7 +25,7 @@ import numpy as np  # noqa: E402
 import llmc  # noqa: E402, which finds dev/
 from chat_template import TemplateError  # noqa: E402
 from checked_json import BadFile  # noqa: E402
-from post_training import add_schedule, end_of, make_steps, of_step, parse, rate_of, read_prompts  # noqa: E402
+from post_training import add_schedule, end_of, make_steps, model_folder, of_step, parse, rate_of, read_prompts  # noqa: E402
 from post_training import rows_of, tokenised, trainer_options, write_messages  # noqa: E402
 
 FILES = ("tokenizer.bin", "tokenizer.json")
@@ -38,7 +38,7 @@ def require_same_tokenizer(student, teacher, folders):
     if own != other:
         raise llmc.Error(f"the student has {own} tokens, the teacher {other}\n  hint: {HINT}")
     for name in FILES:
-        paths = [os.path.join(folder, name) for folder in folders]
+        paths = [os.path.join(model_folder(folder), name) for folder in folders]
         if all(map(os.path.isfile, paths)) and len({open(p, "rb").read() for p in paths}) > 1:
             raise llmc.Error(f"'{paths[0]}' and '{paths[1]}' differ\n  hint: {HINT}")
 

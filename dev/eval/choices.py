@@ -93,6 +93,8 @@ class ChoiceSet:
         example, right, _, length, characters = (np.array(x) if k != 2 else x for k, x in enumerate(zip(*self.rows)))
 
         def accuracy(measure):
+            if np.isnan(measure).any():
+                return float("nan")
             best = {}
             for i, e in enumerate(example):
                 best[e] = i if e not in best or measure[i] < measure[best[e]] else best[e]

@@ -177,6 +177,11 @@ def choices_of(scorer, examples, task, limit=None):
     if task.kind == "language_modeling":
         return scorer.follows(contexts, continuations), cut
     means = scorer.means(contexts, continuations)
+    if np.isnan(means).any():
+        die(
+            f"{task.name}: the loss of a choice is nan",
+            "the model's weights hold NaN or infinity: python dev/eval/hf.py check",
+        )
     return np.array([means[of == i].argmax() for i in range(of[-1] + 1)]), cut
 
 

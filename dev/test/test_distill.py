@@ -124,6 +124,10 @@ def test_bad_teachers_and_prompts(start, teacher, prompts, tmp_path, capfd):
     distill.require_same_tokenizer(t, t, (tmp_path / "one", tmp_path / "one"))
     with pytest.raises(llmc.Error, match="tokenizer.json' differ"):
         distill.require_same_tokenizer(t, t, (tmp_path / "one", tmp_path / "two"))
+    (tmp_path / "run").mkdir()
+    shutil.copytree(tmp_path / "two", tmp_path / "run/step_00000002")
+    with pytest.raises(llmc.Error, match="step_00000002/tokenizer.json' differ"):
+        distill.require_same_tokenizer(t, t, (tmp_path / "one", tmp_path / "run"))
     write_lines(tmp_path / "bad.jsonl", [{"prompt": [1]}, {"prompt": 5}])
     status, said = refused(start, teacher, str(tmp_path / "bad.jsonl"))
     assert status == 1 and "bad.jsonl:2" in said

@@ -476,6 +476,17 @@ def test_scores_do_not_depend_on_batch_and_ranks_nor_on_the_language(world, tmp_
 
 
 @needs_trainer
+def test_a_model_with_nan_has_no_accuracy(world, tmp_path):
+    """Of losses that are no numbers the first choice would win."""
+    model = ref.make_model(f"d2,channels=64,vocab=256,seq={T}", 1)
+    with torch.no_grad():
+        next(model.parameters())[3] = float("nan")
+    ref.write_weights(model, str(tmp_path / "nan"))
+    said, _ = in_c(world, tmp_path / "c", **{"-e": tmp_path / "nan", "-j": ""})
+    assert "mixed acc nan, by token nan of 13" in said
+
+
+@needs_trainer
 def test_scores_are_those_of_the_definition(world, tmp_path):
     """Every row by itself through the model, and accuracies from the losses of the rows, as lm-eval computes them."""
     said, got = in_c(world, tmp_path / "c")

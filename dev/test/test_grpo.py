@@ -283,8 +283,18 @@ def test_a_finished_run_says_that_nothing_is_left(capsys):
 
     a, t = argparse.Namespace(output="out", steps=4), argparse.Namespace(steps_done=6)
     assert list(steps_left(a, t, updates=2)) == [3] and not capsys.readouterr().out
-    t.steps_done = 8
-    assert not steps_left(a, t, updates=2) and "nothing is left to do: 'out' is at step 4" in capsys.readouterr().out
+    t.steps_done = 12
+    assert not steps_left(a, t, updates=2)
+    assert "nothing is left to do: 'out' is at step 6 of 4" in capsys.readouterr().out
+
+
+def test_a_run_has_the_chat_template_of_its_newest_checkpoint(tmp_path):
+    from post_training import chat_renderer
+
+    for step, text in ((9, "old"), (10, "new")):
+        (tmp_path / f"step_{step:08d}").mkdir()
+        (tmp_path / f"step_{step:08d}/chat_template.jinja").write_text(text)
+    assert chat_renderer(str(tmp_path)).render([{"role": "user", "content": "x"}]) == "new"
 
 
 STOPPING = """

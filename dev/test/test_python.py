@@ -1268,6 +1268,26 @@ def test_forked_children(start, mark):
     assert os.waitpid(child, 0)[1] == 0
 
 
+@launcher.on_linux
+def test_a_fork_while_another_thread_calls(start):
+    """The child has the lock of that thread, which it does not have."""
+    t, texts = start(), []
+    caller = threading.Thread(target=lambda: texts.append(t.generate([[1]], n=200, max_tokens=20)))
+    caller.start()
+    while t._turn.acquire(blocking=False):
+        t._turn.release()
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        with contextlib.suppress(llmc.Ended):
+            t.names()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    caller.join()
+    assert len(texts) == 1
+
+
 def test_names_of_the_log(start, tmp_path):
     t = start(output=tmp_path / "run")
     train_step(t, 0)

@@ -230,11 +230,13 @@ static void choice_losses(Evaluation *e, const EvalSet *s, Model *m, double *sum
     free(b.losses);
 }
 
-// Whether the right choice has the smallest measure; of equal ones the first counts.
-static int choice_is_right(const EvalExample *x, const double *measure) {
+// Whether the right choice has the smallest measure; of equal ones the first counts. NAN if a measure is.
+static double choice_is_right(const EvalExample *x, const double *measure) {
     int best = 0;
-    for (int c = 1; c < x->num_choices; c++)
+    for (int c = 0; c < x->num_choices; c++) {
+        if (isnan(measure[c])) return NAN;
         if (measure[c] < measure[best]) best = c;
+    }
     return best == x->label;
 }
 // By measure: the loss of a choice, the sum over its tokens; divided by their number, as in llm.c; divided by that of
