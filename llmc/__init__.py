@@ -244,7 +244,18 @@ CALLERS = {  # options of the program whose work is the caller's here
     "schedule": "give step() the rate of each step",
     "warmup": "give step() the rate of each step",
     "patience": "end when you like",
+    "epochs": "end when you like",
+    "final_lr_fraction": "give step() the rate of each step",
+    "decay_fraction": "give step() the rate of each step",
+    "eval_steps": "call forward() with as many rows as you like",
+    "hellaswag": "call forward() with rows of them",
+    "choice_data": "call forward() with rows of them",
+    "sample_tokens": "give generate() max_tokens",
+    "temperature": "give it to generate()",
+    "top_k": "give it to generate()",
+    "top_p": "give it to generate()",
 }
+OWN_EVENTS = ("start", "step", "checkpoint", "end")  # of the log, which its readers go by
 
 
 def words_of(launcher):
@@ -733,4 +744,6 @@ class Trainer:
         if not isinstance(event, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", event):
             hint = 'a name has letters of a to z, digits, "_", "." and "-", such as log("eval", loss=2.1)'
             raise Error(f"{shown(event)} is no name of a line of the log\n  hint: {hint}")
+        if event in OWN_EVENTS:
+            raise Error(f"{event} is a line of the program's own\n  hint: take another name")
         self._ask("log", text=f"{event}\n{members(fields, LINE)}")

@@ -328,6 +328,7 @@ static void config_finish(Config *c, const char *path) {
             "heads= or head_dim=", "%d heads of %d, whose q are normalised together, are not %d channels", NH,
             c->head_dim, C);
     REQUIRE(K <= E, "active= or experts=", "%d active experts are more than %d experts", K, E);
+    REQUIRE(c->balance >= 0, "", "the router's balance, router_aux_loss_coef, is %g, below 0", c->balance);
     REQUIRE(V > 1 && V <= most, "vocab=", "vocabulary size %d is not between 2 and 2^24", V);
     REQUIRE(T > 0 && T <= most, "seq=", "context length %d is not between 1 and 2^24", T);
     REQUIRE(c->norm_eps > 0, "", "norm epsilon %g is not positive", c->norm_eps);

@@ -149,6 +149,8 @@ def main(argv=None):
     a, options = parse(sys.argv[1:] if argv is None else argv, __doc__, add_arguments, NUMBERS)
 
     def run():
+        if a.reference and not a.beta:
+            raise BadFile("--reference says nothing without --beta\n  hint: give --beta, such as 0.04, or leave it out")
         prompts = write_messages(read_prompts(a.prompts), a.model)
         rewards = Rewards(a.rewards, a.weights, a.reward_timeout, a.on_bad_reward)
         size = dict(batch_size=a.batch_size, seq_len=a.seq_len)

@@ -375,6 +375,7 @@ BAD_FILES = {
     "no python": ({"rewards": "def reward(:\n"}, (), "does not run: invalid syntax"),
     "weights": ({}, ("--weights", "1,2"), "2 weights for reward_sum"),
     "beta": ({}, ("--beta", 0.1), "hint: --reference FOLDER, or adapters (-- --lora 16)"),
+    "a reference": ({}, ("--reference", "no/such"), "--reference says nothing without --beta"),
     "raises": ({"rewards": "def reward(p, c, answer):\n    return {}['x']\n"}, (), "reward: KeyError: 'x'"),
     "unknown field": ({"rewards": "def reward(p, c):\n    return 0\n"}, (), "unexpected keyword argument 'answer'"),
     "no number": ({"rewards": "def reward(p, c, **_):\n    return None\n"}, (), "reward: TypeError: float() argument"),

@@ -509,6 +509,7 @@ def test_bad_descriptions(model, words):
         ("mixtral", {"num_experts_per_tok": 6}, "6 active experts are more than 5 experts"),
         ("olmoe", {"num_experts": "many"}, "num_experts"),
         ("olmoe", {"router_aux_loss_coef": "x"}, "router_aux_loss_coef"),
+        ("olmoe", {"router_aux_loss_coef": -1}, "router_aux_loss_coef, is -1, below 0"),
         ("olmoe", {"num_experts": 7}, "8 differences: no model.layers.0.mlp.experts.6.gate_proj.weight"),
     ],
 )

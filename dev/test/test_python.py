@@ -1297,6 +1297,9 @@ def test_names_of_the_log(start, tmp_path):
         with pytest.raises(llmc.Error, match="is a field of the log's own\n  hint: "):
             call()
     t.log("eval", loss=1.5, tokens=3)
+    for event in llmc.OWN_EVENTS:
+        with pytest.raises(llmc.Error, match=f"{event} is a line of the program's own\n  hint: "):
+            t.log(event, note="x")
 
 
 def test_too_much_to_generate(start):
