@@ -6,8 +6,9 @@
 #include "tp_test.h"
 
 // fp32 sums in another order. Measured on meshes of up to 3 x 2 and 1 x 4: logits 1.0e-6, gradients 3.2e-6, losses and
-// norms 9.5e-7.
-static const TpBounds BOUNDS = {{3e-6, 3e-6}, {8e-6, 8e-6}, 3e-6, 1};
+// norms 9.5e-7; of olmoe on 1 x 4 ranks a third norm 4.2e-6 on one kind of CPU, after two updates that make a gradient
+// near 0 as large as any.
+static const TpBounds BOUNDS = {{3e-6, 3e-6}, {8e-6, 8e-6}, 8e-6, 1};
 
 static const Config *local_config(const Model *m) { return &m->local; }
 static int batch_of(const Model *m) { return m->B; }
