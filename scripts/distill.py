@@ -25,8 +25,8 @@ import numpy as np  # noqa: E402
 import llmc  # noqa: E402, which finds dev/
 from chat_template import TemplateError  # noqa: E402
 from checked_json import BadFile  # noqa: E402
-from post_training import add_schedule, end_of, make_steps, model_folder, of_step, parse, rate_of, read_prompts  # noqa: E402
-from post_training import rows_of, tokenised, trainer_options, write_messages  # noqa: E402
+from post_training import add_schedule, end_of, make_steps, model_folder, of_step, parse, rate_of  # noqa: E402
+from post_training import read_prompts, rows_of, tokenised, trainer_options, write_messages  # noqa: E402
 
 FILES = ("tokenizer.bin", "tokenizer.json")
 HINT = "a teacher needs the student's own tokenizer"
