@@ -161,11 +161,10 @@ def made():
     ranks = combining_classes({code for group in groups for code, _, _ in group})
     return (
         "// Made by dev/unicode_tables.py, which says of what: not to be edited.\n"
-        "#ifndef LLMC_UNICODE_TABLES_H\n#define LLMC_UNICODE_TABLES_H\n\n"
+        "#pragma once\n\n"
         + table("unicode_runs", runs_of(classes()))
         + table("unicode_pairs", itertools.chain.from_iterable(map(pairs_of, groups)))
         + table("unicode_marks", marks_of(ranks))
-        + "\n#endif\n"
     )
 
 

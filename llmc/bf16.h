@@ -13,8 +13,7 @@
 // precision", arXiv:1502.02551). The price is noise: each rounding adds a standard deviation of up to half a step of
 // bf16, 2^-8 of the value. In m and v that adds up to 2^-8 / sqrt(1 - beta^2): 0.9% of m at beta1 = 0.9, 1.3% of v at
 // beta2 = 0.95 (its root halves the effect), 9% of v at 0.999.
-#ifndef LLMC_BF16_H
-#define LLMC_BF16_H
+#pragma once
 
 #include "utils.h"
 
@@ -30,5 +29,3 @@ HOST_DEVICE static inline uint16_t bf16_stochastic(float x, uint32_t random) {
     uint32_t u = float_bits(x);
     return (uint16_t)((x == x ? u + (random & 0xffff) : u | 0x400000) >> 16);
 }
-
-#endif

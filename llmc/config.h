@@ -11,8 +11,7 @@
 //                   a norm after the embedding, an untied head with bias and soft-capped logits, zeros where a branch
 //                   ends (github.com/KellerJordan/modded-nanogpt, track 3: train_gpt_simple.py)
 // Sizes are those of the published config.json files; GPT-3's are from its paper (arXiv:2005.14165, table 2.1).
-#ifndef LLMC_CONFIG_H
-#define LLMC_CONFIG_H
+#pragma once
 
 #include "utils.h"
 
@@ -400,5 +399,3 @@ static int config_parse(const char *descriptor, Config *c) {
     config_finish(c, NULL);
     return vocab_given != 0;
 }
-
-#endif

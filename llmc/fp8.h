@@ -9,8 +9,7 @@
 //
 // A tensor is multiplied by a power of two before it is rounded, so that its largest value is near the format's
 // largest. Products are divided by the scales of both operands. Both steps are exact.
-#ifndef LLMC_FP8_H
-#define LLMC_FP8_H
+#pragma once
 
 #include "utils.h"
 
@@ -50,5 +49,3 @@ HOST_DEVICE static inline float fp8_scale(float absmax) {
     if (exponent == 255) return bits_float(0x7fc00000);
     return bits_float((power < 253 ? power : 253) << 23);
 }
-
-#endif

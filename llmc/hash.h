@@ -8,8 +8,7 @@
 // Damage inside one word is always detected: a difference below 2^32 times an odd key is no multiple of 2^64. Other
 // damage is missed with a probability of at most 2^-32. Zeros add nothing, so compare sizes too. It detects faults of
 // disks, cables and memory, not forgery. 10 GB/s and more on one core.
-#ifndef LLMC_HASH_H
-#define LLMC_HASH_H
+#pragma once
 
 #include "rand.h"
 #include "utils.h"
@@ -48,5 +47,3 @@ static uint64_t checksum(const void *data, size_t bytes, uint64_t offset) {
     }
     return sum;
 }
-
-#endif

@@ -13,8 +13,7 @@
 // ZeRO, checkpoints) sees it alone. In a unit, all A of a role stand before its B.
 //
 // Files are peft's: adapter_config.json and adapter_model.safetensors.
-#ifndef LLMC_LORA_H
-#define LLMC_LORA_H
+#pragma once
 
 #include "params.h"
 
@@ -142,5 +141,3 @@ static inline void lora_merge_row(float *w, size_t n, const float *a, size_t str
         for (size_t i = 0; i < n; i++) w[i] = fmaf(factor, row[i], w[i]);
     }
 }
-
-#endif

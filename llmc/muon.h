@@ -21,8 +21,7 @@
 // Several ranks: momentum and weights are divided as all states are (backend.h), and so are m and u. u of a block is
 // gathered; each rank orthogonalises the whole matrices that muon_deal gives it, so the result does not depend on the
 // number of ranks; what it made goes back as a sum in which the other ranks have zeros.
-#ifndef LLMC_MUON_H
-#define LLMC_MUON_H
+#pragma once
 
 #include "params.h"
 
@@ -100,5 +99,3 @@ static inline MuonPart muon_part(const ParamTable *tables, int rank, const MuonM
                            q->row - first, q->col};
     return part;
 }
-
-#endif

@@ -1,8 +1,7 @@
 // ONE table of command-line options. Parsing, --help, the list at start, the log and checkpoints read it: to add an
 // option, add a row. Letters and their meanings are llm.c's, and defaults too, except those of -j and -n. So llm.c's
 // run scripts work unchanged.
-#ifndef LLMC_OPTIONS_H
-#define LLMC_OPTIONS_H
+#pragma once
 
 #include <stddef.h>
 
@@ -588,5 +587,3 @@ static void options_that_differ(const Options *a, const Options *b, char *text, 
         if (value) append_text(text, size, " %s%c%s", p->word, option_separator(p), value);
     }
 }
-
-#endif

@@ -15,8 +15,7 @@
 // checkpoints and Hugging Face files go by these parts, so weights are the same for any layout of ranks. Several ranks
 // may have copies of a part: norms, biases that are added to a sum over ranks, and keys and values where there are
 // fewer heads than ranks.
-#ifndef LLMC_PARAMS_H
-#define LLMC_PARAMS_H
+#pragma once
 
 #include "config.h"
 #include "rand.h"
@@ -451,5 +450,3 @@ static double flops_per_token(const Config *c, const ParamTable *trained, const 
     return 6 * multiplying_weights(c, trained) + 4 * multiplying_weights(c, frozen) +
            6.0 * c->num_layers * dim_size(c, DIM_Q) * T;
 }
-
-#endif

@@ -12,8 +12,7 @@
 // Codes are rounded to nearest, ties to even. Each value is exact in fp32: int8's scale is rounded to 17 bits, so that
 // 7 bits times 17 fit. Weights are finite and at most 2^100, else they are refused. A row or group whose values are all
 // below 2^-100 becomes zeros.
-#ifndef LLMC_QUANT_H
-#define LLMC_QUANT_H
+#pragma once
 
 #include "bf16.h"
 #include "fp8.h"
@@ -181,5 +180,3 @@ static inline void quant_widen(WeightFormat f, float *x, const void *codes, cons
     default: unhandled(f);
     }
 }
-
-#endif

@@ -1,8 +1,7 @@
 // Counter-based random numbers: a value depends on (seed, stream, counter) alone, not on the order in which or the rank
 // by which it is drawn. Any sharding, any number of threads and Python (train_gpt2.py has the same lines) agree.
 // The mixer is splitmix64's finaliser (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
-#ifndef LLMC_RAND_H
-#define LLMC_RAND_H
+#pragma once
 
 #include "utils.h"
 
@@ -41,5 +40,3 @@ static inline float rand_normal(uint64_t seed, uint64_t stream, uint64_t counter
     double u = ((double)(uint32_t)(r >> 32) + 0.5) * 0x1p-32, v = (double)(uint32_t)r * 0x1p-32;
     return (float)(sqrt(-2.0 * log(u)) * cos(6.283185307179586 * v));
 }
-
-#endif

@@ -7,8 +7,7 @@
 //   rates      grow with sqrt(batch), also of a --total-batch that is given; those of embedding and head fall with
 //              sqrt(channels), too
 //   decay      of matrices grows with sqrt(batch) / tokens: batch / (rate decay tokens) stays (arXiv:2405.13698)
-#ifndef LLMC_RECIPE_H
-#define LLMC_RECIPE_H
+#pragma once
 
 #include "config.h"
 
@@ -84,5 +83,3 @@ static const char *recipe_value(const RecipeRow *row, const RecipeSizes *s, char
         snprintf(number, size, "%.4g", value);
     return number;
 }
-
-#endif

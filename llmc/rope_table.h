@@ -1,8 +1,7 @@
 // Rotary position embedding (Su et al., arXiv:2104.09864): the table of angles of both trainers. Frequencies are
 // doubles. Llama 3.1 divides the low ones (wavelength above original_len / low_freq_factor) by `factor`, leaves the
 // high ones, and interpolates between (Meta's published rule, in every config.json from 3.1 on as rope_type "llama3").
-#ifndef LLMC_ROPE_TABLE_H
-#define LLMC_ROPE_TABLE_H
+#pragma once
 
 #include "config.h"
 
@@ -31,5 +30,3 @@ static inline void rope_table(const Config *c, int T, float *cos_sin) {
         }
     }
 }
-
-#endif

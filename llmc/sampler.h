@@ -14,8 +14,7 @@
 //   - The order of the ids is that of a 64-bit key: the logit, then the id, the smaller first.
 // A logit of -inf is never drawn or reported. With a NaN or +inf among a row's logits, or without a finite one, there
 // is no draw: its logprob is NaN.
-#ifndef LLMC_SAMPLER_H
-#define LLMC_SAMPLER_H
+#pragma once
 
 #include "rand.h"
 #include "utils.h"
@@ -268,5 +267,3 @@ static inline void draw_token(const float *logits, int known, const Draw *d, uin
     if (!finite) r.top = 0;
     draw_top(logits, known, &r, most, total, out);
 }
-
-#endif

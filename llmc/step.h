@@ -1,7 +1,6 @@
 // The result of an optimiser step, and whether its update is applied. CPU and GPU take the same decision; a GPU takes
 // it without the host.
-#ifndef LLMC_STEP_H
-#define LLMC_STEP_H
+#pragma once
 
 #include <float.h>
 
@@ -52,5 +51,3 @@ HOST_DEVICE static inline float qk_clip_factor(const float *largest, float most,
 HOST_DEVICE static inline float step_grad_scale(float norm, double clip) {
     return clip > 0 && norm > clip ? (float)(clip / norm) : 1.0f;
 }
-
-#endif

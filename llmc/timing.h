@@ -1,8 +1,7 @@
 // Where a step's time goes (--debug timing=N). Work is timed in named laps; a lap begins where the last one ended. The
 // floor of a name is the least time for its FLOPs and its memory traffic at the hardware's published peaks. A backend
 // ends laps by a clock, or on a GPU by events on the compute stream (cuda/common.cuh).
-#ifndef LLMC_TIMING_H
-#define LLMC_TIMING_H
+#pragma once
 
 #include "utils.h"
 
@@ -76,5 +75,3 @@ static void timing_print(long long step, double peak_flops, double peak_bytes) {
     if (floor > 0) printf(" %6s %9.2f %6.1f%%", "", 1e3 * floor, 100 * floor / total);
     printf("\n----\n");
 }
-
-#endif

@@ -5,8 +5,7 @@
 //   require(condition, "what is wrong %d\nwhat to do about it", value)   for anything that a user can cause
 //   assert(condition)                                                   for mistakes of the program itself
 // A failed require prints rank, message, hint and file:line to stderr and exits with EXIT_FAILURE.
-#ifndef LLMC_UTILS_H
-#define LLMC_UTILS_H
+#pragma once
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -343,5 +342,3 @@ static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 static size_t ceil_div(size_t n, size_t d) { return (n + d - 1) / d; }
-
-#endif

@@ -27,8 +27,7 @@
 // into this GPU is skipped, by name, where its function says so:
 //
 //   static void bench_gelu(...) try { ladder_case(...); ... } catch (const NoRoom &no) { ladder_skip(no); }
-#ifndef DEV_CUDA_COMMON_CUH
-#define DEV_CUDA_COMMON_CUH
+#pragma once
 
 #include <algorithm>
 #include <exception>
@@ -464,5 +463,3 @@ static inline int ladder_close(void) {
     printf("%s: %d passed, %d failed, %d skipped\n", ladder.name, ladder.passed, ladder.failed, ladder.skipped);
     return ladder.failed ? 1 : 0;
 }
-
-#endif

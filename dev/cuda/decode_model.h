@@ -1,7 +1,6 @@
 // Small models of every family with random weights as decode.cuh stores them, and what a step of generation must give,
 // in plain loops. For the ladder and for the test on a CPU; floatX must be known.
-#ifndef DECODE_MODEL_H
-#define DECODE_MODEL_H
+#pragma once
 
 #include <vector>
 
@@ -391,5 +390,3 @@ static inline std::vector<DecodeInput> model_rows(int rows, int room, int V, con
     }
     return in;
 }
-
-#endif

@@ -1,6 +1,5 @@
 // A matrix in few bits on the device, for ladders.
-#ifndef DEV_CUDA_FEW_BITS_CUH
-#define DEV_CUDA_FEW_BITS_CUH
+#pragma once
 
 #include "common.cuh"
 #include "../../llmc/kernels/lora.cuh"
@@ -27,5 +26,3 @@ static QuantMatrix upload_weight(WeightFormat format, int rows, int cols, float 
     cudaCheck(cudaMemcpy(q.scales, scales, rows * of_scales, cudaMemcpyHostToDevice));
     return q;
 }
-
-#endif

@@ -1,7 +1,6 @@
 // What --bench of dev/cuda/matmul.cu times: every layer of the models that dev/bench has rows for; and its --variants,
 // plans. Included by that file, whose matmuls and workspace these are.
-#ifndef MATMUL_BENCH_CUH
-#define MATMUL_BENCH_CUH
+#pragma once
 
 // What a trainer runs, beside the fastest of cuBLASLt's kernels whatever its bits.
 static void bench_layer(const char *model, const char *layer, int N, int C, int OC, int with_bias, int gelu_after,
@@ -121,5 +120,3 @@ static void bench_plans(int N, int C, int OC) try {
 } catch (const NoRoom &no) {
     ladder_skip(no);
 }
-
-#endif

@@ -1,7 +1,6 @@
 // Calls of matmul() as the ladders write them: a problem and its operands from the buffers and sizes of one layer.
 // Included after common.cuh.
-#ifndef MATMUL_CALLS_CUH
-#define MATMUL_CALLS_CUH
+#pragma once
 
 #include "../../llmc/kernels/matmul.cuh"
 
@@ -69,5 +68,3 @@ static inline void choose_fastest(Matmul *mm, const MatmulCall &c, int vendor_al
     p->first_ms = best[0];
     p->tuned = 1;
 }
-
-#endif

@@ -1,7 +1,6 @@
 // The checks of dev/cuda/matmul.cu for the Hopper kernel, and its --variants beside cuBLASLt.
 // Included by that file, whose rung, bounds and workspace these use.
-#ifndef MATMUL_OWN_CUH
-#define MATMUL_OWN_CUH
+#pragma once
 
 // ---- the Hopper kernel: against the naive rung, against elementwise kernels in every bit, and against cuBLASLt
 
@@ -374,5 +373,3 @@ static void bench_own(MatmulForm form, MatmulEpilogue epilogue, int M, int N, in
 } catch (const NoRoom &no) {
     ladder_skip(no);
 }
-
-#endif

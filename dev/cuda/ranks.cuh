@@ -1,6 +1,5 @@
 // How a ladder of several ranks begins: `mpirun -np W LADDER`. Include after common.cuh.
-#ifndef DEV_CUDA_RANKS_CUH
-#define DEV_CUDA_RANKS_CUH
+#pragma once
 
 #include "../../llmc/ranks/comm.h"
 
@@ -27,5 +26,3 @@ static inline void ranks_open(const char *name, const Comm *comm, int argc, char
     ladder_open(name, argc, argv, comm->local_rank);
     comm_broadcast(comm, &ladder.seed, sizeof ladder.seed);
 }
-
-#endif

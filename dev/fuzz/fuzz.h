@@ -13,8 +13,7 @@
 // A process reads millions of inputs, so what a refusal leaves behind is cleaned up here: the linker hands the readers'
 // calls to __wrap_* (the Makefile has the list), which note memory and descriptors while an input is read. An input
 // that is not refused must leave nothing behind: a leak is a finding like any other.
-#ifndef FUZZ_H
-#define FUZZ_H
+#pragma once
 
 #include "../test/fopen_or_die.h"
 
@@ -262,5 +261,3 @@ __attribute__((unused)) static void fuzz_seed(const void *data, size_t size) {
 __attribute__((unused)) static void (*const fuzz_unused)(void) = fuzz_seeds;
 #endif
 __attribute__((unused)) static void fuzz_seed_text(const char *text) { fuzz_seed(text, strlen(text)); }
-
-#endif

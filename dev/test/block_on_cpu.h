@@ -5,8 +5,7 @@
 // the name under which the kernels declare theirs; CLUSTER_BLOCKS, if it is defined: how many blocks a cluster has at
 // most, and theirs is then cluster_shared(). Blocks that wait for each other otherwise each have a thread of the CPU
 // (run_block); their shared memory is then declared by `#define __shared__ static thread_local`.
-#ifndef BLOCK_ON_CPU_H
-#define BLOCK_ON_CPU_H
+#pragma once
 #define LLMC_CUDA_COMMON_CUH
 #define LLMC_TILE_CUH
 
@@ -478,5 +477,3 @@ struct Gated {
         return (inputs[0] + 1) * inputs[1];
     }
 };
-
-#endif

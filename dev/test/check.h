@@ -1,6 +1,5 @@
 // Checks of the host tests: one printed line each, and refusals seen from outside, as a user sees them.
-#ifndef CHECK_H
-#define CHECK_H
+#pragma once
 
 #include "fopen_or_die.h"
 #include "../../llmc/rand.h"
@@ -71,5 +70,3 @@ __attribute__((unused)) static int checks_report(const char *name) {
     printf("%s: %d passed, %d failed\n", name, checks_passed, checks_failed);
     return checks_failed ? EXIT_FAILURE : EXIT_SUCCESS;
 }
-
-#endif

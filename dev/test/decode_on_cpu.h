@@ -1,6 +1,5 @@
 // What the kernel of a step of generation uses of CUDA beside what block_on_cpu.h has.
-#ifndef DECODE_ON_CPU_H
-#define DECODE_ON_CPU_H
+#pragma once
 #include "llmc/fp8.h"
 #include <sched.h>
 #define LLMC_ACTIVATION_POLICY_CUH
@@ -129,5 +128,3 @@ static inline void p2p_wait_lines(uint2 (&x)[P2P_RANKS], const P2pView &v, const
         x[r] = {(unsigned)line[0], (unsigned)line[1]};
     }
 }
-
-#endif

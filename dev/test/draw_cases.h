@@ -1,7 +1,6 @@
 // Logits and draws of all kinds, for what has to agree with draw_token (llmc/sampler.h) to the bit: dev/cuda/draw.cu on
 // a GPU, draw_on_cpu.cpp without one.
-#ifndef DRAW_CASES_H
-#define DRAW_CASES_H
+#pragma once
 
 #include "../../llmc/sampler.h"
 
@@ -60,5 +59,3 @@ static inline int draw_same(const Drawn *a, const Drawn *b) {
     if (isnan(x.logprob) && isnan(y.logprob)) x.logprob = y.logprob = 0;
     return memcmp(&x, &y, sizeof x) == 0;
 }
-
-#endif

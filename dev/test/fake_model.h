@@ -1,6 +1,5 @@
 // The model of test_checkpoint.c: it lives in memory, has all slots and computes nothing.
-#ifndef DEV_TEST_FAKE_MODEL_H
-#define DEV_TEST_FAKE_MODEL_H
+#pragma once
 
 static float to_bf16(float x) { return bf16_widen(bf16_nearest(x)); }
 static const Mesh one_rank = MESH_ALONE;
@@ -95,5 +94,3 @@ static int same_training(const Model *a, const Model *b) {
     return same_slot(a, b, SLOT_WEIGHT) && same_slot(a, b, SLOT_M) && same_slot(a, b, SLOT_V) &&
            (!a->master || same_slot(a, b, SLOT_MASTER));
 }
-
-#endif

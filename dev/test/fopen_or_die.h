@@ -1,6 +1,5 @@
 // Opens a file of a test, or ends the test.
-#ifndef FOPEN_OR_DIE_H
-#define FOPEN_OR_DIE_H
+#pragma once
 
 #include "../../llmc/utils.h"
 
@@ -9,5 +8,3 @@ __attribute__((unused)) static FILE *fopen_or_die(const char *path, const char *
     require(f, "cannot open '%s': %s\n%s", path, strerror(errno), hint);
     return f;
 }
-
-#endif

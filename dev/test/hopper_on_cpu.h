@@ -4,8 +4,7 @@
 // tile lies in shared memory as tile.cuh says, but without the swizzle.
 //
 // Include it after block_on_cpu.h. From here on __shared__ declares what the fibers of a block share.
-#ifndef HOPPER_ON_CPU_H
-#define HOPPER_ON_CPU_H
+#pragma once
 
 #undef __shared__
 #define __shared__ static thread_local
@@ -210,5 +209,3 @@ static inline void wgmma(float (&d)[N / 2], const unsigned (&a)[4], const Operan
     wgmma_rows<N, MN_B>(d, rows, b, add);
     __syncwarp();
 }
-
-#endif

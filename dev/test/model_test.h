@@ -16,8 +16,7 @@
 //   verdict     a step whose loss or norm is above its limit, or not finite, changes no bit of weights and states
 // A difference is measured twice: ||a - b|| / ||b||, and max|a - b| / max|b|. Each comparison is repeated with the
 // largest element negated and must then fail: a bound that cannot catch one wrong element is no test.
-#ifndef LLMC_MODEL_TEST_H
-#define LLMC_MODEL_TEST_H
+#pragma once
 
 #include "../../llmc/model/backend.h"
 #include "../../llmc/files/checkpoint.h"
@@ -980,5 +979,3 @@ static inline int report_tests(const char *name) {
            tests_passed + tests_failed ? "" : ": nothing was checked");
     return tests_failed || !tests_passed ? EXIT_FAILURE : EXIT_SUCCESS;
 }
-
-#endif

@@ -3,8 +3,7 @@
 //   otherwise
 //     a communicator that is closed waits for the process's next model of the same ranks: tests open hundreds,
 //                      and NCCL takes half a second for each
-#ifndef NCCL_FOR_TESTS_CUH
-#define NCCL_FOR_TESTS_CUH
+#pragma once
 
 #include "../../llmc/ranks/nccl_calls.cuh"
 
@@ -96,5 +95,3 @@ static inline void test_carry(NcclHandle handle, NcclKind kind, const Comm *comm
 #define nccl_calls_begin test_calls_begin
 #define nccl_calls_end test_calls_end
 #define nccl_carry test_carry
-
-#endif

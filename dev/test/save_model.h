@@ -1,7 +1,6 @@
 // Saving that only tests need: files of slots, folders of weights and checkpoints, written in one call. Include it
 // after llmc/files/checkpoint.h.
-#ifndef SAVE_MODEL_H
-#define SAVE_MODEL_H
+#pragma once
 
 #include "../../llmc/files/checkpoint.h"
 
@@ -33,5 +32,3 @@ static inline int checkpoint_save(Model *m, const char *output, const TrainState
     if (!error && m->mesh->job.rank == 0) remove_old_checkpoints(output, s->step, keep, major_every);
     return error;
 }
-
-#endif

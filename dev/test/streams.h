@@ -1,7 +1,6 @@
 // CUDA's streams and events without a GPU: what is queued runs in an order that they allow, another one in each trial.
 // Include it after cuda_runtime.h and before what is tested.
-#ifndef LLMC_TEST_STREAMS_H
-#define LLMC_TEST_STREAMS_H
+#pragma once
 
 #include <deque>
 #include <functional>
@@ -66,5 +65,3 @@ static inline int streams_run(long most) {
 #define cudaEventCreateWithFlags stream_event
 #define cudaEventRecord stream_record
 #define cudaStreamWaitEvent stream_wait
-
-#endif

@@ -400,7 +400,7 @@ def test_kernels_without_a_gpu(source, flags, passed, tmp_path):
         # block_on_cpu.h has named the shared memory
         header = re.sub("extern __shared__ int4 .*?;", "", header).replace("__shared__ alignas(8)", "__shared__")
         if stem == "matmul_hopper":
-            header = header[: header.index("// ---- the launcher")] + "#endif\n"
+            header = header[: header.index("// ---- the launcher")]
         if stem == "matmul_rows":
             header = header[: header.index("// ---- host")] + "#endif\n"
         (tmp_path / f"{stem}.h").write_text(header)

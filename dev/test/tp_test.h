@@ -3,8 +3,7 @@
 // bound that a spoilt element breaks; the same bits on all ranks, when run again, with every --recompute and (where the
 // head's gradient is summed in fp32) in parts of the head; with dp > 1 ZeRO 0 and 1, with the same bits, and 2 and 3,
 // with others (two micro-steps) but the same in both. Include it after a backend and model_test.h.
-#ifndef LLMC_TP_TEST_H
-#define LLMC_TP_TEST_H
+#pragma once
 
 enum { TP_STEPS = 3, TP_SEED = 11, TP_B = 2, TP_T = 24, TP_ROWS = 4 };  // B of each tensor-parallel group
 
@@ -275,5 +274,3 @@ static inline void test_tp(const char *model, const Mesh *mesh, const TpBounds *
     }
     model_close(&one);
 }
-
-#endif

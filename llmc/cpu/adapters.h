@@ -1,6 +1,5 @@
 // Adapters (llmc/lora.h): their gradients, and what they add to a frozen matrix.
-#ifndef LLMC_CPU_ADAPTERS_H
-#define LLMC_CPU_ADAPTERS_H
+#pragma once
 
 #include "../lora.h"
 #include "vector.h"
@@ -47,5 +46,3 @@ static void adapter_merge(const Lora *l, const Adapter *x, float *weight) {
         lora_merge_row(weight + area(x->row + i, x->cols), x->cols, x->a, x->cols, x->b + area(i, l->rank), l->rank,
                        lora_scale(l));
 }
-
-#endif

@@ -9,8 +9,7 @@
 // The activations are arranged in that order beforehand. Code j is added to sum j modulo SUMS, so that an addition need
 // not wait for the one before it. Sums and lanes are then added in a fixed order: a row's bits depend on the sizes
 // alone, not on the threads or on the rows beside it.
-#ifndef LLMC_CPU_DECODE_H
-#define LLMC_CPU_DECODE_H
+#pragma once
 
 #include "../config.h"
 #include "../quant.h"
@@ -232,5 +231,3 @@ static inline void kv_load_slot(float *rows, const KvLayer *c, const QuantMatrix
         if (row != to) copy_floats(to, row, c->HD);
     }
 }
-
-#endif

@@ -2,8 +2,7 @@
 //   p = softmax(logits)        share_k = p of the k-th [/ the sum of the K]
 //     out = sum over k of share_k expert_k(x)
 // It has a row for each of its experts. The N*K rows are sorted by expert, within one by token.
-#ifndef LLMC_CPU_EXPERTS_H
-#define LLMC_CPU_EXPERTS_H
+#pragma once
 
 #include "vector.h"
 
@@ -107,5 +106,3 @@ void shares_backward_cpu(float *dshares /*=*/, const float *da, const float *a, 
         dshares[i] = r.shares[i] == 0 ? 0 : dot / r.shares[i];
     }
 }
-
-#endif

@@ -1,7 +1,6 @@
 // Products with weights in few bits (--weights): some rows at a time are widened to fp32. Generation has products of
 // its own (decode.h).
-#ifndef LLMC_CPU_FEW_BITS_H
-#define LLMC_CPU_FEW_BITS_H
+#pragma once
 
 #include "../params.h"
 #include "../quant.h"
@@ -43,5 +42,3 @@ static QuantMatrix *quant_matrix(QuantMatrix *matrices, const Config *c, int uni
 static size_t quant_elements(const QuantMatrix *matrices, const ParamTable *t, int unit) {
     return matrices && unit > 0 ? param_matrices(t, unit) : 0;
 }
-
-#endif

@@ -1,6 +1,5 @@
 // Operands as a low-precision product reads them, in fp32: the products of fp32 then sum what it must sum.
-#ifndef LLMC_CPU_FP8_H
-#define LLMC_CPU_FP8_H
+#pragma once
 
 #include "../quant.h"
 #include "../timing.h"
@@ -62,5 +61,3 @@ static inline const float *operand(const Operands *o, OperandDtype dtype, Fp8Ten
     timing_clock_lap("rounding operands", 0, 0);
     return o->rounded[kind];
 }
-
-#endif

@@ -1,6 +1,5 @@
 // RMSNorm of each q and k head, before they are rotated; or of all heads of q together, and of all of k.
-#ifndef LLMC_CPU_QK_NORM_H
-#define LLMC_CPU_QK_NORM_H
+#pragma once
 
 #include "vector.h"
 
@@ -112,5 +111,3 @@ void qk_norm_backward_cpu(float *dqkv, const float *qkv, HeadNorm norm, NormPart
         for (size_t i = 0; i < gained; i++) norm.dgains[i] += sums[task * gained + i];
     free(sums);
 }
-
-#endif

@@ -1,8 +1,7 @@
 // What the ranks of the CPU trainer exchange: rows of the residual stream in a tensor-parallel group (mesh.h), shards
 // of units in a data-parallel one (ZeRO, backend.h), directions of Muon in both. A rank that is alone returns at once,
 // so the model reads as if there were no ranks.
-#ifndef LLMC_CPU_RANKS_H
-#define LLMC_CPU_RANKS_H
+#pragma once
 
 #include "../model/backend.h"
 #include "../muon.h"
@@ -119,5 +118,3 @@ static void ranks_share_directions(const Ranks *r, const ParamTable *t, float *d
     if (!back) comm_all_gather(tp, directions, block * sizeof(float));
     ranks_lap();
 }
-
-#endif

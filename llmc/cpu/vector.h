@@ -1,8 +1,7 @@
 // What makes the CPU trainer fast: vectors of GCC and Clang, an exp that loops over it take into vectors, and the
 // product of two matrices by tiles and threads, which adds up what multiply_plain (train_gpt2.c) does, in the same
 // order.
-#ifndef LLMC_CPU_VECTOR_H
-#define LLMC_CPU_VECTOR_H
+#pragma once
 
 #include "../utils.h"
 
@@ -237,5 +236,3 @@ static inline void multiply_vectors(Product p) {
         multiply_serial(part_of(p, m0, n0, m1 - m0, n1 - n0));
     }
 }
-
-#endif

@@ -10,8 +10,7 @@
 //
 // Not supported: work that waits for another stream, whose events a capture cannot see. The driver's memory for a graph
 // (some KB a kernel) is not in the table of memory.cuh.
-#ifndef LLMC_GRAPH_CUH
-#define LLMC_GRAPH_CUH
+#pragma once
 
 #include "common.cuh"
 
@@ -50,5 +49,3 @@ template <typename Work> static void graph_run(Graph *g, int key, cudaStream_t s
     }
     graph_check(cudaGraphLaunch(g->exec, stream), "launched");
 }
-
-#endif

@@ -10,8 +10,7 @@
 //
 // One cudaMalloc per buffer, not one for all: compute-sanitizer then sees a write past the end of any buffer, and every
 // buffer begins on 512 bytes. The price is the driver's rounding (2 MiB for a large buffer), which is counted here.
-#ifndef LLMC_MEMORY_CUH
-#define LLMC_MEMORY_CUH
+#pragma once
 
 #include <sys/resource.h>
 
@@ -155,5 +154,3 @@ static void memory_free(Memory *m) {
     free(m->buffers);
     memset(m, 0, sizeof *m);
 }
-
-#endif

@@ -29,8 +29,7 @@
 // A shard is identified by a hash of up to 64 KiB of it (shard_hash), which the handshake and a resumed run compare.
 // The hash is checked again when the shard is opened, and when the file was written to while open: no batch of a
 // changed shard is used.
-#ifndef LLMC_DATALOADER_H
-#define LLMC_DATALOADER_H
+#pragma once
 
 #include <pthread.h>
 
@@ -504,5 +503,3 @@ static void dataloader_close(DataLoader *d) {
     for (int i = 0; i < COUNT_OF(owned); i++) free(owned[i]);
     CLEAR(d);
 }
-
-#endif

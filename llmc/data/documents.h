@@ -1,8 +1,7 @@
 // Which tokens see each other: without these options a token sees its row up to itself; with --documents 1 no further
 // than its document begins, with --window N its last N tokens, itself among them. Both limits rise along a row, so the
 // tokens that one sees, and those that see it, are ranges. CPU and GPU compute with these ranges alone.
-#ifndef LLMC_DOCUMENTS_H
-#define LLMC_DOCUMENTS_H
+#pragma once
 
 #include <stddef.h>
 
@@ -31,5 +30,3 @@ static void ranges_fill(const Ranges *r, const int *inputs, int B, int T, long l
         }
     }
 }
-
-#endif

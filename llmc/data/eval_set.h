@@ -12,8 +12,7 @@
 //
 // If context and ending together exceed T + 1 tokens, the first tokens of the context are cut off, as in lm-eval. An
 // ending of more than T tokens is refused, because scored tokens would be cut off.
-#ifndef LLMC_EVAL_SET_H
-#define LLMC_EVAL_SET_H
+#pragma once
 
 #include "dataloader.h"
 
@@ -165,5 +164,3 @@ static void eval_row(const EvalSet *s, int choice, int T, int *inputs, int *targ
         targets[t] = next >= 0 && next < c->length ? (int)c->tokens[next] : -1;
     }
 }
-
-#endif

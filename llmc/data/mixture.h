@@ -11,8 +11,7 @@
 // assignment problem" (1980). Any first n rows have share * n rows of a set, to less than one: to 1 - 1 / (2k - 2)
 // with k sets. No order does better for all shares. It repeats after `total` rows, each set then has its share exactly.
 // So any 1,000 rows have shares that are thousandths exactly, and those of two sets to one row.
-#ifndef LLMC_MIXTURE_H
-#define LLMC_MIXTURE_H
+#pragma once
 
 #include <glob.h>
 
@@ -143,5 +142,3 @@ static void mixture_seek(Mixture *m, int64_t row) {
     }
     while (m->row < row) mixture_next(m, &unused);
 }
-
-#endif

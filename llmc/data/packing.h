@@ -5,8 +5,7 @@
 //   Packing p = {0};
 //   packing_add(&p, begin, length);       for each document, length <= T
 //   packing_fill(&p, T);                  row r: p.pieces[p.row_begin[r]] ... p.pieces[p.row_begin[r + 1] - 1]
-#ifndef LLMC_PACKING_H
-#define LLMC_PACKING_H
+#pragma once
 
 #include "../utils.h"
 
@@ -90,5 +89,3 @@ static void packing_fill(Packing *p, int T) {
     free(first);
     free(sorted);
 }
-
-#endif

@@ -8,8 +8,7 @@
 // of MERGE_* flags; and with MERGE_LISTED the merges, as {id << 8 | bytes of the left part, rank} of uint32, in this
 // order: the pair of the lowest rank is merged first, and no other pair is. eot may be any token.
 // Ids are exactly those of the package `tokenizers`, for every text that is UTF-8.
-#ifndef LLMC_TOKENIZER_H
-#define LLMC_TOKENIZER_H
+#pragma once
 
 #include <limits.h>
 #include <strings.h>
@@ -452,5 +451,3 @@ static int tokenizer_encode_text(const Tokenizer *t, const char *text, int bytes
 static int tokenizer_encode(const Tokenizer *t, const char *text, int bytes, int *ids) {
     return tokenizer_encode_text(t, text, bytes, 0, ids);
 }
-
-#endif

@@ -1,6 +1,5 @@
 // Letters, numbers and spaces of Unicode, and its normal form NFC, as the package `tokenizers` has them.
-#ifndef LLMC_UNICODE_H
-#define LLMC_UNICODE_H
+#pragma once
 
 #include "../utils.h"
 
@@ -171,5 +170,3 @@ static unsigned char *nfc(const unsigned char *text, int *bytes) {
     *bytes = to - out;
     return out;
 }
-
-#endif

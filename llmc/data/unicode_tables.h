@@ -1,6 +1,5 @@
 // Made by dev/unicode_tables.py, which says of what: not to be edited.
-#ifndef LLMC_UNICODE_TABLES_H
-#define LLMC_UNICODE_TABLES_H
+#pragma once
 
 static const char unicode_runs[] =
     "=1V%M 6l&4l&@%l&%;#7'$#+$%%*$e%l5%~&.DL/7#%#p=/%&(,%#4#%)%#%!%nA%pY:qb%lJ(#4lSmgl).,lalYa -&%o)%#O&7&>+(#R#%l2l1nS"
@@ -94,5 +93,3 @@ static const char unicode_marks[] =
     "}g#'','C$'l+$'n_#UmP#U>4'!%,H#Ul:#W/#Un:#'$$'##,%$'($'$#'W#UnA#UylK#DuT)'#),#$'xH#,n-#,m(''ln=#,$#'K#'##X##,'#Um8#"
     "'##,~*#U[#U!#U##Wh%'S$Ua#Wl'#U,#WlE#U##WmE#W##Ul,#W3#U;)'&''m`#U&#WlV#U##WnF#U##WlY#UlQ#U##WlN#U}&#Ux~['X^)'ytB#Xn"
     "xa$.#%X&#)#'.+*,%''#$,A&'m'%'ms^)'$3'%)'$$'$''luX),lH('##W";
-
-#endif

@@ -21,8 +21,7 @@
 //   checkpoint_begin(&c, m, output, &state, 1);                  every rank; returns as soon as the copy is made
 //   ... steps ..., until checkpoint_written(&c) on all ranks     does not communicate
 //   error = checkpoint_finish(&c);                               every rank; now the folder has its name, or is gone
-#ifndef LLMC_CHECKPOINT_H
-#define LLMC_CHECKPOINT_H
+#pragma once
 
 #include "hf_weights.h"
 #include "../data/tokenizer.h"
@@ -887,5 +886,3 @@ static void checkpoint_load(Model *m, const char *folder, const TrainState *s) {
     else
         model_average(m, 1);
 }
-
-#endif

@@ -3,8 +3,7 @@
 // model: only the trainers open it.) A file that Config cannot express is refused: another family, activation, bias or
 // rope scaling, a sliding window, quantisation. Absent keys have the defaults of transformers' configuration classes.
 // Dropout is ignored: training uses none.
-#ifndef LLMC_HF_CONFIG_H
-#define LLMC_HF_CONFIG_H
+#pragma once
 
 #include <stddef.h>
 
@@ -323,5 +322,3 @@ static Config config_from_json(const char *path) {
     config_finish(&c, f.path);
     return c;
 }
-
-#endif

@@ -1,8 +1,7 @@
 // Adapters in files, as peft has them: adapter_config.json says which matrices of which base have adapters, and
 // adapter_model.safetensors holds them. transformers with peft opens what we write. What peft writes opens here, unless
 // it has what this program has not (DoRA, trained biases, other modules); that is refused by name.
-#ifndef LLMC_HF_LORA_H
-#define LLMC_HF_LORA_H
+#pragma once
 
 #include "json.h"
 #include "../lora.h"
@@ -124,5 +123,3 @@ static void adapters_merge(const Adapters *adapters, int index, const Param *p, 
                        adapters->values + b->offset + row * b->cols, adapters->lora.rank, lora_scale(&adapters->lora));
     }
 }
-
-#endif

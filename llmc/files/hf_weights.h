@@ -6,8 +6,7 @@
 // slots. Every rank writes its shard of each unit into the one file, and reads what it owns. With tensor parallelism,
 // the parts of a tensor (params.h) say what a rank has of it. Of several copies the first is written.
 // Host memory is bounded: tensors pass through two pieces of HF_PIECE floats.
-#ifndef LLMC_HF_WEIGHTS_H
-#define LLMC_HF_WEIGHTS_H
+#pragma once
 
 #include "../model/backend.h"
 #include "hf_config.h"
@@ -389,5 +388,3 @@ static int write_config(const Model *m, const char *folder, const char *base, ui
     }
     return write_text_file(folder, facts.frozen->count ? "adapter_config.json" : "config.json", &text, sum);
 }
-
-#endif

@@ -4,8 +4,7 @@
 // The reader keeps the text and one flat array of tokens in document order. Strings are decoded in place, since they
 // never grow, and end with a NUL, so \u0000 is refused. A value is the index of its token. The root is 0, an absent
 // value is JSON_NONE. Every query accepts JSON_NONE, so lookups can be chained.
-#ifndef LLMC_JSON_H
-#define LLMC_JSON_H
+#pragma once
 
 #include "../utils.h"
 
@@ -318,5 +317,3 @@ __attribute__((format(printf, 2, 3))) static void json_write_fields(FILE *f, con
     }
     va_end(args);
 }
-
-#endif

@@ -4,8 +4,7 @@
 // Weights may be in several files: an index.json beside them then says which file holds which tensor.
 // Files come from strangers: the reader trusts no length, offset, shape or name.
 // The writer declares every tensor first. Then any span of any tensor may be written, in any order, by any rank.
-#ifndef LLMC_SAFETENSORS_H
-#define LLMC_SAFETENSORS_H
+#pragma once
 
 #include "../bf16.h"
 #include "../hash.h"
@@ -362,5 +361,3 @@ static int st_finish(StWriter *w) {
     CLEAR(w);
     return error;
 }
-
-#endif

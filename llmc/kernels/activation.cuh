@@ -6,8 +6,7 @@
 // Bound by memory: each element is read once and written once in 16-byte vectors, several in flight per thread. The
 // slopes are next needed in backward, a whole pass later, so they are streaming data; the output feeds the next matmul.
 // Ladder: dev/cuda/activation.cu. Not supported: F not a multiple of a 16-byte vector; more than 2^32 vectors.
-#ifndef LLMC_ACTIVATION_CUH
-#define LLMC_ACTIVATION_CUH
+#pragma once
 
 #include "activation_policy.cuh"
 
@@ -126,5 +125,3 @@ static void activation_backward(MlpKind kind, floatX *dinp, const floatX *dout, 
         timing_lap("activation backward", 0, (1.0 + 2 * INPUTS) * N * F * sizeof(floatX), stream);
     });
 }
-
-#endif

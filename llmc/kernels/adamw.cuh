@@ -16,8 +16,7 @@
 // takes one chunk; a thread takes four weights at a time, eight where all is bf16, so that the widest loads and stores
 // of a warp are whole 512-byte lines. With all in bf16 some 65 instructions are issued in the time of those 14 bytes,
 // which leaves room for about 100. Ladder: dev/cuda/adamw.cu.
-#ifndef LLMC_ADAMW_CUH
-#define LLMC_ADAMW_CUH
+#pragma once
 
 #include "../bf16.h"
 #include "../cuda/common.cuh"
@@ -129,5 +128,3 @@ static void adamw_update(floatX *weights, float *master, S *m, S *v, const float
     const size_t bytes = 4 * sizeof(S) + 2 * sizeof(floatX) + (master ? 2 * sizeof(float) : sizeof(floatX));
     timing_lap("AdamW", 0, (double)(count * bytes), stream);
 }
-
-#endif

@@ -18,8 +18,7 @@
 //   attention_backward(&a, dqkv, column_sums, dout, qkv, out, lse, stream);
 // Not supported: heads of more than 256 or not of a multiple of 8; dropout; masks that are no ranges.
 // Ladder: dev/cuda/attention.cu.
-#ifndef LLMC_ATTENTION_CUH
-#define LLMC_ATTENTION_CUH
+#pragma once
 
 #include "absmax.cuh"
 #include "attention_problem.cuh"
@@ -100,5 +99,3 @@ static void attention_backward(const AttentionProblem *p, floatX *dqkv, float *c
         absmax_tensor(a.dabsmax, dqkv, (size_t)a.B * a.T * attention_width(p), stream);
     if (column_sums && !inside) bias_partial(column_sums, dqkv, a.B * a.T, attention_width(p), stream);
 }
-
-#endif

@@ -1,7 +1,6 @@
 // Attention in fp32, by plain FMA: kernels for attention.cu, which launches them. Formulas and layouts are those of
 // attention.cuh. Ladder: dev/cuda/attention.cu.
-#ifndef LLMC_ATTENTION_FP32_CUH
-#define LLMC_ATTENTION_FP32_CUH
+#pragma once
 
 #include "attention_problem.cuh"
 
@@ -202,5 +201,3 @@ __global__ void __launch_bounds__(Fp32<W, 2>::THREADS, 1) attention_backward_kv_
     S::store(a, a.dqkv + k_head, a.qkv_row(), row0, dk);
     S::store(a, a.dqkv + v_head, a.qkv_row(), row0, dv);
 }
-
-#endif

@@ -14,8 +14,7 @@
 // in which S and dP are computed transposed, so that P^T and dS^T are register operands too. Results go to memory
 // through the tile that held the warpgroup's own rows.
 // Ladder: dev/cuda/attention.cu.
-#ifndef LLMC_ATTENTION_HOPPER_CUH
-#define LLMC_ATTENTION_HOPPER_CUH
+#pragma once
 
 #include "attention_problem.cuh"
 
@@ -762,5 +761,3 @@ template <> struct HopperChoice<128> {
     typedef HopperBackwardQ<128, 2, 64, 4, 2> BackwardQ;
     typedef HopperBackwardKV<128, 2, 64, 2> BackwardKV;
 };
-
-#endif

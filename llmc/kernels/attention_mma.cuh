@@ -6,8 +6,7 @@
 // Kernels are compiled for a few widths W of a head. Narrower heads fill the columns from HD on with zeros in shared
 // memory, which change no sum, and do not store them.
 // Ladder: dev/cuda/attention.cu. On a CPU: dev/test/attention_mma.cpp.
-#ifndef LLMC_ATTENTION_MMA_CUH
-#define LLMC_ATTENTION_MMA_CUH
+#pragma once
 
 #include <type_traits>
 
@@ -433,5 +432,3 @@ __global__ void __launch_bounds__(MMA_THREADS, 2) attention_backward_kv_bf16(con
     block.store(a.dqkv + v_head + column0, a.qkv_row(), row0, a.T, a.HD - column0, dv, 1,
                 [](int, int) { return 1.0f; });
 }
-
-#endif

@@ -1,7 +1,6 @@
 // What all kernels of attention share: the problem, how its rows are cut into pieces of work, and the mask.
 // Sizes: B sequences of T tokens, NH heads of queries, NKV heads of keys and values, HD elements in a head.
-#ifndef LLMC_ATTENTION_PROBLEM_CUH
-#define LLMC_ATTENTION_PROBLEM_CUH
+#pragma once
 
 #include "../cuda/tile.cuh"
 #include "absmax.cuh"
@@ -174,5 +173,3 @@ __device__ inline float finish_row(float *lse, float row_max, float sum, float s
     if (threadIdx.x % 4 == 0 && valid) *lse = row_max * scale + logf(sum);
     return 1.0f / sum;
 }
-
-#endif

@@ -4,8 +4,7 @@
 // second blocks take turns over rows, heads of keys and spans of keys; a row that is nobody's has none, nor has one of
 // a piece of a prompt.
 // Ladder: dev/cuda/attention_rows.cu. Not supported: HD above 256 or not a multiple of a 16-byte vector.
-#ifndef LLMC_ATTENTION_ROWS_CUH
-#define LLMC_ATTENTION_ROWS_CUH
+#pragma once
 
 #include "decode_attention.cuh"
 #include "qk_norm.cuh"
@@ -22,5 +21,3 @@ static size_t attention_rows_counters(int rows, int NKV) { return (size_t)rows *
 // Both are in place; keys may stay as they were.
 void attention_rows(floatX *out, const KvCache *cache, int layer, floatX *qkv, const QkNorm *norm, const float *cos_sin,
                     int rows, int NH, int NKV, int HD, cudaStream_t stream);
-
-#endif

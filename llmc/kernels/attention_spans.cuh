@@ -3,8 +3,7 @@
 // Each warp has a ring of units in shared memory, which TMA fills: 16 keys, or the values of 16 keys. So a warp waits
 // for the others only where an item ends. First operands of the products are keys (16 x dimensions) and values
 // (dimensions x 16 keys), read by ldmatrix; second operands are queries and weights. Why: dev/bench/generation.md.
-#ifndef LLMC_ATTENTION_SPANS_CUH
-#define LLMC_ATTENTION_SPANS_CUH
+#pragma once
 
 #include "decode_attention.cuh"
 
@@ -314,5 +313,3 @@ __global__ void __launch_bounds__(DECODE_BLOCK_THREADS, 2)
         __trap();
     }
 }
-
-#endif

@@ -1,8 +1,7 @@
 // What follows an update: --ema's average of the weights, every AVERAGE_EVERY steps, and QK-clip (../step.h).
 //
 // weights floatX and master fp32: the same `count` elements. master NULL: an fp32 build, whose weights are the masters.
-#ifndef LLMC_AVERAGE_CUH
-#define LLMC_AVERAGE_CUH
+#pragma once
 
 #include "global_norm.cuh"
 
@@ -36,5 +35,3 @@ static __global__ void __launch_bounds__(AVERAGE_THREADS)
     const float factor = qk_clip_factor(largest, q.most, (int)((first + i) / (unsigned)q.width), q.HD, q.NH, q.shared);
     if (factor != 1) set_weight(weights, master, i, factor * (master ? master[i] : (float)weights[i]));
 }
-
-#endif

@@ -4,8 +4,7 @@
 //   bias_finish     dbias (OC) (+)= sum over slices of partial
 //   bias_backward   both
 // Ladder: dev/cuda/matmul.cu. Not supported: OC not a multiple of a 16-byte vector.
-#ifndef LLMC_BIAS_CUH
-#define LLMC_BIAS_CUH
+#pragma once
 
 #include "../cuda/common.cuh"
 
@@ -76,5 +75,3 @@ static void bias_backward(floatX *dbias, const floatX *dout, int N, int OC, int 
     bias_partial((float *)scratch, dout, N, OC, stream);
     bias_finish(dbias, (const float *)scratch, bias_slices(OC), OC, accumulate, stream);
 }
-
-#endif

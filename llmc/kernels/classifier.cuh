@@ -18,8 +18,7 @@
 // With softcap a > 0 all this is of y = a x / sqrt(x^2 + a^2) instead of the logits x, which is computed where they are
 // read; the gradient is that by x, dy/dx = (1 / sqrt((x/a)^2 + 1))^3 times that by y.
 // Ladder: dev/cuda/classifier.cu. Not supported: label smoothing, z-loss; Vp not a multiple of a 16-byte vector.
-#ifndef LLMC_CLASSIFIER_CUH
-#define LLMC_CLASSIFIER_CUH
+#pragma once
 
 #include "../cuda/tile.cuh"
 
@@ -344,5 +343,3 @@ static void loss_sum(float *total, const float *losses, int N, float scale, cuda
     loss_sum_kernel<<<1, 1024, 0, stream>>>(total, losses, N, scale);
     launchCheck();
 }
-
-#endif

@@ -2,8 +2,7 @@
 // word i has elements 2 i and 2 i + 1 of each octet: that of octet v in its lower half from bit v * bits on, the other
 // there in its upper half. So a lane of tensor cores, which takes elements 2 t, 2 t + 1 of two octets, finds them in
 // one word, and a pair is widened without moving its halves.
-#ifndef LLMC_KERNELS_CODES_CUH
-#define LLMC_KERNELS_CODES_CUH
+#pragma once
 
 #include "../cuda/tile.cuh"
 #include "../quant.h"
@@ -55,5 +54,3 @@ __device__ inline unsigned widen_int4(unsigned word, int v) {
     return mask_and_set(word >> v * 4, 0x000f000f, 0x43004300);
 }
 constexpr unsigned INT4_OFFSET = 0xc308c308;  // -136, of a pair
-
-#endif

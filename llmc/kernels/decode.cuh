@@ -18,8 +18,7 @@
 //
 // decode_stream.cuh has how weights arrive, decode_product.cuh how they are multiplied. Ladder: dev/cuda/decode.cu.
 // decode_fits says which sizes it does not have.
-#ifndef LLMC_DECODE_CUH
-#define LLMC_DECODE_CUH
+#pragma once
 
 #include "activation_policy.cuh"
 #include "decode_attention.cuh"
@@ -597,6 +596,4 @@ template <typename Ranks> void decode_launch(const Decode *d, const Ranks &ranks
     cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, d->shared_bytes));
     cudaCheck(cudaLaunchKernelEx(&launch, kernel, *d, ranks, rows));
 }
-#endif
-
 #endif

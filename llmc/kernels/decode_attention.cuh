@@ -8,8 +8,7 @@
 // In the end the warps' sums are joined in shared memory. What several spans give is written to scratch, and who
 // finishes last joins them in their order. The spans follow from the position alone, so a row's bits do not depend on
 // the rows beside it.
-#ifndef LLMC_DECODE_ATTENTION_CUH
-#define LLMC_DECODE_ATTENTION_CUH
+#pragma once
 
 #include "decode_product.cuh"
 #include "kv_cache.cuh"
@@ -488,5 +487,3 @@ __device__ inline void decode_attention(const DecodeAttention &a, DecodeAttentio
     else
         decode_attend<DECODE_MOST_HD, int4>(a, shared, in, first);
 }
-
-#endif

@@ -16,8 +16,7 @@
 //
 // Ladder: dev/cuda/decode_experts.cu; without a GPU: dev/test/decode_experts.cpp. Not fast: fp32. Not supported: out no
 // multiple of 16; in no multiple of 16 bytes, in int4 of 128.
-#ifndef LLMC_DECODE_EXPERTS_CUH
-#define LLMC_DECODE_EXPERTS_CUH
+#pragma once
 
 #include "../config.h"
 #include "../quant.h"
@@ -63,5 +62,3 @@ void decode_experts(const ExpertsProduct *q, cudaStream_t stream);
 void decode_experts_sum(const ExpertsProduct *q, floatX *out, cudaStream_t stream);
 int decode_few_fits(const FewProduct *q);
 void decode_few(const FewProduct *q, cudaStream_t stream);
-
-#endif

@@ -3,8 +3,7 @@
 // elements of a row; the order of k inside an instruction does not matter, as long as both sides have the same.
 // A sum is taken over a warp's pieces in their order, then over the warps as a tree. So its bits depend on K and the
 // dtype alone, not on the rows beside it. Where bits must not depend on how a loop is compiled, rounding is spelt out.
-#ifndef LLMC_DECODE_PRODUCT_CUH
-#define LLMC_DECODE_PRODUCT_CUH
+#pragma once
 
 #include "codes.cuh"
 #include "decode_stream.cuh"
@@ -284,5 +283,3 @@ __device__ inline float decode_sum_of_warps(const float *from, int stride) {
     for (int w = 0; w < DECODE_BLOCK_WARPS; w++) x[w] = from[w * stride];
     return decode_tree(x);
 }
-
-#endif

@@ -8,8 +8,7 @@
 //   pass    a few tiles whose sums are taken at once, so that the rows they are multiplied with are read once
 //   stage   a segment of each row of a tile; of int4 also its scales
 //   piece   64 bytes of a row. Piece p of a row is multiplied by warp p % 8.
-#ifndef LLMC_DECODE_STREAM_CUH
-#define LLMC_DECODE_STREAM_CUH
+#pragma once
 
 #include "../config.h"
 #include "../cuda/tile.cuh"
@@ -199,5 +198,3 @@ __device__ inline void decode_load(const DecodePlan &plan, DecodeRing ring) {
                 }
     }
 }
-
-#endif

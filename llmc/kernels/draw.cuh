@@ -10,8 +10,7 @@
 //   rounds or three suffice unless logits are equal.
 // In the end the block that finishes last joins the parts.
 // Ladder: dev/cuda/draw.cu.
-#ifndef LLMC_DRAW_CUH
-#define LLMC_DRAW_CUH
+#pragma once
 
 #include "../cuda/common.cuh"
 #include "../sampler.h"
@@ -333,5 +332,3 @@ static void draw_rows(Drawn *out, const float *logits, size_t stride, int known,
     cudaCheck(
         cudaLaunchCooperativeKernel((const void *)draw_kernel, dim3(blocks, rows), DRAW_THREADS, arguments, 0, stream));
 }
-
-#endif

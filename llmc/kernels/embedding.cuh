@@ -14,8 +14,7 @@
 // turn and their sums added in a fixed order. Sums are fp32; each element of dwte is rounded once. Rows of tokens that
 // do not occur are not touched.
 // Not supported: B*T beyond 2^30. Ladder: dev/cuda/embedding.cu.
-#ifndef LLMC_EMBEDDING_CUH
-#define LLMC_EMBEDDING_CUH
+#pragma once
 
 #include "../cuda/common.cuh"
 
@@ -293,5 +292,3 @@ static void embedding_backward(floatX *dwte, floatX *dwpe, const floatX *dout, T
     launchCheck();
     timing_lap("embedding backward", 0, (double)N * C * sizeof(floatX), stream);
 }
-
-#endif

@@ -9,8 +9,7 @@
 // Rows are sorted by counting, in chunks of tokens: within an expert they keep the order of the tokens, and every sum
 // has a fixed order, so results depend on shapes and values alone. A router that is not finite gives K experts, too.
 // Ladder: dev/cuda/experts.cu. Not supported: E above 1024 or no multiple of 8, K above 32, C or F no multiple of 8.
-#ifndef LLMC_EXPERTS_CUH
-#define LLMC_EXPERTS_CUH
+#pragma once
 
 #include "../config.h"
 #include "../cuda/tile.cuh"
@@ -309,6 +308,4 @@ static void route_backward(const ExpertRows *r, floatX *dlogits, const float *do
     launchCheck();
     timing_lap("router", 0, (double)r->N * r->E * (sizeof(floatX) + sizeof(float)), stream);
 }
-#endif
-
 #endif

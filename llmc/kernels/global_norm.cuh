@@ -5,8 +5,7 @@
 // no sum grows long. The blocks' sums go to scratch, and one block adds those in order, in fp64. The order depends on n
 // and the number of SMs alone. Infinities and NaN come out as such: the caller sees a bad step.
 // Ladder: dev/cuda/global_norm.cu.
-#ifndef LLMC_GLOBAL_NORM_CUH
-#define LLMC_GLOBAL_NORM_CUH
+#pragma once
 
 #include "../cuda/common.cuh"
 #include "../params.h"
@@ -136,5 +135,3 @@ static void step_sum(StepScalars *s, const float *of_ranks, int ranks, cudaStrea
     step_sum_kernel<<<1, 1, 0, stream>>>(s, of_ranks, ranks);
     launchCheck();
 }
-
-#endif

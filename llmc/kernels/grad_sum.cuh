@@ -5,8 +5,7 @@
 //   NONE    to = grads          FIRST   sums = grads         MIDDLE  sums += grads        LAST  to = sums + grads
 //   ADD     to += grads, without sums: the shards of --grad-dtype bf16 and of fp32 builds
 // sums, to, grads (count), all on 16 bytes, count a multiple of 8; to may be grads.
-#ifndef LLMC_GRAD_SUM_CUH
-#define LLMC_GRAD_SUM_CUH
+#pragma once
 
 #include "../cuda/common.cuh"
 
@@ -60,5 +59,3 @@ static void grad_sum(GradSum step, float *sums, floatX *to, const floatX *grads,
     }
     launchCheck();
 }
-
-#endif

@@ -8,8 +8,7 @@
 // In e4m3 (--cache-dtype fp8) a row of keys or of values has a scale of its own, the power of two that fp8.h makes of
 // its absmax: no other token and no calibration decides it, and nothing saturates. Rounded keys and values are what all
 // queries see, those of the same prompt, too. train_gpt2.c's kv_store gives the same codes and scales.
-#ifndef LLMC_KV_CACHE_CUH
-#define LLMC_KV_CACHE_CUH
+#pragma once
 
 #include "../config.h"
 #include "../cuda/tile.cuh"
@@ -184,6 +183,4 @@ static void kv_prompt(const KvCache *k, const floatX *step, int layer, int n, in
     launchCheck();
 }
 static __global__ void kv_place_kernel(int *of_slot, int page) { *of_slot = page; }
-#endif
-
 #endif

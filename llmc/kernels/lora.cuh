@@ -16,8 +16,7 @@
 // Of dB only the parts that belong to an adapter are used. Columns are so few that the time is that of reading inp and
 // dout.
 // Ladder: dev/cuda/lora.cu; without a GPU: dev/test/lora.cpp.
-#ifndef LLMC_KERNELS_LORA_CUH
-#define LLMC_KERNELS_LORA_CUH
+#pragma once
 
 #include "../cuda/common.cuh"
 #include "../lora.h"
@@ -208,6 +207,4 @@ static void lora_move(LoraMove move, floatX *packed, const LayerAdapters *l, int
     launchCheck();
     timing_lap("adapters", 0, 2.0 * (double)size * sizeof(floatX), stream);
 }
-#endif
-
 #endif

@@ -28,8 +28,7 @@
 //
 // Ladder: dev/cuda/matmul.cu. Not supported: no rows; in, out not a multiple of a 16-byte vector; two streams with one
 // workspace; a problem first met while a CUDA graph is captured; activations in the fp32 build or without Hopper.
-#ifndef LLMC_MATMUL_CUH
-#define LLMC_MATMUL_CUH
+#pragma once
 
 #include "activation_policy.cuh"
 #include "../fp8.h"
@@ -510,5 +509,3 @@ static void matmul(Matmul *mm, const MatmulProblem *q, const MatmulOperands *x, 
     const double elements = (double)q->rows * q->in + (double)q->in * q->out + (double)q->rows * q->out;
     timing_lap(mm->lap ? mm->lap : laps[q->form], flops, matmul_batch(q) * elements * sizeof(floatX), stream);
 }
-
-#endif

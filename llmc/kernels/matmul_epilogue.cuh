@@ -41,8 +41,7 @@
 // SUMS_COLUMNS and ADDS; phases<COLUMNS> of a tile; begin(tile), when the tile's place is known; add(tile, sums), if it
 // ADDS, before they are rounded; finish(tile, phase), with `phase` known at compile time; and end(tile) after the last
 // tile.
-#ifndef LLMC_MATMUL_EPILOGUE_CUH
-#define LLMC_MATMUL_EPILOGUE_CUH
+#pragma once
 
 #include "absmax.cuh"
 #include "activation_policy.cuh"
@@ -510,5 +509,3 @@ template <typename Act, bool FROM_INPUT, bool OF_EXPERTS = false> struct Activat
         bulk_commit();
     }
 };
-
-#endif

@@ -2,8 +2,7 @@
 // Hopper or, where there is none, by a plain one, which is for exact numbers and not for speed. The sum of an element
 // runs over k in one fp32 register.
 // Ladder: dev/cuda/experts.cu.
-#ifndef LLMC_MATMUL_EXPERTS_CUH
-#define LLMC_MATMUL_EXPERTS_CUH
+#pragma once
 
 #include "matmul_problem.cuh"
 #include "matmul_schedule.cuh"
@@ -64,6 +63,4 @@ static void matmul_experts(Matmul *mm, const MatmulProblem *q, const MatmulOpera
     launchCheck();
     timing_lap("experts' matmul", matmul_flops(q), 0, stream);
 }
-#endif
-
 #endif

@@ -9,8 +9,7 @@
 //
 // Ladder: dev/cuda/matmul.cu. Not supported: N, K not multiples of 8 (tensor maps need 16-byte rows); fp32; GPUs other
 // than sm_90a.
-#ifndef LLMC_MATMUL_HOPPER_CUH
-#define LLMC_MATMUL_HOPPER_CUH
+#pragma once
 
 #include "../fp8.h"
 #include "matmul_epilogue.cuh"
@@ -222,5 +221,3 @@ static const HopperVariant *hopper_available(const HopperVariant (&variants)[COU
     *count = available ? (int)COUNT : 0;
     return variants;
 }
-
-#endif

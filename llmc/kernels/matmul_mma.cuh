@@ -4,8 +4,7 @@
 // is the dtype's policy.
 //
 // Source: PTX ISA (wgmma, TMA, clusters); the persistent designs of CUTLASS, DeepGEMM and fast.cu.
-#ifndef LLMC_MATMUL_MMA_CUH
-#define LLMC_MATMUL_MMA_CUH
+#pragma once
 
 #include "matmul_problem.cuh"
 #include "matmul_schedule.cuh"
@@ -209,5 +208,3 @@ template <typename S> struct MmaConsumer {
         release();
     }
 };
-
-#endif

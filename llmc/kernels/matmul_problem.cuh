@@ -23,8 +23,7 @@
 // is a weight for each: (E,out,in), or transposed (in,E,out). GRADIENT_FROM_INPUT then gives sums over columns of x f,
 // too: the gradients of shares. SwiGLU has two inputs, gate and up, side by side: twice the columns in weight and x of
 // FORWARD, in aux, and in x times slopes. BACKWARD_INPUT's `in` is then one of the two, the width of f.
-#ifndef LLMC_MATMUL_PROBLEM_CUH
-#define LLMC_MATMUL_PROBLEM_CUH
+#pragma once
 
 #include "../config.h"
 #include "../cuda/common.cuh"
@@ -129,5 +128,3 @@ static const HopperVariant *hopper_variant(int i) {
     }
     return NULL;
 }
-
-#endif

@@ -17,8 +17,7 @@
 //
 // Ladder: dev/cuda/matmul_rows.cu; without a GPU: dev/test/matmul_rows.cpp. Not supported: fp32; GPUs other than sm_90a
 // (matmul_rows_here); rows of a or of the weight that are no multiple of 16 bytes; SwiGLU with N / 2 no multiple of 64.
-#ifndef LLMC_MATMUL_ROWS_CUH
-#define LLMC_MATMUL_ROWS_CUH
+#pragma once
 
 #include "../config.h"
 #include "../cuda/common.cuh"
@@ -61,5 +60,3 @@ int matmul_rows_here(void);
 // Whether it has these sizes. Sizes, format and activation of p alone are read.
 int matmul_rows_fits(const RowsProduct *p);
 void matmul_rows(const RowsProduct *p, cudaStream_t stream);
-
-#endif

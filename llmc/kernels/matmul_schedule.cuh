@@ -8,8 +8,7 @@
 // of zeros behind them, and are at least so many: a tile of rows has one expert. GROUPED_ROWS: it chooses the weight,
 // and groups of rows end with an expert, so that memory gives each part of a weight once. GROUPED_K: the gradient of
 // each expert's weight is a product (as of a batch) whose sum runs over its rows.
-#ifndef LLMC_MATMUL_SCHEDULE_CUH
-#define LLMC_MATMUL_SCHEDULE_CUH
+#pragma once
 
 #include "../config.h"
 #include "../cuda/common.cuh"
@@ -74,5 +73,3 @@ static MatmulSchedule matmul_schedule(int M, int N, int tile_rows, int tile_colu
     for (int c = 0; c < s.column_tiles; c++) s.each += s.row_tiles - s.first_row(c);
     return s;
 }
-
-#endif

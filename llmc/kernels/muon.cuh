@@ -5,8 +5,7 @@
 // whole matrices are copied out of the directions and back: several ranks may have parts of a matrix.
 // Numbers of a stochastic rounding are those of adamw.cuh: by seed, step and the element of the whole model.
 // Sums run in a fixed order. Ladder: dev/cuda/muon.cu.
-#ifndef LLMC_KERNELS_MUON_CUH
-#define LLMC_KERNELS_MUON_CUH
+#pragma once
 
 #include "../muon.h"
 #include "adamw.cuh"
@@ -269,5 +268,3 @@ static void muon_update(floatX *weights, float *master, const floatX *directions
     launchCheck();
     timing_lap("Muon", 0, 0, stream);
 }
-
-#endif

@@ -14,8 +14,7 @@
 // C: any multiple of 8 up to 65536. Registers spill above 16384 forward and 8192 backward (fp32: above 8192 both):
 // right there, not fast.
 // Ladder: dev/cuda/norm.cu.
-#ifndef LLMC_NORM_CUH
-#define LLMC_NORM_CUH
+#pragma once
 
 #include "../config.h"
 #include "../cuda/common.cuh"
@@ -50,5 +49,3 @@ static int norm_backward_blocks(int C) {
 static size_t norm_backward_scratch_bytes(int C) {
     return (size_t)NORM_MAX_SMS * norm_backward_blocks(C) * 3 * C * sizeof(float);
 }
-
-#endif

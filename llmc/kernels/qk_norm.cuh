@@ -13,8 +13,7 @@
 // vector of both halves, as in rope.cuh. Sums over rows are taken by block, then over blocks in order: results depend
 // on shapes alone.
 // Ladder: dev/cuda/qk_norm.cu. Not supported: HD not a multiple of 8, or above 256; together more than 12,000 columns.
-#ifndef LLMC_QK_NORM_CUH
-#define LLMC_QK_NORM_CUH
+#pragma once
 
 #include "../cuda/tile.cuh"
 
@@ -377,6 +376,4 @@ static void qk_norm_backward(const QkNorm *norm, const QkRows *r, floatX *dqkv, 
     if (partial) bias_finish(norm->dgains, partial, blocks, gains, accumulate, stream);
     timing_lap("QK-norm backward", 0, 3.0 * r->rows * (r->NH + r->NKV) * r->HD * sizeof(floatX), stream);
 }
-#endif
-
 #endif

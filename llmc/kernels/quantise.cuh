@@ -10,8 +10,7 @@
 // of a row of qt is one store of 16 bytes. No shared memory, no barrier: warps load, compute and store beside each
 // other. How the lanes of a warp lie side by side decides how long the pieces of rows are that it reads and writes.
 // rows, columns: multiples of 16. Ladder: dev/cuda/quantise.cu.
-#ifndef LLMC_QUANTISE_CUH
-#define LLMC_QUANTISE_CUH
+#pragma once
 
 #include <cuda_fp8.h>
 
@@ -281,5 +280,3 @@ static void quantise_rows(uint8_t *q, float *row_absmax, float *absmax, const bf
     launchCheck();
     timing_lap("quantise", 0, 3.0 * rows * columns, stream);
 }
-
-#endif

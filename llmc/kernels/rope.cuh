@@ -8,8 +8,7 @@
 // part of the table sits in registers. Vectors have 16 bytes; 8 where HD/2 is no multiple of those, as with heads of 40
 // in bf16.
 // Ladder: dev/cuda/rope.cu. Not supported: HD not a multiple of 8; more than 2^31 tokens.
-#ifndef LLMC_ROPE_CUH
-#define LLMC_ROPE_CUH
+#pragma once
 
 #include "../cuda/common.cuh"
 
@@ -74,5 +73,3 @@ static void rope_backward(floatX *dqkv, const float *cos_sin, int B, int T, int 
                           cudaStream_t stream) {
     rope_launch(dqkv, cos_sin, B, T, NH, NKV, HD, -1, stream);
 }
-
-#endif

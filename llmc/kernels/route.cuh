@@ -1,6 +1,5 @@
 // Which experts a token has: softmax of its router's logits, and the most probable ones.
-#ifndef LLMC_ROUTE_CUH
-#define LLMC_ROUTE_CUH
+#pragma once
 
 #include "../cuda/common.cuh"
 
@@ -44,5 +43,3 @@ __device__ RouteChoice route_row(float *p, const floatX *logits, int E, int K, i
     if (renormalise) choice.share /= shares;
     return choice;
 }
-
-#endif

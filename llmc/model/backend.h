@@ -9,8 +9,7 @@
 //       are gathered
 //   2   of blocks' gradients also its shards alone: each micro-step's are summed over ranks and added to them
 //   3   of blocks' weights, too: each pass gathers them block by block
-#ifndef LLMC_BACKEND_H
-#define LLMC_BACKEND_H
+#pragma once
 
 #include "../fp8.h"
 #include "../lora.h"
@@ -327,5 +326,3 @@ static void share_drawn(const Mesh *mesh, int together, Drawn *drawn, int count)
     comm_broadcast(&mesh->tp, drawn, count * sizeof *drawn);
     if (together) comm_broadcast(&mesh->dp, drawn, count * sizeof *drawn);
 }
-
-#endif

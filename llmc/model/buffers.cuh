@@ -26,8 +26,7 @@
 //
 // A chunk (AdamChunk, MuonChunk) is a range of one tensor that this rank updates: its offsets are indices, those of m,
 // v and masters in their piece.
-#ifndef LLMC_BUFFERS_CUH
-#define LLMC_BUFFERS_CUH
+#pragma once
 
 #include "../kernels/adamw.cuh"
 #include "../kernels/classifier.cuh"
@@ -779,5 +778,3 @@ static void buffers_upload_tables(const Plan *p, Buffers *b, cudaStream_t stream
     upload_muon(p, b, stream);
     if (p->local.position == POSITION_ROPE) upload_rope_table(&p->local, b->cos_sin, p->T, stream);
 }
-
-#endif

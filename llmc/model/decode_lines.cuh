@@ -14,8 +14,7 @@
 //     exchange n + 1, for which a peer's blocks sent lines after they had met behind n. A step has an even number of
 //     exchanges. Between the logits of two steps there are other exchanges.
 // (b) The first block writes the last epoch into the workspace when all have read it. A graph goes on counting.
-#ifndef LLMC_DECODE_LINES_CUH
-#define LLMC_DECODE_LINES_CUH
+#pragma once
 
 #include "../kernels/decode.cuh"
 #include "../ranks/peers.cuh"
@@ -97,6 +96,4 @@ static DecodeLines decode_lines(const P2p *p) {
 #ifdef __CUDACC__
 // In decode.cu, an object of its own: its kernels take long to compile.
 extern template void decode_launch<DecodeLines>(const Decode *, const DecodeLines &, int, cudaStream_t);
-#endif
-
 #endif

@@ -14,8 +14,7 @@
 //
 // What a row draws goes to the host, into pinned memory, and to the device's own table of slots. A queued step reads
 // its token there (DECODE_DRAWN).
-#ifndef LLMC_DECODER_CUH
-#define LLMC_DECODER_CUH
+#pragma once
 
 #include "../cuda/graph.cuh"
 #include "../kernels/draw.cuh"
@@ -350,5 +349,3 @@ static __global__ void join_logits_kernel(float *logits, const float *of_ranks, 
     const size_t row = blockIdx.y, rank = blockIdx.z, c = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
     if (c < (size_t)Vp) logits[(row * ranks + rank) * Vp + c] = of_ranks[(rank * rows + row) * Vp + c];
 }
-
-#endif

@@ -13,8 +13,7 @@
 // Of a tensor-parallel group each rank has a part of every expert's width, and routes all rows: by the same numbers, so
 // alike. What it gives is its part of a sum: of the branch, of a, so of the shares' gradients, and of all that follows
 // from these linearly: the gradients of logits, of the router and of h. The first rank has the balance's.
-#ifndef LLMC_MODEL_EXPERTS_CUH
-#define LLMC_MODEL_EXPERTS_CUH
+#pragma once
 
 #include "../kernels/activation.cuh"
 #include "../kernels/experts.cuh"
@@ -169,5 +168,3 @@ static const floatX *experts_backward(const Pass *p, const Experts *x, const flo
     sum_rows(&x->rows, p->branch, p->branch, x->wide, 0, p->C, p->stream);
     return rows_scatter(p, p->branch, NULL);
 }
-
-#endif

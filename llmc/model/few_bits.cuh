@@ -4,8 +4,7 @@
 // block's matrices into one buffer before its products, each weight rounded to floatX (kernels/lora.cuh).
 // (Not fp8 products, --matmul-dtype: those are linear.cuh and kernels/quantise.cuh.)
 // Everything else stays native: the embedding, which a head that is tied to it has a copy of, routers, norms, biases.
-#ifndef LLMC_MODEL_FEW_BITS_CUH
-#define LLMC_MODEL_FEW_BITS_CUH
+#pragma once
 
 #include "../quant.h"
 #include "step_kernels.cuh"
@@ -102,5 +101,3 @@ static void quantised_write(const QuantMatrix *q, const Param *t, size_t first, 
     free(codes);
     free(scales);
 }
-
-#endif

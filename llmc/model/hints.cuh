@@ -1,7 +1,6 @@
 // What fits into the GPU: what a run chooses by itself, and what one is told that does not fit. Each answer is found by
 // naming the buffers of that run, as it would name them itself.
-#ifndef LLMC_HINTS_CUH
-#define LLMC_HINTS_CUH
+#pragma once
 
 #include "links.cuh"
 #include "buffers.cuh"
@@ -244,5 +243,3 @@ static void run_memory_hint(char *text, size_t size, MemoryBytes room, void *pla
                         mib(whole_bytes(p)));
     }
 }
-
-#endif

@@ -33,8 +33,7 @@
 //
 // With --lora `weight` has the adapters merged into it (kernels/lora.cuh) and no gradient; linear_adapters gives
 // theirs.
-#ifndef LLMC_LINEAR_CUH
-#define LLMC_LINEAR_CUH
+#pragma once
 
 #include "../kernels/activation.cuh"
 #include "../kernels/lora.cuh"
@@ -399,5 +398,3 @@ static void linear_backward_weight(const Pass *p, const Linear *l, OutputGradien
     else
         bias_backward(l->dbias, dout.rows, p->N, l->out, p->accumulate, p->scratch, p->stream);
 }
-
-#endif

@@ -1,8 +1,7 @@
 // The links of this rank's GPU to those of other ranks: gradients and weights by unit (zero.cuh), rows of a
 // tensor-parallel group (rows.cuh), and short messages. Short messages go peer to peer (p2p.cuh) if GPUs can write to
 // each other's memory, else through NCCL. With one rank nothing is opened.
-#ifndef LLMC_LINKS_CUH
-#define LLMC_LINKS_CUH
+#pragma once
 
 #include "../kernels/global_norm.cuh"
 #include "rows.cuh"
@@ -126,5 +125,3 @@ inline void links_close(Links *k) {
     nccl_close(&k->rows.nccl);
     free(k->copies.host_list);
 }
-
-#endif

@@ -3,8 +3,7 @@
 // Blocks are updated in waves of as many as there is room for: scratch lies in the region that logits and a block's
 // backward use at other times. A wave's directions are (blocks, tensor-parallel ranks, block). This rank's matrices of
 // a wave that have one shape are batches: each pass over them is one launch.
-#ifndef LLMC_MODEL_MUON_CUH
-#define LLMC_MODEL_MUON_CUH
+#pragma once
 
 #include "newton_schulz.cuh"
 #include "plan.cuh"
@@ -108,5 +107,3 @@ static void muon_tables_free(MuonTables *t) {
     free(t->batches);
     free(t->places);
 }
-
-#endif

@@ -5,8 +5,7 @@
 // and with --debug muon-even=1 a last pass over x.
 // The first two are symmetric: where our kernel runs, half of each is computed.
 // In bf16 each of these is rounded once, as newton_schulz_cpu does when it is told to. Ladder: dev/cuda/muon.cu.
-#ifndef LLMC_NEWTON_SCHULZ_CUH
-#define LLMC_NEWTON_SCHULZ_CUH
+#pragma once
 
 #include "../kernels/matmul.cuh"
 #include "../kernels/muon.cuh"
@@ -48,5 +47,3 @@ static floatX *newton_schulz(Matmul *mm, const Muon *muon, floatX *scratch, floa
     if (muon->is_even) muon_even(x, partials, count, rows, cols, stream);
     return x;
 }
-
-#endif

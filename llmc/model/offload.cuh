@@ -29,8 +29,7 @@
 //   out x(l)  for block l in forward
 //   in x(l)   for block l + 2 in backward, which read its place; for the out of x(l) or a later one
 // All that left comes back and is waited for, so that a micro-step ends with nothing on its way.
-#ifndef LLMC_OFFLOAD_CUH
-#define LLMC_OFFLOAD_CUH
+#pragma once
 
 #include "buffers.cuh"
 
@@ -129,5 +128,3 @@ static void input_get(Offload *o, const Pass *p, int l, UnitUse use) {
 static void input_release(Offload *o, const Pass *p, int l) {
     if (input_leaves(o, p, l)) place_leave(o, &o->activations[l % 2], [&](int out) { input_copy(o, l, out); });
 }
-
-#endif

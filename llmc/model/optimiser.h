@@ -1,7 +1,6 @@
 // What the options say of a step: which optimiser updates which tensor, at which rate, and Muon's polynomials. (States
 // are slots, see backend.h.)
-#ifndef LLMC_OPTIMISER_H
-#define LLMC_OPTIMISER_H
+#pragma once
 
 #include "../muon.h"
 #include "../options.h"
@@ -71,5 +70,3 @@ static void params_set_optimiser(ParamTable *t, const Options *o) {
         if (p->unit == 1 && p->optimiser == OPTIMISER_MUON) t->muon += p->size;
     }
 }
-
-#endif

@@ -1,7 +1,6 @@
 // Parameters and optimiser states from host memory and back, for checkpoints and tests: slots of backend.h. fp32
 // values, whatever a slot stores. What is offloaded is in host memory: CUDA sees from the pointers what a copy is.
-#ifndef LLMC_PARAMETERS_CUH
-#define LLMC_PARAMETERS_CUH
+#pragma once
 
 #include "buffers.cuh"
 
@@ -87,5 +86,3 @@ static void slot_read_snapshot(const Plan *p, const Buffers *b, Slot s, size_t o
     assert(offset >= mine.begin && offset + count <= mine.begin + mine.count);
     slot_widen(p, s, values, snapshot_place(p, b, s, u) + (offset - mine.begin) * plan_slot_bytes(p, s), count);
 }
-
-#endif

@@ -1,6 +1,5 @@
 // What all calls of a block share: one pass, forward or backward, over the tokens of a micro-step.
-#ifndef LLMC_PASS_CUH
-#define LLMC_PASS_CUH
+#pragma once
 
 #include "../kernels/attention.cuh"
 #include "../kernels/attention_rows.cuh"
@@ -66,5 +65,3 @@ typedef struct {
 static int pass_is_split(const Pass *p) { return p->exchange->ranks > 1; }
 // Elements of the residual stream that are here.
 static size_t pass_piece(const Pass *p) { return (size_t)p->rows * p->C; }
-
-#endif

@@ -1,7 +1,6 @@
 // Everything that a run never changes, decided once from the model, the options, the ranks and the GPU: plan_make. It
 // is printed at the start and logged. What computes reads the plan; of the options it takes values alone, as the seed.
-#ifndef LLMC_PLAN_CUH
-#define LLMC_PLAN_CUH
+#pragma once
 
 #include "../muon.h"
 #include "../quant.h"
@@ -295,5 +294,3 @@ static void plan_print(const Plan *p, FILE *f) {
     if (p->offload) fprintf(f, " | in host memory: %s", p->options.offload);
     fprintf(f, "\n");
 }
-
-#endif

@@ -11,8 +11,7 @@
 // It begins with the rows that are here, and goes on with those of other ranks as they arrive (rows_gather_under). Or
 // it begins with the rows that others wait for, which leave while the next are computed (rows_scatter_under). The bits
 // are those of one product.
-#ifndef LLMC_ROWS_CUH
-#define LLMC_ROWS_CUH
+#pragma once
 
 #include "pass.cuh"
 
@@ -161,5 +160,3 @@ static const floatX *rows_fetch_end(const Pass *p, OverlapKind kind, const float
     push_end(push, PUSH_ROWS_AGAIN);
     return all;
 }
-
-#endif

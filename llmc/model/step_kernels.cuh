@@ -5,8 +5,7 @@
 //                  (matmul_rows.cuh), of a mixture's experts those that have rows (decode_experts.cuh).
 //   else           the training forward with the products of training.
 // A line serves the rows of the one above it where that does not fit.
-#ifndef LLMC_MODEL_STEP_KERNELS_CUH
-#define LLMC_MODEL_STEP_KERNELS_CUH
+#pragma once
 
 #include "../kernels/decode.cuh"
 #include "../kernels/decode_experts.cuh"
@@ -96,5 +95,3 @@ static int plan_has_few_kernels(const Plan *p) {
     }
     return fits;
 }
-
-#endif

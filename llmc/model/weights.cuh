@@ -17,8 +17,7 @@
 // and backward make it anew, block by block. zero_get (zero.cuh) is the get of a unit; the others are made here.
 // Embedding, norms and biases are floatX always. --offload moves no weights. A step of generation
 // reads weights as they are kept (decoder.cuh); with --lora, in a run of calls, all blocks' merged.
-#ifndef LLMC_WEIGHTS_CUH
-#define LLMC_WEIGHTS_CUH
+#pragma once
 
 #include "buffers.cuh"
 
@@ -132,5 +131,3 @@ static Linear linear_of(const Plan *plan, Buffers *b, const Pass *p, const Unit 
     }
     return l;
 }
-
-#endif

@@ -41,8 +41,7 @@
 // Sums: --debug reduce-dtype=bf16 sends gradients as they are and NCCL rounds after each hop; fp32 sends them widened,
 // so that the sum is rounded once. Units that fit p2p.cuh's workspace (the final norm's) are rounded once in both. With
 // one rank nothing is sent and nothing waited for.
-#ifndef LLMC_ZERO_CUH
-#define LLMC_ZERO_CUH
+#pragma once
 
 #include "backend.h"
 #include "../kernels/grad_sum.cuh"
@@ -409,5 +408,3 @@ static void zero_release(Zero *z, const Unit *u, UnitUse use, GradSum sum, int r
     if (sum != GRAD_SUM_NONE) timing_lap("gradient sum", 0, grad_sum_bytes(sum, count), z->compute);
     if (reduce) zero_reduce(z, u->number);
 }
-
-#endif

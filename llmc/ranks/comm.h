@@ -8,8 +8,7 @@
 // job is one rank, and every function returns at once. A build without MPI stops if it was started as several
 // processes: each would train alone and write to the same folder. When one rank dies (die, require), all end with
 // status 1.
-#ifndef LLMC_COMM_H
-#define LLMC_COMM_H
+#pragma once
 
 #include "watchdog.h"
 
@@ -400,5 +399,3 @@ static void comm_use_cores(const Comm *c, int threads) {
     (void)threads;
     #endif
 }
-
-#endif

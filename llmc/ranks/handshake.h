@@ -1,8 +1,7 @@
 // Before anything is allocated every rank tells the others what it is and what it was given. The job ends if two ranks
 // share a GPU, if a host has more ranks than GPUs, or if the build, model, data or options differ. The message names
 // both ranks.
-#ifndef LLMC_HANDSHAKE_H
-#define LLMC_HANDSHAKE_H
+#pragma once
 
 #include "comm.h"
 #include "../hash.h"
@@ -98,5 +97,3 @@ static void comm_handshake(const Comm *c, HandshakeRecord *mine, const DataFile 
                  text + 2);
     free(all);
 }
-
-#endif

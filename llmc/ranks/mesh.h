@@ -12,8 +12,7 @@
 //   reduce-scatter  of the output of both projections      backward: all-gather of its gradient
 // Sums run over ranks in their order, in fp32. With tp 1 every tensor-parallel group is one rank, and these calls
 // return at once.
-#ifndef LLMC_MESH_H
-#define LLMC_MESH_H
+#pragma once
 
 #include "comm.h"
 #include "../params.h"
@@ -159,5 +158,3 @@ static int tp_counted(const Comm *dp, const ParamTable *t, int unit, Span *spans
     spans[count++] = rest;
     return count;
 }
-
-#endif

@@ -5,8 +5,7 @@
 // Each call is an entry of the watchdog's ring. The stream itself writes when a call begins and when it is done, so a
 // report shows which collective hangs. The watchdog also polls NCCL's errors: an error of a peer ends the job.
 // With one rank every call returns at once.
-#ifndef LLMC_NCCL_CUH
-#define LLMC_NCCL_CUH
+#pragma once
 
 #include "nccl_calls.cuh"
 #include "p2p.cuh"
@@ -129,5 +128,3 @@ inline void nccl_max(const Nccl *n, float *data, size_t count) {
 template <typename T> void nccl_exchange(const Nccl *n, const char *name, T *slots, const T *parts, size_t count) {
     nccl_run(n, NCCL_EXCHANGE, name, slots, parts, count);
 }
-
-#endif

@@ -1,8 +1,7 @@
 // All calls of NCCL. Only this file differs between a build with NCCL and one without. A build without NCCL has one
 // rank and makes none of these calls. NCCL does not allow ranks to share a GPU: tests that do have their own calls
 // (dev/test/nccl_for_tests.cuh).
-#ifndef LLMC_NCCL_CALLS_CUH
-#define LLMC_NCCL_CALLS_CUH
+#pragma once
 
 #include "comm.h"
 #include "../cuda/common.cuh"
@@ -83,6 +82,4 @@ inline const char *nccl_error(...) { return NULL; }
 inline void nccl_calls_begin(void) {}
 inline void nccl_calls_end(void) {}
 inline void nccl_carry(...) {}
-#endif
-
 #endif

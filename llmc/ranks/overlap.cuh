@@ -5,8 +5,7 @@
 // A product that overlaps is computed in parts: the rows of one rank, of two, of four. Fewer parts hide less of the
 // exchange, but use the GPU better. overlap_begin and overlap_end are called around each product with its exchange;
 // they time it while the measurement runs.
-#ifndef LLMC_OVERLAP_CUH
-#define LLMC_OVERLAP_CUH
+#pragma once
 
 #include "comm.h"
 #include "../cuda/common.cuh"
@@ -117,5 +116,3 @@ inline void overlap_close(OverlapChoice *o) {
         for (cudaEvent_t event : region)
             if (event) cudaCheck(cudaEventDestroy(event));
 }
-
-#endif

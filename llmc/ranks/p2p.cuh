@@ -13,8 +13,7 @@
 // it sends lines. Each store of 8 bytes holds 4 bytes of data and the number of the call, so no fence and no flag
 // follow: twice the bytes, half the latency.
 // Ladder: dev/cuda/p2p.cu.
-#ifndef LLMC_P2P_CUH
-#define LLMC_P2P_CUH
+#pragma once
 
 #include "peers.cuh"
 
@@ -256,5 +255,3 @@ inline void p2p_close(P2p *p) {
     comm_barrier(p->comm);
     p->opened = 0;
 }
-
-#endif

@@ -29,8 +29,7 @@
 // (c) What was pushed may be overwritten after push_end, by 8. Calls of different classes may overlap.
 // (d) No wait blocks the push that it waits for, even if all streams of a process share one queue of the device: on
 //     every rank the host enqueues a call's pushes before its waits. Waits are bounded as in peers.cuh.
-#ifndef LLMC_PUSH_CUH
-#define LLMC_PUSH_CUH
+#pragma once
 
 #include "nccl.cuh"
 
@@ -179,5 +178,3 @@ inline void push_close(Push *t) {
         for (cudaEvent_t &event : s.pushed) event_close(&event);
     t->opened = 0;
 }
-
-#endif

@@ -1,7 +1,6 @@
 // Signals that ask a run to save and end. Ranks look for them after each step, and during evaluation and sampling,
 // which may last longer than a step.
-#ifndef LLMC_STOP_H
-#define LLMC_STOP_H
+#pragma once
 
 #include "comm.h"
 
@@ -84,5 +83,3 @@ static const char *stop_signal_of(int all) {
         if (all & MEET_SIGNAL << i) return STOP_SIGNALS[i].name;
     return NULL;
 }
-
-#endif

@@ -11,8 +11,7 @@
 //                taken.)
 //
 // Ladder: dev/cuda/tp.cu.
-#ifndef LLMC_SUMS_CUH
-#define LLMC_SUMS_CUH
+#pragma once
 
 #include "mesh.h"
 #include "nccl.cuh"
@@ -147,5 +146,3 @@ inline void copies_sum(const Copies *c, const Nccl *group, floatX *grads) {
     }
     timing_lap("sum of parts", 0, 0, group->stream);
 }
-
-#endif

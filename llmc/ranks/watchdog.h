@@ -14,8 +14,7 @@
 // rank it exchanges data through MPI, but not which rank NCCL waits for. A host on which no rank is at fault says so,
 // and gives the other hosts time for their reports before it ends the job. A job that was suspended as a whole does not
 // hang: a watchdog that was itself suspended starts to count again.
-#ifndef LLMC_WATCHDOG_H
-#define LLMC_WATCHDOG_H
+#pragma once
 
 #include "../utils.h"
 
@@ -349,5 +348,3 @@ static void watchdog_stop(void) {
     pthread_join(watchdog.thread, NULL);
     watchdog_mine = &watchdog_alone;
 }
-
-#endif

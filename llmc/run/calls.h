@@ -12,8 +12,7 @@
 //
 // forward, backward, train and step are the steps of the training loop (loop.h) by other hands: the same functions of
 // backend.h, the same update.h.
-#ifndef LLMC_RUN_CALLS_H
-#define LLMC_RUN_CALLS_H
+#pragma once
 
 #include "samples.h"
 #include "update.h"
@@ -585,5 +584,3 @@ static int answer_calls(Trainer *t) {
     free(c);
     return EXIT_SUCCESS;
 }
-
-#endif

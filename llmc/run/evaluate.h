@@ -1,7 +1,6 @@
 // The loss on the validation set, and the accuracy on multiple-choice sets. Every rank takes part, rank 0 prints and
 // logs. Batch size and number of ranks change results by fp32's rounding only.
-#ifndef LLMC_EVALUATE_H
-#define LLMC_EVALUATE_H
+#pragma once
 
 #include "../files/checkpoint.h"
 #include "../data/eval_set.h"
@@ -299,5 +298,3 @@ static double evaluate(Evaluation *e, Model *m, int average, const Tokenizer *to
     }
     return mean.loss;
 }
-
-#endif

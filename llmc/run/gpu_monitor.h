@@ -1,8 +1,7 @@
 // The state of a working GPU: clocks, power, temperature, and what holds the clocks back (--debug log-gpu-every,
 // llm.c's
 // -lg). NVIDIA's management library tells it. It comes with the driver and is opened when it is needed, not linked.
-#ifndef LLMC_GPU_MONITOR_H
-#define LLMC_GPU_MONITOR_H
+#pragma once
 
 #include "../utils.h"
 
@@ -75,5 +74,3 @@ static void gpu_monitor_print(const GpuState *s) {
     printf("gpu  SM %u MHz of %u | memory %u MHz | %.0f W of %.0f | %u C | clocks held back by: %s\n", s->sm_mhz,
            s->sm_mhz_most, s->memory_mhz, 1e-3 * s->milliwatts, 1e-3 * s->milliwatts_most, s->celsius, s->held_back);
 }
-
-#endif

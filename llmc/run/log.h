@@ -3,8 +3,7 @@
 // Each JSON line is an event, written at once: start (options, config, git, device, ...), step, eval, eval_set,
 // eval_choice, epoch, set, sample, checkpoint, checkpoint_failed, end. A log that the folder already has is continued.
 // What does not fit a full disk is kept in memory and written when there is room again.
-#ifndef LLMC_LOGGER_H
-#define LLMC_LOGGER_H
+#pragma once
 
 #include "../files/hf_config.h"
 #include "../options.h"
@@ -130,5 +129,3 @@ static void duration_text(double seconds, char *out, size_t size) {
     else
         snprintf(out, size, "%ldd%02ldh", s / 86400, s / 3600 % 24);
 }
-
-#endif

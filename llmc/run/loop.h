@@ -2,8 +2,7 @@
 // backend.h. Every rank runs it; rank 0 alone prints and logs. Decisions about the
 // next call (skip, stop, save) follow from values that are the same on all ranks, or that comm_or has combined.
 // Messages count steps from 1. Evaluation and samples of step s use the weights after it.
-#ifndef LLMC_TRAINER_H
-#define LLMC_TRAINER_H
+#pragma once
 
 #include "calls.h"
 #include "schedule.h"
@@ -316,5 +315,3 @@ static int trainer_main(int argc, char **argv) {
     if (others) usleep(500000);
     return status;
 }
-
-#endif

@@ -1,7 +1,6 @@
 // Peak rates of GPUs, for model FLOP/s utilisation (MFU): dense matmul TFLOP/s with fp32 accumulation, from NVIDIA's
 // datasheets. The rate of an unknown GPU is 0; no MFU is then printed.
-#ifndef LLMC_MFU_H
-#define LLMC_MFU_H
+#pragma once
 
 #include <ctype.h>
 
@@ -46,5 +45,3 @@ static double peak_flops(const char *device, PeakKind kind) {
     }
     return 0;
 }
-
-#endif

@@ -1,6 +1,5 @@
 // What a run reports, on the console and in main.jsonl. Nothing here changes the run.
-#ifndef LLMC_TRAINER_REPORT_H
-#define LLMC_TRAINER_REPORT_H
+#pragma once
 
 #include "setup.h"
 
@@ -261,5 +260,3 @@ static void report_timing(Trainer *t) {
     fputc('}', f);
     logger_end(&t->log);
 }
-
-#endif

@@ -1,6 +1,5 @@
 // What a run generates with: an engine on its model, and when texts end.
-#ifndef LLMC_RUN_SAMPLES_H
-#define LLMC_RUN_SAMPLES_H
+#pragma once
 
 #include "setup.h"
 
@@ -109,5 +108,3 @@ static void open_draft(Trainer *t, const Options *o) {
     open_decoding(t, t->draft, known, model_pages(t->model));
     model_load_weights(t->draft, folder);
 }
-
-#endif

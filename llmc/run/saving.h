@@ -1,6 +1,5 @@
 // The checkpoints of a run: when one is due, written beside training, marked if the run has diverged, and removed.
-#ifndef LLMC_RUN_SAVING_H
-#define LLMC_RUN_SAVING_H
+#pragma once
 
 #include "report.h"
 
@@ -69,5 +68,3 @@ static void prove_checkpoint(Trainer *t) {
     t->unproven = 0;
     rotate(t);
 }
-
-#endif

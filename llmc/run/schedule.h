@@ -4,8 +4,7 @@
 //   cosine, linear   decay over all steps after warm-up; with a final fraction of 1 they stay at peak
 //   constant         peak from the first step on
 //   wsd              warm-up, stable, and over the last fifth decay by 1 - sqrt (Haegele et al., arXiv:2405.18392)
-#ifndef LLMC_SCHEDULE_H
-#define LLMC_SCHEDULE_H
+#pragma once
 
 #include "../options.h"
 
@@ -23,5 +22,3 @@ static double learning_rate_at(const Options *o, double peak, int64_t steps, int
     double low = peak * o->final_lr_fraction;
     return low + left * (peak - low);
 }
-
-#endif

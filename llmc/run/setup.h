@@ -1,7 +1,6 @@
 // The set-up of a run, before its first step: options, the checkpoint to resume, configuration, data, tokenizer,
 // handshake of the ranks, weights.
-#ifndef LLMC_TRAINER_SETUP_H
-#define LLMC_TRAINER_SETUP_H
+#pragma once
 
 #include "../talk/chat.h"
 #include "evaluate.h"
@@ -574,5 +573,3 @@ static void load_or_init(Trainer *t) {
     if (resumed && !forward_only(&t->o)) report_changed_options(t);
     if (t->train.num_shards && !t->o.overfit) compare_data(t);
 }
-
-#endif

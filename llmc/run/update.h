@@ -1,6 +1,5 @@
 // The update that ends an optimiser step, and what is known of the run by it.
-#ifndef LLMC_RUN_UPDATE_H
-#define LLMC_RUN_UPDATE_H
+#pragma once
 
 #include "saving.h"
 
@@ -79,5 +78,3 @@ static void end_step(Trainer *t, StepReport *r, double *clock) {
     *clock = now;
     report_step(t, r);
 }
-
-#endif

@@ -1,8 +1,7 @@
 // --generate on a terminal without a prompt: asks for prompts, and streams what the model makes of each. If the model's
 // folder has a chat template, that is a conversation; of templates ChatML and Llama 3's are known. It is kept as a
 // text, whose tokens are those that dev/data/chat.py makes of it. Ctrl-C stops an answer, Ctrl-D ends.
-#ifndef LLMC_CHAT_H
-#define LLMC_CHAT_H
+#pragma once
 
 #include "generate.h"
 
@@ -220,5 +219,3 @@ static void chat(Generation *g, const ChatTemplate *style) {
     free(c.tokens);
     free(c.turns);
 }
-
-#endif

@@ -1,7 +1,6 @@
 // What ends a text: end-of-text, and the ids and texts that a model's folder names as transformers reads them,
 // eos_token_id and stop_strings of generation_config.json.
-#ifndef LLMC_ENDS_H
-#define LLMC_ENDS_H
+#pragma once
 
 #include "../files/json.h"
 
@@ -97,5 +96,3 @@ static char *stop_search(const Ends *e, StopSearch *s, const char *piece, int la
     s->said += to - text;
     return text;
 }
-
-#endif

@@ -13,8 +13,7 @@
 //
 // Without a draft the next step is queued before the tokens of this one are looked at, so that a device never waits for
 // the host. A sequence that then turns out to have ended has one row too many, whose token is dropped.
-#ifndef LLMC_ENGINE_H
-#define LLMC_ENGINE_H
+#pragma once
 
 #include "../model/backend.h"
 #include "ends.h"
@@ -452,5 +451,3 @@ static void engine_print_end(const Engine *e) {
                e->proposed ? 100.0 * e->accepted / e->proposed : 0);
     putchar('\n');
 }
-
-#endif

@@ -1,8 +1,7 @@
 // Samples: --samples texts after one prompt, during training or with --generate. A sample that exceeds the window
 // continues from the last half of the window (engine.h). --debug kv-cache=0 recomputes everything for each token: the
 // same tokens, slowly.
-#ifndef LLMC_GENERATE_H
-#define LLMC_GENERATE_H
+#pragma once
 
 #include "engine.h"
 #include "../ranks/stop.h"
@@ -151,5 +150,3 @@ static char *generate(Generation *g, int64_t step, int streams) {
     free(samples);
     return first;
 }
-
-#endif

@@ -1,8 +1,7 @@
 // Pages of a model's cache. A page has the keys and values of KV_PAGE consecutive tokens of a sequence. One that a
 // prompt has filled gets a name, by which sequences that begin alike find it and share it. A page that nobody uses
 // keeps what it has until it is taken for other tokens: those without a name first, then those that were left first.
-#ifndef LLMC_PAGES_H
-#define LLMC_PAGES_H
+#pragma once
 
 #include "../config.h"
 #include "../rand.h"
@@ -95,5 +94,3 @@ static void pages_close(Pages *p) {
     free(p->page);
     free(p->bucket);
 }
-
-#endif

@@ -2,8 +2,7 @@
 // is such a program. Requests join and leave a running batch (engine.h). With --tp rank 0 reads and writes, and tells
 // the others what it read: all ranks do the same. A bad line is answered with an error event and never ends the
 // program.
-#ifndef LLMC_SERVE_H
-#define LLMC_SERVE_H
+#pragma once
 
 #include "engine.h"
 
@@ -361,5 +360,3 @@ static FILE *serve_take_output(void) {
             strerror(errno));
     return out;
 }
-
-#endif
