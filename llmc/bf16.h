@@ -17,15 +17,15 @@
 
 #include "utils.h"
 
-HOST_DEVICE static inline float bf16_widen(uint16_t b) { return bits_float((uint32_t)b << 16); }
-HOST_DEVICE static inline uint16_t bf16_nearest(float x) {
+HOST_DEVICE float bf16_widen(uint16_t b) { return bits_float((uint32_t)b << 16); }
+HOST_DEVICE uint16_t bf16_nearest(float x) {
     uint32_t u = float_bits(x);
     if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(u >> 16 | 0x40);
     return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 // Uses the low 16 bits of `random`. Infinities stay infinite, because their low bits are 0. NaN stays NaN. The largest
 // finite numbers may become infinite.
-HOST_DEVICE static inline uint16_t bf16_stochastic(float x, uint32_t random) {
+HOST_DEVICE uint16_t bf16_stochastic(float x, uint32_t random) {
     uint32_t u = float_bits(x);
     return (uint16_t)((x == x ? u + (random & 0xffff) : u | 0x400000) >> 16);
 }

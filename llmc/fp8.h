@@ -21,7 +21,7 @@ static const float FP8_LARGEST = 448.0f;
 // Exponents are stored with 7 added, in an fp32 with 127. Mantissas have 3 of its 23 bits.
 static const uint32_t FP8_REBIAS = 127 - 7, FP8_CUT = 23 - 3;
 
-HOST_DEVICE static inline uint8_t fp8_from_float(float x) {
+HOST_DEVICE uint8_t fp8_from_float(float x) {
     const uint32_t sign = float_bits(x) >> 31 << 7, size = float_bits(x) & 0x7fffffff;
     const uint32_t normal =
         ((size + (1u << (FP8_CUT - 1)) - 1 + (size >> FP8_CUT & 1)) >> FP8_CUT) - (FP8_REBIAS << (23 - FP8_CUT));
@@ -32,7 +32,7 @@ HOST_DEVICE static inline uint8_t fp8_from_float(float x) {
     return (uint8_t)(sign | (size > 0x7f800000 ? 0x7f : code));
 }
 
-HOST_DEVICE static inline float fp8_to_float(uint8_t q) {
+HOST_DEVICE float fp8_to_float(uint8_t q) {
     const uint32_t code = q & 0x7f, shifted = code << FP8_CUT;
     const uint32_t normal = code < 0x7f ? shifted + (FP8_REBIAS << 23) : shifted | 0x7f800000;
     const uint32_t size = code >> (23 - FP8_CUT) ? normal : float_bits((float)code * 0x1p-9f);
@@ -42,7 +42,7 @@ HOST_DEVICE static inline float fp8_to_float(uint8_t q) {
 // The largest power of two that lifts no value above the largest finite one, 1.75 * 2^8: nothing saturates. It and its
 // inverse are normal fp32. Of a tensor of zeros: 1. An absmax that is Inf or NaN makes every value NaN, so that the
 // step sees it.
-HOST_DEVICE static inline float fp8_scale(float absmax) {
+HOST_DEVICE float fp8_scale(float absmax) {
     const uint32_t u = float_bits(absmax) & 0x7fffffff, exponent = u >> 23, above = (u & 0x7fffff) > 0x600000;
     const uint32_t power = 127 + 127 + 8 - exponent - above;
     if (u == 0) return 1;

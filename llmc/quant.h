@@ -29,12 +29,12 @@ typedef struct {
 } QuantMatrix;
 
 // Bits of a code.
-HOST_DEVICE static inline int quant_bits(WeightFormat f) {
+HOST_DEVICE int quant_bits(WeightFormat f) {
     return f == WEIGHTS_FP32 ? 32 : f == WEIGHTS_BF16 ? 16 : f == WEIGHTS_INT4 ? 4 : 8;
 }
-HOST_DEVICE static inline int quant_has_row_scale(WeightFormat f) { return f == WEIGHTS_INT8 || f == WEIGHTS_FP8; }
-HOST_DEVICE static inline size_t quant_row_bytes(WeightFormat f, int cols) { return (size_t)cols * quant_bits(f) / 8; }
-HOST_DEVICE static inline size_t quant_scale_bytes(WeightFormat f, int cols) {
+HOST_DEVICE int quant_has_row_scale(WeightFormat f) { return f == WEIGHTS_INT8 || f == WEIGHTS_FP8; }
+HOST_DEVICE size_t quant_row_bytes(WeightFormat f, int cols) { return (size_t)cols * quant_bits(f) / 8; }
+HOST_DEVICE size_t quant_scale_bytes(WeightFormat f, int cols) {
     if (f == WEIGHTS_INT4) return (size_t)(cols / INT4_GROUP + 15) / 16 * 32;
     return quant_has_row_scale(f) ? sizeof(float) : 0;
 }

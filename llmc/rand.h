@@ -8,16 +8,16 @@
 // Purposes of numbers. No two share a stream.
 enum { RAND_INIT = 1, RAND_SHUFFLE = 2, RAND_SAMPLE = 3, RAND_ROUND = 4 };
 
-HOST_DEVICE static inline uint64_t rand_mix(uint64_t z) {
+HOST_DEVICE uint64_t rand_mix(uint64_t z) {
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
     return z ^ (z >> 31);
 }
 // 64 random bits. `stream` names the purpose and its parts, e.g. rand_stream(RAND_INIT, tensor).
-HOST_DEVICE static inline uint64_t rand_u64(uint64_t seed, uint64_t stream, uint64_t counter) {
+HOST_DEVICE uint64_t rand_u64(uint64_t seed, uint64_t stream, uint64_t counter) {
     return rand_mix(rand_mix(rand_mix(seed + 0x9e3779b97f4a7c15ull) + stream) + counter * 0x9e3779b97f4a7c15ull);
 }
-HOST_DEVICE static inline uint64_t rand_stream(uint64_t purpose, uint64_t part) { return purpose << 56 ^ part; }
+HOST_DEVICE uint64_t rand_stream(uint64_t purpose, uint64_t part) { return purpose << 56 ^ part; }
 // Three numbers of 16 random bits each. For places that draw billions at a time, where 64-bit multiplications would
 // take longer than the memory traffic. `key` is a rand_u64; each serves 2^32 counters. The hash is lowbias32 (Wellons,
 // "Prospecting for hash functions", nullprogram.com/blog/2018/07/31; constants of github.com/skeeto/hash-prospector,
@@ -27,7 +27,7 @@ HOST_DEVICE static inline uint64_t rand_stream(uint64_t purpose, uint64_t part) 
 // powers lie on a lattice 98% as wide as any can be, pairs of a and a^3 on one of 89%. dev/test/test_adamw.c tests all
 // of this.
 typedef struct { uint32_t a, b, c; } Rand3;
-HOST_DEVICE static inline Rand3 rand_three(uint64_t key, uint32_t counter) {
+HOST_DEVICE Rand3 rand_three(uint64_t key, uint32_t counter) {
     uint32_t x = counter ^ (uint32_t)key;
     x = (x ^ x >> 16) * 0x21f0aaadu;
     x = (x ^ x >> 15 ^ (uint32_t)(key >> 32)) * 0xd35a2d97u;

@@ -49,12 +49,12 @@ static const float DRAW_LN2 = 0.693147181f, DRAW_LOG2E = 1.44269504f;
 
 // x = 2^exponent * (1 + rest), 1 + rest in [sqrt(1/2), sqrt(2)). x is positive and normal.
 typedef struct { float exponent, rest; } DrawSplit;
-HOST_DEVICE static inline DrawSplit draw_split(float x) {
+HOST_DEVICE DrawSplit draw_split(float x) {
     const uint32_t root = 0x3f3504f3, u = float_bits(x) + (0x3f800000 - root);
     return (DrawSplit){(float)((int)(u >> 23) - 127), bits_float((u & 0x7fffff) + root) - 1.0f};
 }
 // The natural logarithm, to 1.2e-7 of itself. A minimax polynomial for (log(1 + f) - f) / f^2.
-HOST_DEVICE static inline float draw_log(DrawSplit s) {
+HOST_DEVICE float draw_log(DrawSplit s) {
     const float f = s.rest;
     float q = 0.0873484313f;
     q = fmaf(q, f, -0.143075213f);
@@ -68,7 +68,7 @@ HOST_DEVICE static inline float draw_log(DrawSplit s) {
 }
 // 2^(x * scale) in units of 2^-DRAW_ONE, rounded down, to 1.2e-7 of itself; 0 for NaN. x * scale <= 0; least * scale is
 // -60, which gives 0.
-HOST_DEVICE static inline uint64_t draw_exp2(float x, float scale, float least) {
+HOST_DEVICE uint64_t draw_exp2(float x, float scale, float least) {
     x = x > least ? x : least;
     const float shift = 12582912.0f;  // 1.5 * 2^23: the sum's last bits are the nearest integer
     const float r = fmaf(x, scale, shift), f = fmaf(x, scale, shift - r);
@@ -85,29 +85,25 @@ HOST_DEVICE static inline uint64_t draw_exp2(float x, float scale, float least) 
 // ---- keys: an order of the ids
 
 // The larger, the likelier. A NaN is the largest, so that no maximum hides it.
-HOST_DEVICE static inline uint32_t draw_order(float x) {
+HOST_DEVICE uint32_t draw_order(float x) {
     const uint32_t u = float_bits(x + 0.0f);                                  // -0 becomes 0
     const uint32_t order = u ^ ((uint32_t)((int32_t)u >> 31) | 0x80000000u);  // negative: ~u
     return order | -(uint32_t)(x != x);
 }
 static const uint32_t DRAW_LOWEST = 0x007fffff /* of -inf */, DRAW_HIGHEST = 0xff800000 /* of +inf */;
 // Whether a row can be drawn from, by its largest order.
-HOST_DEVICE static inline int draw_is_finite(uint32_t largest) {
-    return largest > DRAW_LOWEST && largest < DRAW_HIGHEST;
-}
-HOST_DEVICE static inline float draw_value(uint32_t order) {
-    return bits_float(order >> 31 ? order & 0x7fffffffu : ~order);
-}
+HOST_DEVICE int draw_is_finite(uint32_t largest) { return largest > DRAW_LOWEST && largest < DRAW_HIGHEST; }
+HOST_DEVICE float draw_value(uint32_t order) { return bits_float(order >> 31 ? order & 0x7fffffffu : ~order); }
 // Different for all ids, and not 0.
-HOST_DEVICE static inline uint64_t draw_key(float x, int id) { return (uint64_t)draw_order(x) << 32 | (uint32_t)~id; }
+HOST_DEVICE uint64_t draw_key(float x, int id) { return (uint64_t)draw_order(x) << 32 | (uint32_t)~id; }
 // Of what may be drawn and reported.
-HOST_DEVICE static inline uint64_t draw_least(uint64_t key) {
+HOST_DEVICE uint64_t draw_least(uint64_t key) {
     const uint64_t least = (uint64_t)(DRAW_LOWEST + 1) << 32;
     return key > least ? key : least;
 }
-HOST_DEVICE static inline int draw_id(uint64_t key) { return (int)~(uint32_t)key; }
+HOST_DEVICE int draw_id(uint64_t key) { return (int)~(uint32_t)key; }
 // How far below the largest; equal infinities are not apart.
-HOST_DEVICE static inline float draw_below(float x, float most) { return x == most ? 0.0f : x - most; }
+HOST_DEVICE float draw_below(float x, float most) { return x == most ? 0.0f : x - most; }
 
 // ---- what a row's Draw means
 
@@ -118,7 +114,7 @@ typedef struct {
     float share;         // top-p, 1: no limit
     int top;
 } DrawRule;
-HOST_DEVICE static inline DrawRule draw_rule(const Draw *d, int known) {
+HOST_DEVICE DrawRule draw_rule(const Draw *d, int known) {
     DrawRule r = {0, DRAW_LOG2E, 0, 0, 1, d->top < known ? d->top : known};
     if (r.top > DRAW_TOP) r.top = DRAW_TOP;
     if (d->temperature > 0) {
@@ -133,21 +129,19 @@ HOST_DEVICE static inline DrawRule draw_rule(const Draw *d, int known) {
     return r;
 }
 // At temperature 1, for log-probabilities.
-HOST_DEVICE static inline uint64_t draw_mass(float below) { return draw_exp2(below, DRAW_LOG2E, -60 / DRAW_LOG2E); }
+HOST_DEVICE uint64_t draw_mass(float below) { return draw_exp2(below, DRAW_LOG2E, -60 / DRAW_LOG2E); }
 // At the rule's temperature, for top-p.
-HOST_DEVICE static inline uint64_t draw_weight(const DrawRule *r, float below) {
-    return draw_exp2(below, r->scale, r->least);
-}
+HOST_DEVICE uint64_t draw_weight(const DrawRule *r, float below) { return draw_exp2(below, r->scale, r->least); }
 // The mass that top-p asks for.
-HOST_DEVICE static inline uint64_t draw_goal(float share, uint64_t total) {
+HOST_DEVICE uint64_t draw_goal(float share, uint64_t total) {
     const uint64_t goal = (uint64_t)((double)share * (double)total);
     return goal ? goal : 1;
 }
 // A part's mass, relative to the largest logit of all.
-HOST_DEVICE static inline uint64_t draw_join(uint64_t mass, float below) {
+HOST_DEVICE uint64_t draw_join(uint64_t mass, float below) {
     return (uint64_t)((unsigned __int128)mass * draw_mass(below) >> DRAW_ONE);
 }
-HOST_DEVICE static inline float draw_logprob(float below, uint64_t total) {
+HOST_DEVICE float draw_logprob(float below, uint64_t total) {
     return below - draw_log(draw_split((float)total * (1.0f / ((uint64_t)1 << DRAW_ONE))));
 }
 
@@ -155,7 +149,7 @@ HOST_DEVICE static inline float draw_logprob(float below, uint64_t total) {
 
 // -log(-log(1 - v)), v in [2^-62, 1 - 2^-24]. Large noise comes from small v, of which no bit is lost, so that unlikely
 // tokens have their probability, too.
-HOST_DEVICE static inline float draw_gumbel(uint64_t random) {
+HOST_DEVICE float draw_gumbel(uint64_t random) {
     const float high = (float)(int32_t)(random >> 33), low = (float)(int32_t)((random & 0x7fffffff) | 1);
     float v = fmaf(high, 0x1p-31f, low * 0x1p-62f);
     v = v < 0x1.fffffep-1f ? v : 0x1.fffffep-1f;
@@ -163,10 +157,10 @@ HOST_DEVICE static inline float draw_gumbel(uint64_t random) {
     if (s.exponent == 0) s.rest = -v;
     return -draw_log(draw_split(-draw_log(s)));
 }
-HOST_DEVICE static inline float draw_noisy(const DrawRule *r, const Draw *d, uint64_t position, int id, float below) {
+HOST_DEVICE float draw_noisy(const DrawRule *r, const Draw *d, uint64_t position, int id, float below) {
     return fmaf(below, r->inverse, draw_gumbel(rand_u64(d->seed, d->stream, position << 32 | (uint32_t)id)));
 }
-HOST_DEVICE static inline float draw_score(const DrawRule *r, const Draw *d, uint64_t position, int id, float below) {
+HOST_DEVICE float draw_score(const DrawRule *r, const Draw *d, uint64_t position, int id, float below) {
     return r->inverse > 0 ? draw_noisy(r, d, position, id, below) : below;
 }
 

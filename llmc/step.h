@@ -24,14 +24,14 @@ typedef struct {
     float logit;  // --qk-clip: the largest of attention in any head, 0 at least; else 0
 } StepResult;
 
-HOST_DEVICE static inline StepVerdict step_verdict(float loss, float norm, double most_loss, double most_norm) {
+HOST_DEVICE StepVerdict step_verdict(float loss, float norm, double most_loss, double most_norm) {
     if (!(fabsf(loss) <= FLT_MAX) || !(fabsf(norm) <= FLT_MAX)) return STEP_NOT_FINITE;
     if (loss > most_loss) return STEP_LOSS_HIGH;
     return norm > most_norm ? STEP_NORM_HIGH : STEP_APPLIED;
 }
 // What the sum of losses is multiplied by, and its gradient, after it was divided by all `tokens` of a step, of which
 // `masked` were not learned: then it is a mean. A step that learns nothing has loss and gradient 0.
-HOST_DEVICE static inline float step_share(double tokens, double masked) {
+HOST_DEVICE float step_share(double tokens, double masked) {
     return masked < tokens ? (float)(tokens / (tokens - masked)) : 0;
 }
 // --ema F: the average takes 1 - F^AVERAGE_EVERY of its distance to the weights, every so many steps. As exact as in
@@ -41,13 +41,13 @@ enum { AVERAGE_EVERY = 8 };
 // a head's largest logit becomes `most` where it was more. q and k of a head share the factor. shared: several query
 // heads of the whole model read a key head, which then stays as it is, and q takes all: no other head's logits change,
 // and ranks that have copies of it keep them alike. largest (NH): of the step.
-HOST_DEVICE static inline float qk_clip_factor(const float *largest, float most, int row, int HD, int NH, int shared) {
+HOST_DEVICE float qk_clip_factor(const float *largest, float most, int row, int HD, int NH, int shared) {
     const int head = row / HD;
     if (head >= (shared ? NH : 2 * NH) || !(largest[head % NH] > most)) return 1;
     const float ratio = most / largest[head % NH];
     return shared ? ratio : sqrtf(ratio);
 }
 // The factor of gradient clipping.
-HOST_DEVICE static inline float step_grad_scale(float norm, double clip) {
+HOST_DEVICE float step_grad_scale(float norm, double clip) {
     return clip > 0 && norm > clip ? (float)(clip / norm) : 1.0f;
 }

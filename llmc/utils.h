@@ -48,16 +48,16 @@ static const char *program_path(void) {
 
 // What begins a function that kernels call, too.
 #ifdef __CUDACC__
-#define HOST_DEVICE __host__ __device__
+#define HOST_DEVICE __host__ __device__ static inline
 #else
-#define HOST_DEVICE
+#define HOST_DEVICE static inline
 #endif
-HOST_DEVICE static inline uint32_t float_bits(float x) {
+HOST_DEVICE uint32_t float_bits(float x) {
     uint32_t u;
     memcpy(&u, &x, 4);
     return u;
 }
-HOST_DEVICE static inline float bits_float(uint32_t u) {
+HOST_DEVICE float bits_float(uint32_t u) {
     float x;
     memcpy(&x, &u, 4);
     return x;

@@ -7,7 +7,7 @@
 #include "../cuda/tile.cuh"
 #include "../quant.h"
 
-HOST_DEVICE static size_t quantised_row_bytes(const QuantMatrix *q) {
+HOST_DEVICE size_t quantised_row_bytes(const QuantMatrix *q) {
     return (quant_row_bytes(q->format, q->cols) + 15) / 16 * 16;
 }
 // words: 16 bytes in a file's order

@@ -46,7 +46,7 @@ typedef struct {
     int *tokens;       // NULL, or what was drawn for each slot
     const int *slots;  // (rows)
 } DrawLaunch;
-static HOST_DEVICE size_t draw_row_bytes(int num_parts) {
+HOST_DEVICE size_t draw_row_bytes(int num_parts) {
     return sizeof(DrawState) + DRAW_HISTOGRAMS * sizeof(DrawHistogram) + num_parts * sizeof(DrawPart);
 }
 

@@ -153,7 +153,7 @@ static LoraMerge *lora_merge_for(WeightFormat format, const LayerAdapters *l) {
 // ---- packing
 
 // Columns of a layer's packed adapters, each of a padded rank.
-HOST_DEVICE static int lora_columns(const LayerAdapters *l) {
+HOST_DEVICE int lora_columns(const LayerAdapters *l) {
     return l->count * ((l->rank + LORA_PADDED - 1) / LORA_PADDED * LORA_PADDED);
 }
 typedef enum { LORA_PACK, LORA_UNPACK, LORA_ADD } LoraMove;
