@@ -29,17 +29,13 @@ static float lora_scale(const Lora *l) {
     return l->alpha / (l->rank_stabilised ? sqrtf((float)l->rank) : (float)l->rank);
 }
 
-// A matrix of a block, by its place in block_kinds, that adapters can be for. Its name in peft, without ".weight"; of
-// experts what follows their number.
-typedef struct { char text[64]; } LoraName;
-static int lora_name(const Config *c, int kind, LoraName *name) {
+// The name in peft of a matrix of a block that adapters can be for, by its place in block_kinds; of experts what
+// follows their number. NULL: they cannot.
+static const char *lora_name(const Config *c, int kind) {
     const ParamKind *k = &block_kinds[kind];
-    const char *full = k->rows == DIM_1 || k->role == ROLE_ROUTERW ? NULL : kind_name(c, k);
-    if (!full) return 0;
-    const char *number = strstr(full, "%d.");
-    FORMAT(name->text, "%s", number ? number + strlen("%d.") : full);
-    name->text[strlen(name->text) - strlen(".weight")] = 0;
-    return 1;
+    const char *name = k->rows == DIM_1 || k->role == ROLE_ROUTERW ? NULL : kind_name(c, k);
+    const char *number = name ? strstr(name, "%d.") : NULL;
+    return number ? number + strlen("%d.") : name;
 }
 // As peft: a target is a name, or what follows a dot in it.
 static int lora_matches(const char *name, const char *target, size_t length) {
@@ -50,16 +46,16 @@ enum { NUM_BLOCK_KINDS = COUNT_OF(block_kinds) };
 // The bits of `targets`: all, or names with commas between. from: who says so.
 static unsigned lora_targets(const Config *c, const char *targets, const char *from) {
     unsigned bits = 0;
-    LoraName name;
     for (const char *at = targets; *at; at += *at == ',') {
         const int length = (int)strcspn(at, ",");
         const int all = (!strncmp(at, "all", 3) && length == 3) || (!strncmp(at, "all-linear", 10) && length == 10);
         unsigned found = 0;
         char known[512] = "";
         for (int i = 0; i < NUM_BLOCK_KINDS; i++) {
-            if (!lora_name(c, i, &name)) continue;
-            if (all || lora_matches(name.text, at, length)) found |= 1u << i;
-            APPEND(known, "%s%s", *known ? ", " : "", name.text);
+            const char *name = lora_name(c, i);
+            if (!name) continue;
+            if (all || lora_matches(name, at, length)) found |= 1u << i;
+            APPEND(known, "%s%s", *known ? ", " : "", name);
         }
         require(found, "%s: '%.*s' is no matrix of a block of this model\nthese are: %s, or what follows their dot",
                 from, length, at, known);

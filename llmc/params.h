@@ -221,7 +221,7 @@ static int dim_size(const Config *c, Dim dim) {
     }
 }
 // Every tensor in the order of memory, with its name in GPT-2's files and in the others'. NULL: not in those. Names in
-// a block follow "transformer.h.%d." or "model.layers.%d.".
+// a block follow "transformer.h.%d." or "model.layers.%d."; ".weight" follows all but biases.
 typedef struct {
     Role role;
     const char *gpt2, *other;
@@ -234,34 +234,33 @@ static Split split_of(const Config *c, const ParamKind *k) {
     const int of_heads = k->role == ROLE_QKNORMW && c->qk_norm == QK_NORM_WHOLE;
     return outputs >= DIM_V || of_heads ? SPLIT_ROWS : k->cols >= DIM_V ? SPLIT_COLS : SPLIT_NONE;
 }
-static const ParamKind embedding_kinds[] = {{ROLE_WTE, "transformer.wte.weight", "model.embed_tokens.weight", DIM_V,
-                                             DIM_C},
-                                            {ROLE_WPE, "transformer.wpe.weight", NULL, DIM_T, DIM_C},
-                                            {ROLE_LNEW, NULL, "model.embed_norm.weight", DIM_1, DIM_C}};
-static const ParamKind block_kinds[] = {{ROLE_QKVW, "attn.c_attn.weight", NULL, DIM_QKV, DIM_C},
-                                        {ROLE_QKVW, NULL, "self_attn.q_proj.weight", DIM_Q, DIM_C},
-                                        {ROLE_QKVW, NULL, "self_attn.k_proj.weight", DIM_KV, DIM_C},
-                                        {ROLE_QKVW, NULL, "self_attn.v_proj.weight", DIM_KV, DIM_C},
-                                        {ROLE_PROJW, "attn.c_proj.weight", "self_attn.o_proj.weight", DIM_C, DIM_Q},
-                                        {ROLE_FCW, NULL, "mlp.gate_proj.weight", DIM_F, DIM_C},  // if the MLP is gated
-                                        {ROLE_FCW, "mlp.c_fc.weight", "mlp.up_proj.weight", DIM_F, DIM_C},
-                                        {ROLE_FCPROJW, "mlp.c_proj.weight", "mlp.down_proj.weight", DIM_C, DIM_F},
+static const ParamKind embedding_kinds[] = {{ROLE_WTE, "transformer.wte", "model.embed_tokens", DIM_V, DIM_C},
+                                            {ROLE_WPE, "transformer.wpe", NULL, DIM_T, DIM_C},
+                                            {ROLE_LNEW, NULL, "model.embed_norm", DIM_1, DIM_C}};
+static const ParamKind block_kinds[] = {{ROLE_QKVW, "attn.c_attn", NULL, DIM_QKV, DIM_C},
+                                        {ROLE_QKVW, NULL, "self_attn.q_proj", DIM_Q, DIM_C},
+                                        {ROLE_QKVW, NULL, "self_attn.k_proj", DIM_KV, DIM_C},
+                                        {ROLE_QKVW, NULL, "self_attn.v_proj", DIM_KV, DIM_C},
+                                        {ROLE_PROJW, "attn.c_proj", "self_attn.o_proj", DIM_C, DIM_Q},
+                                        {ROLE_FCW, NULL, "mlp.gate_proj", DIM_F, DIM_C},  // if the MLP is gated
+                                        {ROLE_FCW, "mlp.c_fc", "mlp.up_proj", DIM_F, DIM_C},
+                                        {ROLE_FCPROJW, "mlp.c_proj", "mlp.down_proj", DIM_C, DIM_F},
                                         {ROLE_ROUTERW, NULL, NULL, DIM_E, DIM_C},
-                                        {ROLE_LN1W, "ln_1.weight", "input_layernorm.weight", DIM_1, DIM_C},
+                                        {ROLE_LN1W, "ln_1", "input_layernorm", DIM_1, DIM_C},
                                         {ROLE_LN1B, "ln_1.bias", NULL, DIM_1, DIM_C},
                                         {ROLE_QKVB, "attn.c_attn.bias", NULL, DIM_1, DIM_QKV},
                                         {ROLE_QKVB, NULL, "self_attn.q_proj.bias", DIM_1, DIM_Q},
                                         {ROLE_QKVB, NULL, "self_attn.k_proj.bias", DIM_1, DIM_KV},
                                         {ROLE_QKVB, NULL, "self_attn.v_proj.bias", DIM_1, DIM_KV},
                                         {ROLE_PROJB, "attn.c_proj.bias", "self_attn.o_proj.bias", DIM_1, DIM_C},
-                                        {ROLE_LN2W, "ln_2.weight", "post_attention_layernorm.weight", DIM_1, DIM_C},
+                                        {ROLE_LN2W, "ln_2", "post_attention_layernorm", DIM_1, DIM_C},
                                         {ROLE_LN2B, "ln_2.bias", NULL, DIM_1, DIM_C},
                                         {ROLE_FCB, "mlp.c_fc.bias", "mlp.up_proj.bias", DIM_1, DIM_F},
                                         {ROLE_FCPROJB, "mlp.c_proj.bias", "mlp.down_proj.bias", DIM_1, DIM_C},
-                                        {ROLE_QKNORMW, NULL, "self_attn.q_norm.weight", DIM_1, DIM_Q_GAINS},
-                                        {ROLE_QKNORMW, NULL, "self_attn.k_norm.weight", DIM_1, DIM_K_GAINS}};
-static const ParamKind head_kinds[] = {{ROLE_HEADW, "lm_head.weight", "lm_head.weight", DIM_V, DIM_C},
-                                       {ROLE_LNFW, "transformer.ln_f.weight", "model.norm.weight", DIM_1, DIM_C},
+                                        {ROLE_QKNORMW, NULL, "self_attn.q_norm", DIM_1, DIM_Q_GAINS},
+                                        {ROLE_QKNORMW, NULL, "self_attn.k_norm", DIM_1, DIM_K_GAINS}};
+static const ParamKind head_kinds[] = {{ROLE_HEADW, "lm_head", "lm_head", DIM_V, DIM_C},
+                                       {ROLE_LNFW, "transformer.ln_f", "model.norm", DIM_1, DIM_C},
                                        {ROLE_LNFB, "transformer.ln_f.bias", NULL, DIM_1, DIM_C},
                                        {ROLE_HEADB, NULL, "lm_head.bias", DIM_1, DIM_V}};
 
@@ -332,12 +331,11 @@ static void params_end_unit(ParamTable *t) {
     t->unit_begin[++t->num_units] = t->total = round_up(t->total, UNIT_ALIGN);
 }
 // Names of a mixture, in a block of Mixtral's files and of the others', with the number of the expert.
-static const char *const mixture_names[][2] = {
-    {"block_sparse_moe.experts.%d.w1.weight", "mlp.experts.%d.gate_proj.weight"},
-    {"block_sparse_moe.experts.%d.w3.weight", "mlp.experts.%d.up_proj.weight"},
-    {"block_sparse_moe.experts.%d.w2.weight", "mlp.experts.%d.down_proj.weight"},
-    {"block_sparse_moe.gate.weight", "mlp.gate.weight"}};
-// Whether a model has this tensor; its name in files.
+static const char *const mixture_names[][2] = {{"block_sparse_moe.experts.%d.w1", "mlp.experts.%d.gate_proj"},
+                                               {"block_sparse_moe.experts.%d.w3", "mlp.experts.%d.up_proj"},
+                                               {"block_sparse_moe.experts.%d.w2", "mlp.experts.%d.down_proj"},
+                                               {"block_sparse_moe.gate", "mlp.gate"}};
+// Whether a model has this tensor; its name in files, but for ".weight".
 static const char *kind_name(const Config *c, const ParamKind *k) {
     const int is_gate = k->role == ROLE_FCW && !k->gpt2;
     const int i = k->role == ROLE_FCW ? !is_gate : k->role == ROLE_FCPROJW ? 2 : k->role == ROLE_ROUTERW ? 3 : -1;
@@ -355,6 +353,7 @@ static void params_add_kind(ParamTable *t, const Config *c, const ParamKind *k, 
     if (!name) return;
     if (in_block) FORMAT(p.name, config_is(c, "gpt2") ? "transformer.h.%d." : "model.layers.%d.", t->num_units - 1);
     APPEND(p.name, name, expert);
+    if (!strstr(name, ".bias")) APPEND(p.name, ".weight");
     p.kind = in_block ? (int)(k - block_kinds) : -1;
     p.role = k->role;
     p.rows = dim_size(c, k->rows);

@@ -93,10 +93,10 @@ static void adapter_config_write(const Config *c, const Lora *l, const char *bas
     fprintf(f, "  \"fan_in_fan_out\": %s,\n  \"inference_mode\": true,\n  \"target_modules\": [",
             config_is(c, "gpt2") ? "true" : "false");
     for (int kind = 0; kind < NUM_BLOCK_KINDS; kind++) {
-        LoraName name;
-        if (!(l->targets >> kind & 1) || !lora_name(c, kind, &name)) continue;
+        const char *name = lora_name(c, kind);
+        if (!(l->targets >> kind & 1) || !name) continue;
         fputs(separator, f);
-        json_write_string(f, name.text);
+        json_write_string(f, name);
         separator = ", ";
     }
     fputs("]\n}\n", f);
