@@ -14,9 +14,7 @@
 // Of common.cuh, absmax.cuh and CUDA: what is not asked for here.
 #define __host__
 #define LLMC_ABSMAX_CUH
-#define WGMMA_32(i) "+f"(d[i])
-#define WGMMA_D128
-#define WGMMA_D256
+#define WGMMA(...) (void)0
 typedef void *cudaStream_t;
 struct MaxBits {};
 template <typename Op> static float warp_reduce(float x) { return x; }

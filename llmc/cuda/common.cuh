@@ -62,6 +62,10 @@ inline void stream_follows(cudaStream_t later, cudaStream_t earlier, cudaEvent_t
     cudaCheck(cudaEventRecord(event, earlier));
     cudaCheck(cudaStreamWaitEvent(later, event, 0));
 }
+// A kernel's blocks may have so much dynamic shared memory.
+template <typename Kernel> void allow_shared(Kernel kernel, size_t bytes) {
+    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+}
 static unsigned blocks_for(size_t n, size_t per_block) { return (unsigned)ceil_div(n, per_block); }
 
 // ---- the device of this process: that of its rank on this host, or the only one it is shown (srun --gpus-per-task=1).

@@ -88,16 +88,14 @@ template <int PENDING> __device__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 // Four 8x8 matrices; lane i gives the address of row i%8 of matrix i/8.
-__device__ inline void ldmatrix(unsigned (&r)[4], unsigned row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(row));
-}
-__device__ inline void ldmatrix_transposed(unsigned (&r)[4], unsigned row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(row));
-}
+#define LDMATRIX(name, transposed) \
+    __device__ inline void name(unsigned (&r)[4], unsigned row) { \
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4" transposed ".shared.b16 {%0,%1,%2,%3}, [%4];" \
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) \
+                     : "r"(row)); \
+    }
+LDMATRIX(ldmatrix, "")
+LDMATRIX(ldmatrix_transposed, ".trans")
 // One matrix in registers: a lane gives row lane/4, columns 2 (lane%4) and the next, and gets those of the transpose.
 __device__ inline unsigned transpose_8x8(unsigned x) {
     unsigned y;
@@ -116,19 +114,15 @@ __device__ inline void stmatrix_transposed(unsigned row, const unsigned (&r)[4])
                  : "memory");
 }
 // c(16,8) += a(16,16) b(16,8). With g = lane/4, t = lane%4, a lane holds c[g][2t,2t+1], c[g+8][2t,2t+1].
-__device__ inline void mma_m16n8k16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-// The same product of f16.
-__device__ inline void mma_m16n8k16_f16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+#define MMA_M16N8K16(name, type) \
+    __device__ inline void name(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type \
+                     ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1)); \
+    }
+MMA_M16N8K16(mma_m16n8k16, "bf16")
+MMA_M16N8K16(mma_m16n8k16_f16, "f16")
 __device__ inline float log2_approx(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -261,15 +255,9 @@ static void launch_early(void (*kernel)(Parameters...), dim3 blocks, dim3 thread
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = 1;
     attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = (unsigned)cluster;
-    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-    cudaLaunchConfig_t launch = {};
-    launch.gridDim = blocks;
-    launch.blockDim = threads;
-    launch.dynamicSmemBytes = (size_t)shared;
-    launch.stream = stream;
-    launch.attrs = attributes;
-    launch.numAttrs = cluster > 1 ? 2 : (unsigned)can;
+    attributes[1].val.clusterDim = {(unsigned)cluster, 1, 1};
+    const cudaLaunchConfig_t launch = {blocks, threads,    (size_t)shared,
+                                       stream, attributes, cluster > 1 ? 2 : (unsigned)can};
     cudaCheck(cudaLaunchKernelEx(&launch, kernel, Parameters(arguments)...));
 }
 
@@ -550,66 +538,47 @@ template <int PENDING> __device__ void wgmma_wait() {
 #define WGMMA_D128 "{" WGMMA_SIXTY "%60,%61,%62,%63}"
 #define WGMMA_D192 "{" WGMMA_NINETY "%90,%91,%92,%93,%94,%95}"
 #define WGMMA_D256 "{" WGMMA_NINETY WGMMA_TEN(9) WGMMA_TEN(10) WGMMA_TEN(11) "%120,%121,%122,%123,%124,%125,%126,%127}"
+#define WGMMA_SUMS64 WGMMA_32(0)
+#define WGMMA_SUMS128 WGMMA_SUMS64, WGMMA_32(32)
+#define WGMMA_SUMS192 WGMMA_SUMS128, WGMMA_32(64)
+#define WGMMA_SUMS256 WGMMA_SUMS192, WGMMA_32(96)
+// d (64, N) (+)= A (64, K) B (N, K)^T. Operands follow N / 2 sums; a, b and add say which of them are A, B and whether
+// d is added to, `more` what follows.
+#define WGMMA(N, K, type, a, b, add, more, ...) \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #add ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k" #K \
+                 ".f32." type "." type " " WGMMA_D##N ", " a ", %" #b ", p, 1, 1" more "; }" \
+                 : WGMMA_SUMS##N \
+                 : __VA_ARGS__ \
+                 : "memory")
 
 // d (+)= A B^T with A (64, 16) and B (N, 16) in shared memory; MN_A, MN_B: 1 for an MN-major operand. add = 0
 // overwrites d.
 template <int N, int MN_A, int MN_B>
 __device__ void wgmma(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add) {
     static_assert(N == 64 || N == 128 || N == 192 || N == 256, "write the asm for this width");
+    #define OPERANDS "l"(a), "l"(b), "r"(add), "n"(MN_A), "n"(MN_B)
     if constexpr (N == 64)
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " WGMMA_D64
-            ", %32, %33, p, 1, 1, %35, %36; }"
-            : WGMMA_32(0)
-            : "l"(a), "l"(b), "r"(add), "n"(MN_A), "n"(MN_B)
-            : "memory");
+        WGMMA(64, 16, "bf16", "%32", 33, 34, ", %35, %36", OPERANDS);
     else if constexpr (N == 128)
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " WGMMA_D128
-            ", %64, %65, p, 1, 1, %67, %68; }"
-            : WGMMA_32(0), WGMMA_32(32)
-            : "l"(a), "l"(b), "r"(add), "n"(MN_A), "n"(MN_B)
-            : "memory");
+        WGMMA(128, 16, "bf16", "%64", 65, 66, ", %67, %68", OPERANDS);
     else if constexpr (N == 192)
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %98, 0; wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 " WGMMA_D192
-            ", %96, %97, p, 1, 1, %99, %100; }"
-            : WGMMA_32(0), WGMMA_32(32), WGMMA_32(64)
-            : "l"(a), "l"(b), "r"(add), "n"(MN_A), "n"(MN_B)
-            : "memory");
+        WGMMA(192, 16, "bf16", "%96", 97, 98, ", %99, %100", OPERANDS);
     else
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " WGMMA_D256
-            ", %128, %129, p, 1, 1, %131, %132; }"
-            : WGMMA_32(0), WGMMA_32(32), WGMMA_32(64), WGMMA_32(96)
-            : "l"(a), "l"(b), "r"(add), "n"(MN_A), "n"(MN_B)
-            : "memory");
+        WGMMA(256, 16, "bf16", "%128", 129, 130, ", %131, %132", OPERANDS);
+    #undef OPERANDS
 }
 // The same with A in registers.
 template <int N, int MN_B>
 __device__ void wgmma(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b, int add) {
     static_assert(N == 64 || N == 128 || N == 256, "write the asm for this width");
+    #define OPERANDS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(MN_B)
     if constexpr (N == 64)
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " WGMMA_D64
-            ", {%32,%33,%34,%35}, %36, p, 1, 1, %38; }"
-            : WGMMA_32(0)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(MN_B)
-            : "memory");
+        WGMMA(64, 16, "bf16", "{%32,%33,%34,%35}", 36, 37, ", %38", OPERANDS);
     else if constexpr (N == 128)
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " WGMMA_D128
-            ", {%64,%65,%66,%67}, %68, p, 1, 1, %70; }"
-            : WGMMA_32(0), WGMMA_32(32)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(MN_B)
-            : "memory");
+        WGMMA(128, 16, "bf16", "{%64,%65,%66,%67}", 68, 69, ", %70", OPERANDS);
     else
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %133, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " WGMMA_D256
-            ", {%128,%129,%130,%131}, %132, p, 1, 1, %134; }"
-            : WGMMA_32(0), WGMMA_32(32), WGMMA_32(64), WGMMA_32(96)
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(MN_B)
-            : "memory");
+        WGMMA(256, 16, "bf16", "{%128,%129,%130,%131}", 132, 133, ", %134", OPERANDS);
+    #undef OPERANDS
 }
 
 #endif

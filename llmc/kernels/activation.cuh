@@ -90,8 +90,7 @@ __global__ void __launch_bounds__(ACTIVATION_THREADS)
 
 template <int INPUTS>
 static ActivationRows<INPUTS> activation_rows(int N, int F, const void *a, const void *b, const void *c) {
-    require(((uintptr_t)a | (uintptr_t)b | (uintptr_t)c) % 16 == 0,
-            "an activation's buffer does not begin on 16 bytes\nallocate it with memory_request");
+    require_aligned("activation", {a, b, c});
     require(F % VecX::size == 0, "MLP width %d is not a multiple of %d\nchange ffn=", F, VecX::size);
     const size_t vectors = (size_t)N * F / VecX::size;
     require(vectors < 0xffff0000u, "%d tokens of MLP width %d are too many for one launch\nuse a smaller --batch-size",

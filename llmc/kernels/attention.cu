@@ -31,7 +31,7 @@ static void attention_launch(void (*kernel)(AttentionLaunch<X>), AttentionLaunch
     a.at_once = at_once;
     const size_t blocks = (size_t)a.all * a.tiles;
     require(blocks < (size_t)1 << 31, "attention: %zu blocks are too many for one launch\nuse a smaller batch", blocks);
-    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
+    allow_shared(kernel, S::BYTES);
     kernel<<<(unsigned)blocks, S::THREADS, S::BYTES, stream>>>(a);
     launchCheck();
 }
@@ -52,7 +52,7 @@ static void hopper_launch(Kernel kernel, const AttentionLaunch<bf16> &a, cudaStr
     const auto map = [&](const bf16 *x, int heads) { return x ? tensor_map(x, a.B, a.T, heads, a.HD) : CUtensorMap(); };
     const HopperMaps maps = {map(a.qkv, a.NH + 2 * a.NKV), map(a.dqkv ? a.dout : a.out, a.NH),
                              map(a.dqkv, a.NH + 2 * a.NKV)};
-    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
+    allow_shared(kernel, S::BYTES);
     kernel<<<(unsigned)(pieces < (size_t)blocks ? pieces : (size_t)blocks), S::THREADS, S::BYTES, stream>>>(maps, h);
     launchCheck();
 }

@@ -71,15 +71,11 @@ static int attention_column_slices(const AttentionProblem *a) {
 void attention_run_forward(const AttentionLaunch<floatX> &a, cudaStream_t stream);
 void attention_run_backward(const AttentionLaunch<floatX> &a, cudaStream_t stream);
 
-static void attention_require_aligned(const AttentionLaunch<floatX> &a) {
-    require(((uintptr_t)a.out | (uintptr_t)a.dqkv | (uintptr_t)a.qkv | (uintptr_t)a.dout) % 16 == 0,
-            "attention: a buffer is not aligned to 16 bytes\nallocate it through memory.cuh");
-}
 // out, lse = attention(qkv)
 static void attention_forward(const AttentionProblem *p, floatX *out, float *lse, const floatX *qkv,
                               cudaStream_t stream) {
     const AttentionLaunch<floatX> a = {*p, out, NULL, qkv, NULL, lse};
-    attention_require_aligned(a);
+    require_aligned("attention", {a.out, a.dqkv, a.qkv, a.dout});
     attention_run_forward(a, stream);
     timing_lap("attention", 2.0 * a.B * a.NH * a.T * a.T * a.HD,
                (double)a.B * a.T * (2.0 * a.NH + 2.0 * a.NKV) * a.HD * sizeof(floatX), stream);
@@ -90,7 +86,7 @@ static void attention_backward(const AttentionProblem *p, floatX *dqkv, float *c
                                const floatX *qkv, const floatX *out, const float *lse, cudaStream_t stream) {
     const bool inside = attention_sums_columns(p);
     const AttentionLaunch<floatX> a = {*p, (floatX *)out, dqkv, qkv, dout, (float *)lse, inside ? column_sums : NULL};
-    attention_require_aligned(a);
+    require_aligned("attention", {a.out, a.dqkv, a.qkv, a.dout});
     attention_run_backward(a, stream);
     timing_lap("attention backward", 5.0 * a.B * a.NH * a.T * a.T * a.HD,
                (double)a.B * a.T * (4.0 * a.NH + 4.0 * a.NKV) * a.HD * sizeof(floatX), stream);

@@ -77,7 +77,7 @@ static int spans_launch(const DecodeAttention *a, size_t cached, const DecodeInp
     static int here = -1;
     if (here < 0) {
         here = has_hopper_code(kernel);
-        if (here) cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Warp::BYTES));
+        if (here) allow_shared(kernel, Warp::BYTES);
     }
     if (!here) return 0;
     const int in_line = 128 / Warp::WIDTH;

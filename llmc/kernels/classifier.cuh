@@ -275,7 +275,7 @@ static void classifier_launch(floatX *logits, float *losses, const int *targets,
                               int N, int V, int Vp, int cached, Cap cap, cudaStream_t stream) {
     const size_t bytes = cached * sizeof(floatX);
     const auto kernel = classifier_kernel<THREADS, true, Cap>;
-    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    allow_shared(kernel, bytes);
     cudaCheck(
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
     kernel<<<N, THREADS, bytes, stream>>>(logits, losses, targets, dloss, factors, V, Vp, cached, cap);
@@ -302,7 +302,7 @@ static void classifier(floatX *logits, float *losses, const int *targets, float 
                        int V, int Vp, int write_dlogits, cudaStream_t stream, float softcap = 0) {
     require(V > 0 && V <= Vp && Vp % VecX::size == 0,
             "%d logits in rows of %d\nrows must be padded to a multiple of %d", V, Vp, VecX::size);
-    require((uintptr_t)logits % 16 == 0, "logits do not begin on 16 bytes\nallocate them with memory_request");
+    require_aligned("classifier", {logits});
     with_softcap(softcap, [&](auto cap) {
         classifier_run(logits, losses, targets, dloss, factors, N, V, Vp, write_dlogits, cap, stream);
     });
@@ -312,9 +312,9 @@ static void classifier(floatX *logits, float *losses, const int *targets, float 
 // parts (N) of this rank = ; logits (N,Vp), of which V columns are words
 static void classifier_parts(ClassifierPart *parts, const floatX *logits, const int *targets, int rank, int N, int V,
                              int Vp, cudaStream_t stream, float softcap = 0) {
-    require(V >= 0 && V <= Vp && Vp % VecX::size == 0 && (uintptr_t)logits % 16 == 0,
-            "%d logits in rows of %d\nrows must be padded to a multiple of %d and begin on 16 bytes", V, Vp,
-            VecX::size);
+    require(V >= 0 && V <= Vp && Vp % VecX::size == 0,
+            "%d logits in rows of %d\nrows must be padded to a multiple of %d", V, Vp, VecX::size);
+    require_aligned("classifier", {logits});
     with_softcap(softcap, [&](auto cap) {
         classifier_parts_kernel<512><<<N, 512, 0, stream>>>(parts, logits, targets, rank, V, Vp, cap);
     });

@@ -586,14 +586,9 @@ template <typename Ranks> void decode_launch(const Decode *d, const Ranks &ranks
     cudaLaunchAttribute together;
     together.id = cudaLaunchAttributeCooperative;
     together.val.cooperative = 1;
-    cudaLaunchConfig_t launch = {};
-    launch.gridDim = dim3(d->blocks);
-    launch.blockDim = dim3(DECODE_ALL_THREADS);
-    launch.dynamicSmemBytes = (size_t)d->shared_bytes;
-    launch.stream = stream;
-    launch.attrs = &together;
-    launch.numAttrs = 1;
-    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, d->shared_bytes));
+    const cudaLaunchConfig_t launch = {
+        dim3(d->blocks), dim3(DECODE_ALL_THREADS), (size_t)d->shared_bytes, stream, &together, 1};
+    allow_shared(kernel, d->shared_bytes);
     cudaCheck(cudaLaunchKernelEx(&launch, kernel, *d, ranks, rows));
 }
 #endif

@@ -388,7 +388,7 @@ void decode_few(const FewProduct *q, cudaStream_t stream) {
     experts_with_format(q->format, [&](auto w) {
         const auto kernel = decode_few_kernel<decltype(w)>;
         static int prepared;
-        if (!prepared) cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED));
+        if (!prepared) allow_shared(kernel, FEW_SHARED);
         prepared = 1;
         launch_early(kernel, blocks_for(q->out, DECODE_COLUMNS), FEW_THREADS, few_shared(q), 1, stream, *q);
     });

@@ -16,68 +16,45 @@ __device__ inline void decode_sync() { named_barrier(1, DECODE_BLOCK_THREADS); }
 
 // ---- how weights are widened: of 16 bytes, step `v` becomes the 4 registers that go with 16 bytes of a row
 
-struct WeightsAny {
-    static constexpr int ELEMENTS = 16;       // in 16 bytes
-    static constexpr bool ROW_SCALE = false;  // each row has a scale
-    static constexpr bool GROUPED = false;    // scales are those of groups, of 128 weights each
-    static constexpr unsigned OFFSET = 0;     // a pair of bf16 to be added to every pair of weights
-};
-struct WeightsNative : WeightsAny {
-    static constexpr int ELEMENTS = 16 / sizeof(floatX);
+struct WeightsNative {
+    static constexpr int ELEMENTS = 16 / sizeof(floatX);  // in 16 bytes
+    static constexpr bool ROW_SCALE = false;              // each row has a scale
+    static constexpr bool GROUPED = false;                // scales are those of groups, of 128 weights each
+    static constexpr unsigned OFFSET = 0;                 // a pair of bf16 to be added to every pair of weights
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int) {
         #pragma unroll
         for (int i = 0; i < 4; i++) w[i] = x[i];
     }
 };
-#ifdef PRECISION_FP32  // need not be fast: step v is half an octet
-template <int BITS> __device__ inline int decode_code(const unsigned (&x)[4], int v, int i) {
-    const int e = v % 2 * 4 + i;
-    return (int)code_of<BITS>(x[e / 2], e, v / 2);
-}
-struct WeightsInt8 : WeightsAny {
-    static constexpr bool ROW_SCALE = true;
+// CODE widens the pair of octet v in a word, or in fp32, which need not be fast and where a step is half an octet, a
+// code.
+template <auto CODE, int BITS> struct WeightsCodes {
+    static constexpr int ELEMENTS = 128 / BITS;
+    static constexpr bool ROW_SCALE = BITS == 8, GROUPED = BITS == 4;
+    static constexpr unsigned OFFSET = GROUPED && sizeof(floatX) == 2 ? INT4_OFFSET : 0;
     __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
-        for (int i = 0; i < 4; i++) w[i] = float_bits((float)(int8_t)decode_code<8>(x, v, i));
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            #ifdef PRECISION_FP32
+            const int e = v % 2 * 4 + i;
+            w[i] = float_bits(CODE((int)code_of<BITS>(x[e / 2], e, v / 2)));
+            #else
+            w[i] = CODE(x[i], v);
+            #endif
+        }
     }
 };
-struct WeightsE4m3 : WeightsAny {
-    static constexpr bool ROW_SCALE = true;
-    __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
-        for (int i = 0; i < 4; i++) w[i] = float_bits(fp8_to_float((uint8_t)decode_code<8>(x, v, i)));
-    }
-};
-struct WeightsInt4 : WeightsAny {
-    static constexpr int ELEMENTS = 32;
-    static constexpr bool GROUPED = true;
-    __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
-        for (int i = 0; i < 4; i++) w[i] = float_bits((float)decode_code<4>(x, v, i) - 8);
-    }
-};
+#ifdef PRECISION_FP32
+__device__ inline float decode_int8(int code) { return (float)(int8_t)code; }
+__device__ inline float decode_e4m3(int code) { return fp8_to_float((uint8_t)code); }
+__device__ inline float decode_int4(int code) { return (float)code - 8; }
+struct WeightsInt8 : WeightsCodes<decode_int8, 8> {};
+struct WeightsE4m3 : WeightsCodes<decode_e4m3, 8> {};
+struct WeightsInt4 : WeightsCodes<decode_int4, 4> {};
 #else
-struct WeightsInt8 : WeightsAny {
-    static constexpr bool ROW_SCALE = true;
-    __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
-        #pragma unroll
-        for (int i = 0; i < 4; i++) w[i] = widen_int8(x[i], v);
-    }
-};
-struct WeightsE4m3 : WeightsAny {
-    static constexpr bool ROW_SCALE = true;
-    __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
-        #pragma unroll
-        for (int i = 0; i < 4; i++) w[i] = widen_e4m3(x[i], v);
-    }
-};
-// Of the offset of codes a sum is rid at once.
-struct WeightsInt4 : WeightsAny {
-    static constexpr int ELEMENTS = 32;
-    static constexpr bool GROUPED = true;
-    static constexpr unsigned OFFSET = INT4_OFFSET;
-    __device__ static void widen(unsigned (&w)[4], const unsigned (&x)[4], int v) {
-        #pragma unroll
-        for (int i = 0; i < 4; i++) w[i] = widen_int4(x[i], v);
-    }
-};
+struct WeightsInt8 : WeightsCodes<widen_int8, 8> {};
+struct WeightsE4m3 : WeightsCodes<widen_e4m3, 8> {};
+struct WeightsInt4 : WeightsCodes<widen_int4, 4> {};
 #endif
 __device__ inline void decode_words(unsigned (&w)[4], const int4 &x) {
     w[0] = (unsigned)x.x;

@@ -266,7 +266,7 @@ static void embedding_sum_runs(floatX *dweight, const floatX *dout, TokenRows t,
     uint64_t *sorted = (uint64_t *)scratch;
     LongRuns *long_runs = (LongRuns *)(sorted + embedding_list_length(N));
     embedding_sort(sorted, t, N, stream);
-    cudaCheck(cudaMemsetAsync(&long_runs->count, 0, sizeof(int), stream));
+    zero_async(&long_runs->count, 1, stream);
     const dim3 warps(blocks_for(N, EMBEDDING_WARPS), blocks_for(C / VecX::size, SHORT_RUN_VECS * WARP));
     embedding_short_runs_kernel<<<warps, EMBEDDING_THREADS, 0, stream>>>(dweight, long_runs, dout, sorted, N, C, t.Vp);
     launchCheck();

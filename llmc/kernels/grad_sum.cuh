@@ -50,7 +50,7 @@ static void grad_sum(GradSum step, float *sums, floatX *to, const floatX *grads,
     switch (step) {
     case GRAD_SUM_NONE:
         if (to == grads) return;
-        cudaCheck(cudaMemcpyAsync(to, grads, count * sizeof(floatX), cudaMemcpyDeviceToDevice, stream));
+        copy_async(to, grads, count, stream);
         break;
     case GRAD_SUM_FIRST: grad_sum_kernel<GRAD_SUM_FIRST><<<blocks, 256, 0, stream>>>(sums, to, grads, vectors); break;
     case GRAD_SUM_MIDDLE: grad_sum_kernel<GRAD_SUM_MIDDLE><<<blocks, 256, 0, stream>>>(sums, to, grads, vectors); break;

@@ -38,7 +38,6 @@
 
 enum {
     MATMUL_WORKSPACE_BYTES = 32 << 20,
-    MATMUL_ALIGNMENT = 16,
     MATMUL_VENDOR = 16,  // candidates of cuBLASLt's
     MATMUL_CANDIDATES = 24,
     MATMUL_FUSION_ROWS = 4096  // from here on activations in the matmul are faster
@@ -166,7 +165,7 @@ static void matmul_set_rows(const MatmulPlan *p, int rows) {  // of a product wh
 // cuBLASLt's candidates in the order of its own estimate.
 static int matmul_vendor_candidates(const Matmul *mm, const MatmulPlan *p, MatmulCandidate *candidates) {
     const MatmulProblem *q = &p->problem;
-    const uint32_t alignment = MATMUL_ALIGNMENT;
+    const uint32_t alignment = 16;  // bytes, as require_aligned has them
     const int is_weight_gradient = q->form == MATMUL_BACKWARD_WEIGHT;
     const int is_part =
         !is_weight_gradient && !q->batch && mm->part_rows && q->rows % mm->part_rows == 0 && q->rows < mm->whole_rows;
@@ -344,9 +343,9 @@ static void matmul_hash_add(uint64_t *hash, const floatX *data, size_t count, cu
 // Of a buffer that another one may equal in every bit; waits for it.
 static uint64_t matmul_hash(const Matmul *mm, const floatX *data, size_t count, cudaStream_t stream) {
     uint64_t hash;
-    cudaCheck(cudaMemsetAsync(mm->hashes, 0, sizeof hash, stream));
+    zero_async(mm->hashes, 1, stream);
     matmul_hash_add(mm->hashes, data, count, stream);
-    cudaCheck(cudaMemcpyAsync(&hash, mm->hashes, sizeof hash, cudaMemcpyDeviceToHost, stream));
+    copy_async(&hash, mm->hashes, 1, stream);
     cudaCheck(cudaStreamSynchronize(stream));
     return hash;
 }
@@ -367,12 +366,12 @@ static int matmul_identical(const Matmul *mm, const MatmulPlan *p, const MatmulC
                             const MatmulOperands *x, cudaStream_t stream) {
     uint64_t hashes[MATMUL_CANDIDATES];
     int count = 0;
-    cudaCheck(cudaMemsetAsync(mm->hashes, 0, sizeof hashes, stream));
+    zero_async(mm->hashes, MATMUL_CANDIDATES, stream);
     for (int i = 0; i < p->found; i++) {
         alive[i] = matmul_launch(mm, p, &candidates[i], &p->problem, x, stream) == CUBLAS_STATUS_SUCCESS;
         if (alive[i]) matmul_hash_add(mm->hashes + i, x->out, matmul_out_count(&p->problem), stream);
     }
-    cudaCheck(cudaMemcpyAsync(hashes, mm->hashes, sizeof hashes, cudaMemcpyDeviceToHost, stream));
+    copy_async(hashes, mm->hashes, MATMUL_CANDIDATES, stream);
     cudaCheck(cudaStreamSynchronize(stream));
     require(alive[0], "the first kernel for %d rows of %d to %d channels does not run\ncheck its version: make doctor",
             p->problem.rows, p->problem.in, p->problem.out);
@@ -488,10 +487,7 @@ static void matmul(Matmul *mm, const MatmulProblem *q, const MatmulOperands *x, 
     require(q->rows > 0 && q->in > 0 && q->out > 0 && q->in % VecX::size == 0 && q->out % VecX::size == 0,
             "matmul of %d rows of %d to %d channels\nall must be positive, and channels multiples of %d", q->rows,
             q->in, q->out, VecX::size);
-    for (const void *operand : {(const void *)x->out, (const void *)x->a, (const void *)x->b, (const void *)x->bias,
-                                (const void *)x->aux, (const void *)x->rope.cos_sin, (const void *)x->norm.gains})
-        require((uintptr_t)operand % MATMUL_ALIGNMENT == 0,
-                "a matmul operand does not begin on %d bytes\nallocate it with memory_request", MATMUL_ALIGNMENT);
+    require_aligned("matmul", {x->out, x->a, x->b, x->bias, x->aux, x->rope.cos_sin, x->norm.gains});
     assert(x->out != x->a && x->out != x->b && (!x->aux || x->out != x->aux));
     assert((q->epilogue == EPILOGUE_PLAIN || !x->accumulate) && !(q->experts && x->accumulate) &&
            !(x->a_by_row && x->accumulate) && (!x->column_sums || matmul_sums_columns(q)));

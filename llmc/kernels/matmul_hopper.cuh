@@ -156,7 +156,7 @@ template <typename S> static void hopper_launch(const MatmulProblem *q, const Ma
     static int multiprocessors = 0;
     if (!multiprocessors) {
         multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
-        cudaCheck(cudaFuncSetAttribute(matmul_kernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::BYTES));
+        allow_shared(matmul_kernel<S>, S::BYTES);
     }
     assert(!S::GROUPS || (o->experts && q->rows % EXPERT_ROWS == 0));
     MatmulSchedule schedule = matmul_schedule(M, N, S::ROWS * S::CLUSTER, S::OUT_COLUMNS, outs, symmetric);
@@ -175,15 +175,9 @@ template <typename S> static void hopper_launch(const MatmulProblem *q, const Ma
     const CUtensorMap aux = E::AUX_PARTS ? matrix_map<bf16>(o->aux, M, E::AUX_PARTS * N) : out;
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = S::CLUSTER;
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    cudaLaunchConfig_t launch = {};
-    launch.gridDim = dim3((unsigned)(schedule.clusters(multiprocessors / S::CLUSTER) * S::CLUSTER));
-    launch.blockDim = dim3(S::THREADS);
-    launch.dynamicSmemBytes = S::BYTES;
-    launch.stream = stream;
-    launch.attrs = &attribute;
-    launch.numAttrs = S::CLUSTER > 1;
+    attribute.val.clusterDim = {S::CLUSTER, 1, 1};
+    const dim3 blocks((unsigned)(schedule.clusters(multiprocessors / S::CLUSTER) * S::CLUSTER));
+    const cudaLaunchConfig_t launch = {blocks, dim3(S::THREADS), S::BYTES, stream, &attribute, S::CLUSTER > 1};
     cudaCheck(cudaLaunchKernelEx(&launch, matmul_kernel<S>, a, b, out, aux, w));
 }
 

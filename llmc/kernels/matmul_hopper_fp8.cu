@@ -1,12 +1,5 @@
 // The Hopper matmul's variants in fp8 (e4m3), in all forms.
-#include "matmul_problem.cuh"
-
-#ifdef PRECISION_FP32
-const HopperVariant *hopper_fp8(int *count) {
-    *count = 0;
-    return NULL;
-}
-#else
+#ifndef PRECISION_FP32
 #include "matmul_hopper.cuh"
 
 // Sums over channels stay in the tensor core: their error, 0.2% at 1,024, is a tenth of that of rounding to fp8. Those

@@ -17,19 +17,9 @@
 template <int N> __device__ void wgmma_e4m3(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add) {
     static_assert(N == 128 || N == 256, "write the asm for this width");
     if constexpr (N == 128)
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 " WGMMA_D128
-            ", %64, %65, p, 1, 1; }"
-            : WGMMA_32(0), WGMMA_32(32)
-            : "l"(a), "l"(b), "r"(add)
-            : "memory");
+        WGMMA(128, 32, "e4m3", "%64", 65, 66, "", "l"(a), "l"(b), "r"(add));
     else
-        asm volatile(
-            "{ .reg .pred p; setp.ne.b32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 " WGMMA_D256
-            ", %128, %129, p, 1, 1; }"
-            : WGMMA_32(0), WGMMA_32(32), WGMMA_32(64), WGMMA_32(96)
-            : "l"(a), "l"(b), "r"(add)
-            : "memory");
+        WGMMA(256, 32, "e4m3", "%128", 129, 130, "", "l"(a), "l"(b), "r"(add));
 }
 // The box lands at the same place in every block of the cluster, and each block's barrier of that place counts its
 // bytes.

@@ -112,13 +112,14 @@ typedef struct {
     void (*run)(const MatmulProblem *q, const MatmulOperands *x, cudaStream_t stream);
     int of_experts;
 } HopperVariant;
-// All that exist, in tables that are objects of their own, so that they are compiled beside each other. *count is 0 in
-// an fp32 build and where this GPU's code has none.
+// All that exist, in tables that are objects of their own, so that they are compiled beside each other. *count is 0
+// where this GPU's code has none; an fp32 build has no tables.
 typedef const HopperVariant *HopperTable(int *count);
 HopperTable hopper_forward, hopper_backward, hopper_fp8;
 inline bool hopper_matmuls = true;  // false: as on GPUs without them, for tests
 // Variant i of all; NULL: no more.
 static const HopperVariant *hopper_variant(int i) {
+    #ifndef PRECISION_FP32
     if (!hopper_matmuls) return NULL;
     for (HopperTable *table : {hopper_forward, hopper_backward, hopper_fp8}) {
         int count;
@@ -126,5 +127,6 @@ static const HopperVariant *hopper_variant(int i) {
         if (i < count) return &variants[i];
         i -= count;
     }
+    #endif
     return NULL;
 }

@@ -493,7 +493,7 @@ template <typename T> static void rows_launch(const RowsProduct *p, cudaStream_t
     static int prepared;
     const int splits = rows_splits(p);
     if (!prepared) {
-        cudaCheck(cudaFuncSetAttribute(matmul_rows_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, T::BYTES));
+        allow_shared(matmul_rows_kernel<T>, T::BYTES);
         prepared = 1;
     }
     const RowsWork w = {*p, splits, rows_gated(p), quant_has_row_scale(p->w.format),

@@ -331,8 +331,7 @@ static void qk_norm_launch(const QkRows *r, const void *a, const void *b, const 
     const int lanes = head_lanes(r->HD, vector);
     require(r->HD % 8 == 0 && lanes <= WARP,
             "QK-norm needs a head dimension that is a multiple of 8 up to 256, not %d\nchange head_dim=", r->HD);
-    require(((uintptr_t)a | (uintptr_t)b | (uintptr_t)gains | (uintptr_t)r->cos_sin) % 16 == 0,
-            "QK-norm's buffers do not begin on 16 bytes\nallocate them with memory_request");
+    require_aligned("QK-norm", {a, b, gains, r->cos_sin});
     if (vector == VecX::size)
         launch(std::integral_constant<int, VecX::size>(), lanes);
     else

@@ -53,8 +53,7 @@ static void rope_launch(floatX *qkv, const float *cos_sin, int B, int T, int NH,
     const int lanes = HD / 2 / (whole ? VecX::size : 4), heads = NH + NKV;  // q heads and k heads are neighbours
     require(HD % 8 == 0 && lanes <= ROPE_THREADS,
             "rotary embedding needs a head dimension that is a multiple of 8, not %d\nchange heads=", HD);
-    require(((uintptr_t)qkv | (uintptr_t)cos_sin) % 16 == 0,
-            "rope's buffers do not begin on 16 bytes\nallocate them with memory_request");
+    require_aligned("rope", {qkv, cos_sin});
     require((size_t)B * T < (1u << 31), "%d x %d tokens are too many for one launch\nuse a smaller --batch-size", B, T);
     const int at_once = ROPE_THREADS / lanes, passes = (heads + at_once - 1) / at_once;
     const dim3 threads(lanes, (heads + passes - 1) / passes);  // every pass as full as the others

@@ -316,7 +316,7 @@ inline void p2p_prepare(P2p *p, const Comm *comm, int blocks, cudaStream_t strea
     p->stream = stream;
     p->comm = comm;
     memset(p->record, 0, sizeof *p->record);
-    cudaCheck(cudaMemsetAsync(p->memory, 0, p->payload_at, stream));
+    zero_async(p->memory, p->payload_at, stream);
     cudaCheck(cudaStreamSynchronize(stream));
     p2p_watch(NULL, p);
 }

@@ -113,10 +113,8 @@ inline void push_to(Push *t, PushClass c, int to, const void *from, size_t bytes
     PushState *s = &t->states[c];
     assert(s->under_way && !(s->sent >> to & 1) && world * (bytes + more_bytes) <= t->bytes);
     cudaCheck(cudaStreamWaitEvent(stream, t->ready, 0));
-    cudaCheck(cudaMemcpyAsync(push_buffer_of(t, c, to) + at, from, bytes, cudaMemcpyDeviceToDevice, stream));
-    if (more)
-        cudaCheck(
-            cudaMemcpyAsync(push_buffer_of(t, c, to) + more_at, more, more_bytes, cudaMemcpyDeviceToDevice, stream));
+    copy_async(push_buffer_of(t, c, to) + at, (const char *)from, bytes, stream);
+    if (more) copy_async(push_buffer_of(t, c, to) + more_at, (const char *)more, more_bytes, stream);
     if (to != rank) {
         stream_write(stream, push_flags_of(t, c, to) + rank, s->call);
         s->sent |= 1u << to;
