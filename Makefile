@@ -122,10 +122,19 @@ $(BUILD)/hf: dev/eval/hf.c train_gpt2.c $(C_HEADERS) $(CONFIG) Makefile
 	$(CC) $(CFLAGS) $< -o $@.$(PARTIAL) -lm && mv -f $@.$(PARTIAL) $@
 
 need_cuda = $(if $(NVCC),,@printf 'error: no CUDA toolkit: %s\n  hint: make doctor shows what is missing; make toolkit puts one into .toolkit\n' '$(CUDA_OFF)' >&2; exit 1;)
+# Where ptxas serialises wgmma (C7510, C7512, ...) it says so and goes on, to a program slower than any that was measured.
+# Ladders have shapes that lose, and what is hardly optimised (run_tests.py) is not to be fast.
+said = $@.said.$(PARTIAL)
+watched = $(if $(filter dev/cuda/%,$<)$(findstring -Xcicc,$(SPLIT)),,$(said))
+not_serialised = cat $(said) >&2; slow=$$(grep -c 'wgmma.*serialized' $(watched) < /dev/null); rm -f $(said); [ $$slow = 0 ] || { \
+	rm -f $@.$(PARTIAL) $@.d.$(PARTIAL); \
+	printf 'error: ptxas of %s serialises wgmma in $<, see above: the program would be slower than it should be\n' '$(NVCC)' >&2; \
+	printf '  hint: take another toolkit, such as that of make toolkit: CUDA_HOME=.toolkit/nvidia/cu13 make ...\n' >&2; exit 1; }
 $(CU)/%.o: %.cu $(BUILD)/revision.h $(CONFIG) Makefile
 	$(need_cuda)
 	@mkdir -p $(@D)
-	$(NVCC) $(nvflags) $(depend) -c $< -o $@.$(PARTIAL)
+	$(NVCC) $(nvflags) $(depend) -c $< -o $@.$(PARTIAL) 2> $(said) || { cat $(said) >&2; rm -f $(said); exit 1; }
+	@$(not_serialised)
 	@$(keep)
 # Tests where no GPU can run them: as far as PTX only and not optimised (-G), a tenth of the time.
 $(CU)/%.ptx: %.cu train_gpt2.cu train_gpt2.c $(HEADERS) $(wildcard dev/cuda/*.cuh dev/test/*.h dev/test/*.cuh) $(BUILD)/revision.h $(CONFIG) Makefile

@@ -2063,9 +2063,12 @@ void model_fp8_end(Model *m, Fp8Counts counts[NUM_FP8_TENSORS]) { memcpy(counts,
 
 int main(int argc, char **argv) {
     // By itself GCC's OpenMP spins for milliseconds before a thread sleeps. Where other processes use the cores, too, a
-    // thread then spins while the one that it waits for has no core: 10 times slower. It reads this before main.
+    // thread then spins while the one that it waits for has no core: 10 times slower. It reads this before main. The
+    // name of the file becomes the process's: that of the link would be exe.
+    char path[4096] = {0};
     const int is_set = getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY");
-    if (!is_set && setenv("GOMP_SPINCOUNT", "2000", 1) == 0) execv("/proc/self/exe", argv);
+    if (!is_set && setenv("GOMP_SPINCOUNT", "2000", 1) == 0 && readlink(program_path(), path, 4095) > 0)
+        execv(path, argv);
     return trainer_main(argc, argv);  // also where there is no /proc
 }
 #endif

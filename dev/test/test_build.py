@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import struct
@@ -752,6 +753,69 @@ def test_cuda_targets_without_a_toolkit_say_so(tmp_path):
     (tree / "build").mkdir()
     built = make("train_gpt2cu", "ARCHS=80", cwd=tree)
     assert built.returncode != 0 and "no CUDA toolkit: no nvcc" in built.stderr and "hint:" in built.stderr
+
+
+FAKE_NVCC = """#!/bin/sh
+while [ $# -gt 0 ]; do case $1 in -o) shift; touch "$1";; -MF) shift; touch "$1";; esac; shift; done
+cat said >&2
+"""
+SERIALISED = (
+    "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+    "insufficient register resources for the function '_Z24attention_forward_hopper'\n"
+)
+
+
+def test_a_build_with_serialised_wgmma_stops(tmp_path):
+    """What ptxas says and goes on after. Of ladders and of what is hardly optimised it is no fault."""
+    tree = copy_tree(tmp_path)
+    (tree / "dev/doctor.py").write_text(
+        "import sys; open(sys.argv[2], 'w').write('CC := gcc\\nGPUS := 0\\nNVCC := ./nvcc\\n')"
+    )
+    (tree / "build").mkdir()
+    (tree / "nvcc").write_text(FAKE_NVCC)
+    (tree / "nvcc").chmod(0o755)
+    kernel, ladder = "build/bf16-90a/llmc/kernels/attention.o", "build/bf16-90a/dev/cuda/attention.o"
+    # another loss of speed is told and no more
+    for said in (SERIALISED, SERIALISED.replace("C7512", "C7510"), "ptxas info : (C7507) 'setmaxnreg' ignored\n"):
+        (tree / "said").write_text(said)
+        built, stops = make("ARCHS=90a", kernel, cwd=tree), "serialized" in said
+        assert said in built.stderr and (built.returncode != 0) == stops != (tree / kernel).exists(), built.stderr
+        assert ("error: ptxas of ./nvcc serialises wgmma in llmc/kernels/attention.cu" in built.stderr) == stops
+        assert ("\n  hint: take another toolkit" in built.stderr) == stops
+        assert not list((tree / "build").rglob("*.partial"))
+        (tree / kernel).unlink(missing_ok=True)
+    (tree / "said").write_text(SERIALISED)
+    assert make("ARCHS=90a", ladder, cwd=tree).returncode == 0
+    assert make("ARCHS=90a", kernel, "SPLIT=-Xcicc -O1 -Xptxas -O2", cwd=tree).returncode == 0
+
+
+def hopper_kernels():
+    """A file with the kernels of attention that an H200 runs, which have the fewest registers to spare."""
+    lines = ["#include <llmc/kernels/attention.cuh>", "#include <llmc/kernels/attention_hopper.cuh>"]
+    for kernel, shape in (("forward", "Forward"), ("backward_q", "BackwardQ"), ("backward_kv", "BackwardKV")):
+        lines += [
+            f"template __global__ void attention_{kernel}_hopper<HopperChoice<{width}>::{shape}, {ranged}>"
+            f"(const __grid_constant__ HopperMaps, const HopperLaunch);"
+            for width in (64, 128)
+            for ranged in ("false", "true")
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def test_no_toolkit_serialises_wgmma(tmp_path):
+    """That of the build and that of make toolkit. Of the other kernels' objects, make itself says so."""
+    toolkits = dict.fromkeys([CONFIG.get("NVCC"), *map(str, ROOT.glob(".toolkit/nvidia/cu*/bin/nvcc"))])
+    if not any(toolkits):
+        pytest.skip("no CUDA toolkit")
+    (tmp_path / "kernels.cu").write_text(hopper_kernels())
+    for nvcc in filter(None, toolkits):
+        command = [nvcc, "-std=c++17", "-O3", "-gencode", "arch=compute_90a,code=sm_90a", "-Xptxas", "-v", "--cubin"]
+        flags = shlex.split(CONFIG.get("CUDA_CFLAGS", "")) if nvcc == CONFIG.get("NVCC") else []
+        files = [str(tmp_path / "kernels.cu"), "-o", str(tmp_path / "kernels.cubin"), "-I", str(ROOT)]
+        said = launcher.run([*command, *flags, *files])
+        assert said.returncode == 0, said.stderr
+        of_hopper = re.findall(r"Compiling entry function '\w*_hopper\w*'", said.stderr)
+        assert len(of_hopper) == 12 and "serialized" not in said.stderr, said.stderr
 
 
 def test_two_makes_share_one_venv(tmp_path):

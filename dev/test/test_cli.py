@@ -2109,6 +2109,24 @@ def test_text_from_a_checkpoint_alone(trainer, tmp_path):
     assert "\ndef" in succeeds(trainer.bare(*there, "--tokenizer", "mine.bin")).stdout
 
 
+@launcher.on_linux
+def test_the_process_has_the_name_of_the_program(trainer):
+    """pgrep finds it, though it starts itself again with a setting of OpenMP's."""
+    p = trainer.start("-x", "1000000")
+    assert any("step      1/" in line for line in p.stdout), p.stderr.read()
+    process = Path("/proc") / str(p.pid)
+    assert "GOMP_SPINCOUNT=2000\0" in (process / "environ").read_text()
+    assert (process / "comm").read_text() == trainer.program.name + "\n"
+    assert (process / "cmdline").read_text().split("\0")[0] == str(trainer.program)
+
+
+def test_samples_fill_a_step_up(trainer):
+    """Nine rows, in products of training, which a GPU has for 8 or 16: more than these texts' tokens."""
+    model = "llama3:8B,layers=1,channels=48,heads=2,head_dim=24,ffn=40,vocab=256"
+    run = trainer.bare("-e", model, "--generate", "--samples", 9, "-g", 5, "-t", 12)
+    assert run.returncode == 0 and run.stdout.count("---- sample of step") == 9, run.stderr[-2000:]
+
+
 # ---- GPU only
 
 

@@ -203,11 +203,11 @@ static int decoder_filled(const Plan *p, const Decoder *d, int rows, int part_ro
 }
 // Pages that memory has beside all else that is requested. Some is left for what the driver and cuBLAS take, and a
 // quarter for the cache of a draft.
-static size_t decoder_fit(const Plan *p, const Buffers *b, const Decoder *d, int asked) {
+static size_t decoder_fit(const Plan *p, const Buffers *b, const Decoder *d) {
     enum { OTHERS = 256 << 20 };
     Decoder *probe = new_array(Decoder, 1);
     *probe = *d;
-    probe->cache.pages = asked ? asked : d->cache.slots * d->cache.each;
+    probe->cache.pages = d->cache.slots * d->cache.each;
     size_t fit = SIZE_MAX;
     if (!decoder_place(p, b, probe)) {
         probe->cache.pages = 1;
@@ -215,7 +215,7 @@ static size_t decoder_fit(const Plan *p, const Buffers *b, const Decoder *d, int
         const CacheBytes page = decoder_cache(p, &probe->cache);
         const size_t bytes = 2 * page.keys + page.scales * sizeof(float2), room = memory_room(1).device,
                      others = probe->memory.bytes.device + OTHERS, left = room > others ? room - others : 0;
-        fit = (*p->options.draft && !asked ? left / 4 * 3 : left) / bytes;
+        fit = (*p->options.draft ? left / 4 * 3 : left) / bytes;
         free(probe->memory.buffers);
     }
     free(probe);
@@ -243,8 +243,8 @@ static void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int reache
     d->kept = d->has_rows || plan_has_experts_kernel(p) ? new_zeros(RowsWeight, quantised_count(p)) : NULL;
     d->most = decoder_filled(p, d, rows, part_rows);
     assert(d->has_kernel || d->most <= (int)p->rows);
-    k->pages = cache_pages(&p->mesh->tp, pages, slots, room, decoder_fit(p, b, d, pages));
-    if (k->pages < k->each) k->pages = k->each;  // which do not fit: memory_allocate says so
+    // what was asked for, as by the model of a draft, and what one text fills may not fit: memory_allocate says so
+    k->pages = std::max(pages ? pages : cache_pages(&p->mesh->tp, 0, slots, room, decoder_fit(p, b, d)), k->each);
     kernel->pages = k->pages;
     kernel->each = k->each;
     decoder_request(p, b, d);

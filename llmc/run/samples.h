@@ -24,7 +24,10 @@ static Options options_of_model(Trainer *t) {
     t->window = longest < most && !o.serve && !*o.calls && !t->talks ? longest : most;
     if (!o.generate) return o;
     o.seq_len = smaller(t->window, PIECE);
-    o.batch_size = o.tp * ceil_div(generation_sizes(&o).rows, o.seq_len);  // each rank has all rows
+    // each rank has all rows, and those that a GPU fills a step up with
+    int rows = 1;
+    while (rows < generation_sizes(&o).rows) rows *= 2;
+    o.batch_size = o.tp * ceil_div(rows, o.seq_len);
     o.recompute = 3;
     o.head_chunks = o.seq_len;
     return o;
