@@ -385,7 +385,9 @@ def mark_left(folder):
     """Of a checkpoint that was saved after going back: those of its run that have more steps, from which resume=1 would
     go on. The mark is the program's own, of a run that has diverged."""
     output, newest = os.path.split(folder)
-    for name in os.listdir(output):
+    with no_bare_errors("name its run's folder as output"):
+        names = os.listdir(output)
+    for name in names:
         mark = os.path.join(output, name, "diverged")
         if not re.fullmatch(r"step_\d{8,}", name) or int(name[5:]) <= int(newest[5:]) or os.path.exists(mark):
             continue
@@ -456,6 +458,7 @@ class Trainer:
             value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
             if value is not None:
                 command += ["--" + name.replace("_", "-"), str(value)]
+        self._output = os.path.abspath(str(options.get("output") or ""))  # Python may go to another folder
         environment = {**os.environ, **{name: str(value) for name, value in (environment or {}).items()}}
         before = words_of(launcher)
         folder, listener = listen()
@@ -781,10 +784,10 @@ class Trainer:
     def generate(self, prompts, n=1, max_tokens=64, temperature=1.0, top_k=0, top_p=1.0, stop=(), seed=0):
         """n texts after each prompt -> Samples, (tokens, logp). prompts: a list of texts, or of lists of ids. Ends: the
         model's own (generation_config.json's ids and stop_strings; eot), and stop, a list of ids and texts. top_k 0,
-        top_p 1: all tokens.
-        temperature 0: the likeliest. logp is that of the model, at temperature 1 over all tokens. The same seed gives
-        the same text for a prompt at the same place of the list."""
+        top_p 1: all tokens. temperature 0: the likeliest. logp is that of the model, at temperature 1 over all tokens.
+        The same seed gives the same text for a prompt at the same place of the list."""
         one = isinstance(prompts, (str, bytes, collections.abc.Mapping)) or getattr(prompts, "ndim", 1) == 0
+        one |= hasattr(prompts, "columns")  # a table, whose names would be prompts
         if one or not hasattr(prompts, "__getitem__") or not len(prompts):
             what = "prompts are no list" if one or not hasattr(prompts, "__getitem__") else "no prompts"
             raise Error(f"{what}\n  hint: give a list of texts, or of lists of ids, as tokenizer(texts)['input_ids']")
@@ -796,6 +799,8 @@ class Trainer:
             raise Error(f"prompt {i} has no tokens\n  hint: give it one, such as eot ({self.eot})")
         n, max_tokens, top_k = (whole(x, f) for x, f in ((n, "n"), (max_tokens, "max_tokens"), (top_k, "top_k")))
         temperature, top_p, seed = number(temperature, "temperature"), number(top_p, "top_p"), whole(seed, "seed")
+        if not 0 <= seed <= 1 << 53:
+            raise Error(f"seed {seed} is outside 0 to 2^53\n  hint: give a whole number there")
         stops, texts = stops_of(stop)
         texts += self.facts["stop_strings"]
         self._flush(last=False)
@@ -843,7 +848,7 @@ class Trainer:
         load() went back and others have more steps: those are marked as left (diverged), with a warning."""
         self._flush(last=False)
         folder = self._ask("save")[1]
-        mark_left(folder)
+        mark_left(os.path.join(self._output, os.path.basename(folder)))
         return folder
 
     @in_turn

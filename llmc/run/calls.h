@@ -311,9 +311,7 @@ static int calls_may_generate(const Calls *c) {
         good = x[3 + i] >= o->low && x[3 + i] <= o->high;
         if (!good) calls_refuse(c, "%s %g is outside %.10g to %.10g\n%s", draws[i], x[3 + i], o->low, o->high, o->help);
     }
-    if (!good || (x[6] >= 0 && x[6] <= 0x1p53)) return good;
-    calls_refuse(c, "seed %g is outside 0 to 2^53\ngive a whole number there", x[6]);
-    return 0;
+    return good;
 }
 // Whether the prompts are, in so many ints: each has its length before it.
 static int calls_prompts(const Calls *c, int prompts, const int *given, int ints) {
@@ -321,8 +319,7 @@ static int calls_prompts(const Calls *c, int prompts, const int *given, int ints
     const char *problem = NULL;
     for (int which = 0, at = 0; which < prompts && !problem; which++) {
         const int length = at < ints ? given[at++] : 0;
-        if (length > ints - at) problem = "is not all there\nuse the llmc package of this version";
-        if (length < 1) problem = "has no tokens\ngive it one, such as end-of-text";
+        if (length < 1 || length > ints - at) problem = "has no tokens\ngive it one, such as end-of-text";
         if (length >= t->window) problem = "does not fit into the context with a token to follow\nshorten it";
         for (int i = 0; i < length && !problem; i++)
             if (given[at + i] < 0 || given[at + i] >= t->config.vocab_size)

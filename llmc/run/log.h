@@ -2,7 +2,8 @@
 // for dev/plot.py (evaluate.jsonl of runs that only evaluate).
 // Each JSON line is an event, written at once: start (options, config, git, device, ...), step, eval, eval_set,
 // eval_choice, epoch, set, sample, checkpoint, checkpoint_failed, end. A log that the folder already has is continued.
-// What does not fit a full disk is kept in memory and written when there is room again.
+// What does not fit a full disk is kept in memory and written when there is room again. A file that was removed is made
+// again as soon as its folder is there.
 #ifndef LLMC_LOGGER_H
 #define LLMC_LOGGER_H
 
