@@ -13,6 +13,7 @@ import json
 import os
 import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -109,6 +110,15 @@ class Limited:
             self.close()
 
 
+def end_with(parent):
+    """In the child: one that waits, such as for an answer of the network, must not outlive a parent that is killed. The
+    system's own signal for this comes when the thread ends that started the child, too. What the code has started ends
+    with it."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)
+
+
 def answer(function, given, memory):
     """What is sent back of a call, as one line."""
     try:
@@ -132,6 +142,7 @@ def main():
     target, setup, seconds, memory, path = json.loads(lines.readline())
     sys.path[:0] = path
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     module, _, name = target.partition(":")
     function = getattr(importlib.import_module(module), name)
     if memory and sys.platform != "darwin":  # which holds no process to it

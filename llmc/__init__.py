@@ -15,8 +15,10 @@ memory. Every function of log-probabilities of given tokens can be a loss: weigh
 mathematics, the options and the files are the program's: doc/python.md has examples, --help all the options.
 llmc/run/calls.h is the other side."""
 
+import collections.abc
 import contextlib
 import functools
+import importlib
 import itertools
 import json
 import math
@@ -37,8 +39,25 @@ import weakref
 import numpy as np
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path += [os.path.join(ROOT, "dev"), ROOT]  # dev.data.rows, too
-from program import NoProgram, trainer, under_mpirun  # noqa: E402
+DEV = os.path.join(ROOT, "dev")
+
+
+def import_program():
+    """dev/program.py, whatever else is called so, or as what it imports, where a user's program is."""
+    names = ("program", "doctor", "tool_output")
+    theirs = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    sys.path.insert(0, DEV)
+    try:
+        return importlib.import_module("program")
+    finally:
+        sys.path.remove(DEV)
+        for name in names:
+            sys.modules.pop(name, None)
+        sys.modules.update(theirs)
+
+
+program_of_dev = import_program()
+sys.path += [DEV, ROOT]  # dev.data.rows, too
 
 VERDICTS = ("applied", "not finite", "loss is an outlier", "norm is an outlier")
 STOP, LENGTH, NOT_FINITE = 1, 2, 4  # llmc/talk/engine.h: SequenceEnd
@@ -105,31 +124,37 @@ class Lines(threading.Thread):
 
 class Channel:
     """The program's socket. Threads send calls and receive answers, in the order of the calls: Ctrl-C, which comes to
-    the main thread alone, leaves no half of either, and an answer that nobody waits for any more is dropped."""
+    the main thread alone, leaves no half of either, and an answer that nobody waits for any more is dropped. done:
+    [steps, tokens] after the last step or load that was answered."""
 
     def __init__(self, connection):
         self.connection, self.calls, self.sent = connection, queue.SimpleQueue(), queue.SimpleQueue()
+        self.done = [0, 0]
         for work in (self.send, self.receive):
             threading.Thread(target=work, daemon=True).start()
 
     def ask(self, message):
         """Returns where its answer will be: bytes, or None if the program has gone."""
         answer = queue.SimpleQueue()
-        self.calls.put((message.encode(), answer))
+        self.calls.put((message.encode(errors="surrogateescape"), answer))  # of a path that is no UTF-8
         return answer
 
     def send(self):
         while call := self.calls.get():
             message, answer = call
-            self.sent.put(answer)
+            self.sent.put((message.startswith((b"step ", b"load ")), answer))
             with contextlib.suppress(OSError):  # receive sees that it has gone
                 self.connection.sendall(len(message).to_bytes(4, sys.byteorder) + message)
         self.sent.put(None)
 
     def receive(self):
-        while answer := self.sent.get():
+        while sent := self.sent.get():
+            counts, answer = sent
             size = self.read(4)
-            answer.put(size and self.read(int.from_bytes(size, sys.byteorder)))
+            data = size and self.read(int.from_bytes(size, sys.byteorder))
+            if counts and data and data.startswith(b"ok"):
+                self.done = [int(x) for x in data.split()[-2:]]
+            answer.put(data)
 
     def read(self, count):
         data = b""
@@ -197,8 +222,46 @@ def array(given, name, dtype=None):
                 return np.array(given, dtype)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: of other packages' arrays
         pass
-    hint = "give x.detach()" if getattr(given, "requires_grad", False) else "give numbers, rows of one length"
-    raise Error(f"{name}: {shown(given)} is no array of {kind}\n  hint: {hint}")
+    raise Error(f"{name}: {shown(given)} is no array of {kind}\n  hint: give {as_numpy_takes(given)}")
+
+
+def as_numpy_takes(given):
+    """What to give in the place of an array that numpy cannot read."""
+    tensor = next(iter(given), None) if isinstance(given, (list, tuple)) else given
+    made = "x.detach()" if getattr(tensor, "requires_grad", False) else "x"
+    made += ".float()" if "bfloat16" in str(getattr(tensor, "dtype", "")) else ""
+    made += ".cpu()" if getattr(getattr(tensor, "device", None), "type", "cpu") != "cpu" else ""
+    if made == "x":
+        return "numbers, rows of one length"
+    return made if tensor is given else f"[{made} for x in ...]"
+
+
+def ids_of(given, name):
+    """(n) ids, as numpy has them; none that are nested, and no floats."""
+    a = array(given, name)
+    if (
+        isinstance(given, collections.abc.Mapping)
+        or a.ndim != 1
+        or not (a.size == 0 or np.issubdtype(a.dtype, np.integer))
+    ):
+        hint = "give a list of texts, or of lists of ids: [[1, 2, 3]], or tokenizer(texts)['input_ids']"
+        raise Error(f"{name} is {shown(given)}, neither a text nor a list of ids\n  hint: {hint}")
+    return a
+
+
+def stops_of(given):
+    """Ids and texts that end a text -> (ids, texts)."""
+    one = isinstance(given, (str, bytes, collections.abc.Mapping)) or getattr(given, "ndim", 1) == 0
+    stops = [] if given is None else [given] if one or not hasattr(given, "__iter__") else list(given)
+    texts = [s for s in stops if isinstance(s, str)]
+    ids = [(s, array(s, "a stop")) for s in stops if not isinstance(s, str)]
+    for s, a in ids:
+        if a.ndim or not np.issubdtype(a.dtype, np.integer):
+            hint = "give ids and texts in one list; what several ids are together is a text, t.decode(ids)"
+            raise Error(f"a stop is {shown(s)}, neither an id nor a text\n  hint: {hint}")
+    if "" in texts:
+        raise Error("a stop text is empty, which every text has\n  hint: leave it out")
+    return [int(a) for _, a in ids], texts
 
 
 def encoded(text, name):
@@ -236,6 +299,35 @@ def fitting(text):
     return text
 
 
+@contextlib.contextmanager
+def no_bare_errors(hint):
+    """What the system refuses is an Error."""
+    try:
+        yield
+    except OSError as e:
+        raise Error(f"{e}\n  hint: {hint}") from None
+
+
+def absolute(folder):
+    """The name of a folder, as the program takes it."""
+    try:
+        path = os.path.abspath(os.fsdecode(folder))
+        good = "\0" not in path and len(os.fsencode(path)) <= 4000  # of 4,095, with the names of its files
+    except (TypeError, UnicodeEncodeError):
+        good = False
+    if not good:
+        hint = "give a str or a Path of at most 4000 bytes, without NUL"
+        raise Error(f"no folder has the name {shown(folder)}\n  hint: {hint}")
+    return path
+
+
+def of_python(text):
+    """What the program says of an unknown option, with the names that Trainer takes."""
+    if not text.startswith("unknown option '--") or text.startswith("unknown option '--debug "):
+        return text
+    return re.sub(r"--(?!help )([a-z0-9-]+)", lambda found: found[1].replace("-", "_"), text)
+
+
 CALLERS = {  # options of the program whose work is the caller's here
     "save_every": "call save()",
     "val_data": "call forward() with rows of them",
@@ -265,17 +357,47 @@ def words_of(launcher):
         raise Error(f"launcher is {shown(launcher)}: {e}\n  hint: close its quotes, or give a list") from None
 
 
+def new_file(folder, here=True):
+    """-> a descriptor, and a name of it for the program. It has no place in a folder and so ends with Python, however
+    that ends, but where the system has no such files, or processes of other hosts need it."""
+    if here and hasattr(os, "memfd_create"):
+        file = os.memfd_create("llmc")
+        return file, f"/proc/{os.getpid()}/fd/{file}"
+    path = os.path.join(folder, "m")
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), path
+
+
 def listen():
     """-> a new folder, and a socket s in it that waits for the program."""
-    parent = tempfile.gettempdir()
-    if "," in parent or len(os.fsencode(parent)) > 80:  # --debug divides at commas; a socket's name has 107 bytes
-        hint = "set TMPDIR to a folder with a short name without a comma, such as /tmp"
-        raise Error(f"no socket can be in '{parent}'\n  hint: {hint}")
-    folder = tempfile.mkdtemp(prefix="llmc-")
+    with no_bare_errors("set TMPDIR to a folder that you may write to, such as /tmp"):
+        parent = tempfile.gettempdir()
+        if "," in parent or len(os.fsencode(parent)) > 80:  # --debug divides at commas; a socket's name has 107 bytes
+            hint = "set TMPDIR to a folder with a short name without a comma, such as /tmp"
+            raise Error(f"no socket can be in '{parent}'\n  hint: {hint}")
+        folder = tempfile.mkdtemp(prefix="llmc-")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(os.path.join(folder, "s"))
     listener.listen(1)
     return folder, listener
+
+
+def mark_left(folder):
+    """Of a checkpoint that was saved after going back: those of its run that have more steps, from which resume=1 would
+    go on. The mark is the program's own, of a run that has diverged."""
+    output, newest = os.path.split(folder)
+    with no_bare_errors("name its run's folder as output"):
+        names = os.listdir(output)
+    for name in names:
+        mark = os.path.join(output, name, "diverged")
+        if not re.fullmatch(r"step_\d{8,}", name) or int(name[5:]) <= int(newest[5:]) or os.path.exists(mark):
+            continue
+        with no_bare_errors(f"remove {name}, or resume=1 goes on from it"), open(mark, "w") as f:
+            f.write(f"the run went back and on from an earlier step; {newest} was saved later\n")
+        print(
+            f"warning: {os.path.join(output, name)} was saved before {newest} and is marked as left (diverged): "
+            "resume=1 goes on from the newest without a mark",
+            file=sys.stderr,
+        )
 
 
 TRAINERS = weakref.WeakSet()  # that are open
@@ -320,8 +442,8 @@ class Trainer:
     def __init__(self, model=None, ranks=1, *, program=None, verbose=False, launcher=None, environment=None,
                  debug="", samples=64, **options):  # fmt: skip
         try:
-            command = [str(trainer(program))]
-        except NoProgram as e:
+            command = [str(program_of_dev.trainer(program))]
+        except program_of_dev.NoProgram as e:
             raise Error("\n  hint: ".join(e.args)) from None
         if model is None and options.get("resume") in (None, False, 0, "0"):
             model = "gpt2:124M"
@@ -336,6 +458,7 @@ class Trainer:
             value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
             if value is not None:
                 command += ["--" + name.replace("_", "-"), str(value)]
+        self._output = os.path.abspath(str(options.get("output") or ""))  # Python may go to another folder
         environment = {**os.environ, **{name: str(value) for name, value in (environment or {}).items()}}
         before = words_of(launcher)
         folder, listener = listen()
@@ -343,7 +466,7 @@ class Trainer:
         if before:
             command = [*before, *command]
         elif ranks > 1:
-            command, environment = under_mpirun(ranks, command, environment)
+            command, environment = program_of_dev.under_mpirun(ranks, command, environment)
         # a terminal has its live line; a notebook is none. stream: of tool_output.py
         inherits = verbose and getattr(sys.stdout, "stream", sys.stdout) is sys.__stdout__
         try:
@@ -377,12 +500,7 @@ class Trainer:
         try:
             self._channel = Channel(self._accept(listener))
             self._life["channels"].append(self._channel)
-            if hasattr(os, "memfd_create"):
-                self._life["file"] = os.memfd_create("llmc")
-                path = f"/proc/{os.getpid()}/fd/{self._life['file']}"
-            else:
-                path = os.path.join(folder, "m")
-                self._life["file"] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            self._life["file"], path = new_file(folder)
             self._room(1 << 18)
             self.facts = f = json.loads(self._call(path)[1])
         except BaseException:
@@ -392,7 +510,7 @@ class Trainer:
         shutil.rmtree(folder)  # nothing stays behind, however Python ends
         self.seq_len, self.micro_steps, self.vocab = f["seq_len"], f["micro_steps"], f["vocab"]
         self.rows, self.eot, self.context = f["batch_size"] * f["groups"], f["eot"], f["context"]
-        self.steps_done, self.tokens_done = f["step"], f["tokens"]
+        self._channel.done = [f["step"], f["tokens"]]
 
     # ---- the program
 
@@ -410,7 +528,9 @@ class Trainer:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
         self._errors.join(2)
-        text = self._errors.error(process.poll())
+        text = of_python(self._errors.error(process.poll()))
+        if text.startswith("another run writes to "):
+            text += "; a trainer of this Python, such as that of a cell that is run again, ends by t.close()"
         self.close(patience=0)
         raise Ended(text)
 
@@ -426,14 +546,13 @@ class Trainer:
         self._settled = True
         if answer is None:
             self._gone()
-        answer = answer.decode(errors="replace")
-        if answer.startswith("error "):
-            raise Error(answer.removeprefix("error ").replace("\n", "\n  hint: "))
-        numbers, _, text = answer.partition("|")
+        if answer.startswith(b"error "):
+            raise Error(answer[6:].decode(errors="replace").replace("\n", "\n  hint: "))
+        numbers, _, text = answer.decode(errors="surrogateescape").partition("|")
         return [float(x) for x in numbers.split()[1:]], text
 
     def _ask(self, name, *numbers, text=""):
-        return self._call(" ".join([name, *(repr(float(x)) for x in numbers)]) + "|" + fitting(text))
+        return self._call(" ".join([name, *(repr(float(x)) for x in numbers)]) + "|" + text)
 
     def _settle(self):
         """After an interrupt: waits until the program has answered, before which it may still write where it was told
@@ -451,8 +570,11 @@ class Trainer:
         self._settle()
         size = max(1 << 20, 1 << (4 * count - 1).bit_length())
         if not hasattr(self, "_memory") or size > len(self._memory):
-            os.ftruncate(self._life["file"], size)
-            self._memory = mmap.mmap(self._life["file"], size)
+            with no_bare_errors(
+                f"this call shares {size >> 20} MiB: give it less at once, or allow more (ulimit -f, -v)"
+            ):
+                os.ftruncate(self._life["file"], size)
+                self._memory = mmap.mmap(self._life["file"], size)
 
     def _words(self, dtype, count, at=0):
         return np.frombuffer(self._memory, dtype, count, 4 * at)
@@ -470,6 +592,34 @@ class Trainer:
         self.close()
 
     # ---- steps
+
+    def _done(self):
+        """[steps, tokens]. After an interrupt the program may still be in its step, which it ends."""
+        if self._end.alive and not self._settled and self._turn.acquire(blocking=False):
+            try:
+                with contextlib.suppress(Ended):
+                    self._settle()
+            finally:
+                self._turn.release()
+        return self._channel.done
+
+    @property
+    def steps_done(self):
+        return self._done()[0]
+
+    @property
+    def tokens_done(self):
+        return self._done()[1]
+
+    @contextlib.contextmanager
+    def _makes(self, kind, count):
+        """A call that makes the step's gradients so: an interrupt does not keep the program from it, an error does."""
+        before, self._made = self._made, (kind, count)
+        try:
+            yield
+        except Error:
+            self._made = before
+            raise
 
     def _rows(self, tokens, targets):
         """Checked int32 arrays of the same shape (rows, columns)."""
@@ -545,8 +695,9 @@ class Trainer:
                         "  hint: look at what the loss computes there")  # fmt: skip
         self._pending, self._forward = w, None
 
-    def _flush(self, last):
-        """Makes the backward that waits. last: of its step, which one that fills the step is, too."""
+    def _flush(self, last, counts=True):
+        """Makes the backward that waits. last: of its step, which one that fills the step is, too. counts: as one of
+        its micro-steps."""
         if self._pending is None:
             return
         w, self._pending = self._pending, None
@@ -558,7 +709,7 @@ class Trainer:
         if w.shape != factors.shape:
             factors[:] = 0
         np.negative(w, out=factors[: w.shape[0], : w.shape[1]])
-        self._ask("backward", not self._open)
+        self._ask("backward", not self._open, counts)
 
     @in_turn
     def train(self, tokens, targets):
@@ -571,8 +722,8 @@ class Trainer:
                         f"{self.rows}, or start with a larger batch_size")  # fmt: skip
         self._forward = None
         self._put(tokens, targets, self.rows, self.seq_len)
-        self._ask("train")
-        self._made = "train", self._made[1] + 1
+        with self._makes("train", self._made[1] + 1):
+            self._ask("train")
 
     @in_turn
     def step(self, learning_rate, *, beta1=None, beta2=None, eps=None, weight_decay=None, clip=None, loss=math.nan,
@@ -590,16 +741,12 @@ class Trainer:
         if self._pending is None and self._open:  # what came between could not know that the backward was the last
             self.forward(np.zeros((1, 1), int), np.full((1, 1), -1))
             self.backward(np.zeros((1, 1)))
+            self._flush(last=True, counts=False)
         self._flush(last=True)
-        made, self._made = self._made, ("", 0)  # before an interrupt can come: the program makes the step
-        try:
+        with self._makes("", 0):
             numbers = [math.nan if x is None else x for x in numbers.values()]
-            (norm, verdict, loss, seconds, steps, tokens), _ = self._ask("step", *numbers, loss, text=text)
-        except Error:
-            self._made = made
-            raise
+            norm, verdict, loss, seconds = self._ask("step", *numbers, loss, text=text)[0][:4]
         self._forward = None
-        self.steps_done, self.tokens_done = int(steps), int(tokens)
         return Step(norm, VERDICTS[int(verdict)], loss, seconds)
 
     # ---- texts
@@ -617,7 +764,10 @@ class Trainer:
     @in_turn
     def decode(self, ids):
         """Ids -> their text."""
-        ids = array(ids, "ids", np.int32).ravel()
+        ids = array(ids, "ids", np.int32)
+        if ids.ndim > 1:
+            raise Error(f"ids: {shown(ids)} is nested\n  hint: give those of one text, or one id")
+        ids = ids.ravel()
         self._room(4 * len(ids) + 1)
         self._words(np.int32, len(ids))[:] = ids
         while True:
@@ -633,29 +783,30 @@ class Trainer:
     @in_turn
     def generate(self, prompts, n=1, max_tokens=64, temperature=1.0, top_k=0, top_p=1.0, stop=(), seed=0):
         """n texts after each prompt -> Samples, (tokens, logp). prompts: a list of texts, or of lists of ids. Ends: the
-        model's own (generation_config.json; eot), and stop, a list of ids and texts. top_k 0, top_p 1: all tokens.
-        temperature 0: the likeliest. logp is that of the model, at temperature 1 over all tokens. The same seed gives
-        the same text for a prompt at the same place of the list."""
-        if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__len__") or not len(prompts):
-            what = "no prompts" if hasattr(prompts, "__len__") and not len(prompts) else "prompts are no list"
-            raise Error(f"{what}\n  hint: give a list of texts, or of lists of ids")
+        model's own (generation_config.json's ids and stop_strings; eot), and stop, a list of ids and texts. top_k 0,
+        top_p 1: all tokens. temperature 0: the likeliest. logp is that of the model, at temperature 1 over all tokens.
+        The same seed gives the same text for a prompt at the same place of the list."""
+        one = isinstance(prompts, (str, bytes, collections.abc.Mapping)) or getattr(prompts, "ndim", 1) == 0
+        one |= hasattr(prompts, "columns")  # a table, whose names would be prompts
+        if one or not hasattr(prompts, "__getitem__") or not len(prompts):
+            what = "prompts are no list" if one or not hasattr(prompts, "__getitem__") else "no prompts"
+            raise Error(f"{what}\n  hint: give a list of texts, or of lists of ids, as tokenizer(texts)['input_ids']")
         prompts = [
-            np.append(self.eot, self.encode(p)) if isinstance(p, str) else array(p, "a prompt").ravel() for p in prompts
+            np.append(self.eot, self.encode(p)) if isinstance(p, str) else ids_of(p, f"prompt {i}")
+            for i, p in enumerate(prompts)
         ]
-        for i, p in enumerate(prompts):
-            if not len(p) or not np.issubdtype(p.dtype, np.integer):
-                raise Error(f"prompt {i} has no tokens\n  hint: give it one, such as eot ({self.eot})")
+        for i in (i for i, p in enumerate(prompts) if not len(p)):
+            raise Error(f"prompt {i} has no tokens\n  hint: give it one, such as eot ({self.eot})")
         n, max_tokens, top_k = (whole(x, f) for x, f in ((n, "n"), (max_tokens, "max_tokens"), (top_k, "top_k")))
         temperature, top_p, seed = number(temperature, "temperature"), number(top_p, "top_p"), whole(seed, "seed")
-        stop = [stop] if isinstance(stop, str) or not hasattr(stop, "__iter__") else stop
-        stops, texts = [s for s in stop if not isinstance(s, str)], [s for s in stop if isinstance(s, str)]
-        if "" in texts:
-            raise Error("a stop text is empty, which every text has\n  hint: leave it out")
+        if not 0 <= seed <= 1 << 53:
+            raise Error(f"seed {seed} is outside 0 to 2^53\n  hint: give a whole number there")
+        stops, texts = stops_of(stop)
+        texts += self.facts["stop_strings"]
         self._flush(last=False)
         self._forward = None
-        ends = array(stops, "stop", np.int64).ravel()
-        given = np.concatenate([ends, *([len(p)] + p.tolist() for p in prompts)])
-        given = given.clip(-1, (1 << 31) - 1).astype(np.int32)  # neither is an id
+        given = [*stops, *(x for p in prompts for x in (len(p), *p.tolist()))]
+        given = np.array([min(max(x, -1), (1 << 31) - 1) for x in given], np.int32)  # neither is an id
         max_tokens = min(max_tokens, self.context)
         count, record = n * len(prompts), 2 + 2 * max_tokens
         if count > 1 << 20 or count * record > 1 << 30:
@@ -693,9 +844,12 @@ class Trainer:
 
     @in_turn
     def save(self):
-        """Writes a checkpoint into output -> its folder: a Hugging Face folder that resume=1 goes on from."""
+        """Writes a checkpoint into output -> its folder: a Hugging Face folder that resume=1 goes on from, too where
+        load() went back and others have more steps: those are marked as left (diverged), with a warning."""
         self._flush(last=False)
-        return self._ask("save")[1]
+        folder = self._ask("save")[1]
+        mark_left(os.path.join(self._output, os.path.basename(folder)))
+        return folder
 
     @in_turn
     def load(self, folder, optimizer=False):
@@ -703,9 +857,10 @@ class Trainer:
         also the states, steps and tokens. Another model is refused."""
         self._flush(last=False)
         self._forward = None
-        steps, tokens = self._ask("load", optimizer, text=os.path.abspath(str(folder)))[0]
-        self.steps_done, self.tokens_done = int(steps), int(tokens)
-        self._made, self._open = ("", 0), False
+        path = absolute(folder)
+        with self._makes("", 0):
+            self._ask("load", optimizer, text=path)
+        self._open = False
 
     @in_turn
     def names(self):
@@ -720,15 +875,19 @@ class Trainer:
         weights that products read, of bf16 on a GPU."""
         self._flush(last=False)
         self._forward = None
-        with tempfile.TemporaryDirectory(prefix="llmc-") as folder:
-            file = os.path.join(folder, "weights.safetensors")
-            try:
-                self._ask("weights", text=f"{file}\n{name or ''}")
-            finally:
-                self._settle()
-            with open(file, "rb") as f:
-                header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-                data = np.fromfile(f, np.uint8)
+        if name is not None and (not encoded(name, "the name") or "\0" in name):
+            raise Error(f"there is no tensor {shown(name)}\n  hint: names() has them all")
+        with contextlib.ExitStack() as ends, no_bare_errors("make room, or set TMPDIR to a folder that has it"):
+            here, folder = self.facts["ranks"] == self.facts["local_ranks"], ""
+            if not here or not hasattr(os, "memfd_create"):  # all ranks write to it
+                folder = ends.enter_context(tempfile.TemporaryDirectory(prefix="llmc-"))
+            file, path = new_file(folder, here)
+            ends.callback(os.close, file)
+            ends.callback(self._settle)  # before that it may still write
+            self._ask("weights", text=f"{path}\n{fitting(name or '')}")
+            held = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
+        length = 8 + int.from_bytes(held[:8], "little")
+        header, data = json.loads(held[8:length]), np.frombuffer(held, np.uint8, offset=length)
         header.pop("__metadata__", None)
         made = {}
         for key, entry in header.items():
@@ -736,7 +895,7 @@ class Trainer:
             if entry["dtype"] == "BF16":  # the upper half of a float32
                 raw = raw.view(np.uint16).astype(np.uint32) << 16
             made[key] = raw.view(np.float32).reshape(entry["shape"])
-        return made[name] if name else made
+        return made if name is None else made[name]
 
     @in_turn
     def log(self, event, **fields):
@@ -746,4 +905,4 @@ class Trainer:
             raise Error(f"{shown(event)} is no name of a line of the log\n  hint: {hint}")
         if event in OWN_EVENTS:
             raise Error(f"{event} is a line of the program's own\n  hint: take another name")
-        self._ask("log", text=f"{event}\n{members(fields, LINE)}")
+        self._ask("log", text=fitting(f"{event}\n{members(fields, LINE)}"))

@@ -15,7 +15,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
-#include <setjmp.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -73,13 +72,9 @@ HOST_DEVICE float bits_float(uint32_t u) {
 // The rank that messages name, -1 for a single process; and what die calls before it exits.
 static int die_rank = -1;
 static void (*die_hook)(void) = NULL;
-// While this thread's is open, a failed require leaves its text here and goes to `place` (can_load). Files and memory
-// of what was tried are not given back.
-static __thread struct {
-    int open;
-    jmp_buf place;
-    char text[2048];
-} attempt;
+enum { ERROR_BYTES = 2048 };
+// Where a process that only tries something writes its error (can_load); -1: it is no such process.
+static int attempt = -1;
 static const char *rank_prefix(void) {
     static __thread char text[32];
     if (die_rank >= 0) FORMAT(text, "[rank %d] ", die_rank);
@@ -98,7 +93,7 @@ static char *printable(char *text, const char *except) {
 
 __attribute__((noreturn, cold, format(printf, 3, 4))) static void die_at(const char *file, int line, const char *format,
                                                                          ...) {
-    char text[2048], what[2048];
+    char text[ERROR_BYTES], what[ERROR_BYTES];
     const char *rank = rank_prefix();
     va_list args, again;
     va_start(args, format);
@@ -111,10 +106,9 @@ __attribute__((noreturn, cold, format(printf, 3, 4))) static void die_at(const c
     va_end(again);
     char *hint = length < (int)sizeof text && text[length] ? text + length : NULL;
     if (hint) *hint++ = 0;
-    if (attempt.open) {
-        attempt.open = 0;
-        FORMAT(attempt.text, "%s%s%s", printable(text, ""), hint ? "\n" : "", hint ? printable(hint, "\n") : "");
-        longjmp(attempt.place, 1);
+    if (attempt >= 0) {
+        dprintf(attempt, "%s%s%s", printable(text, ""), hint ? "\n" : "", hint ? printable(hint, "\n") : "");
+        _exit(EXIT_FAILURE);
     }
     fflush(stdout);
     fprintf(stderr, "\n%serror: %s\n", rank, printable(text, ""));

@@ -1,6 +1,7 @@
 """dev/limited.py and dev/checked_json.py: code and files from elsewhere neither hang nor end a program."""
 
 import os
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -114,3 +115,41 @@ def test_fields_have_their_types(tmp_path):
     assert Object({"n": 1 << 5000}, "x").read("n", int) == 1 << 5000
     with pytest.raises(BadFile):
         Object({"n": 1 << 5000}, "x").read("n", float)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_a_killed_parent_leaves_no_process(tmp_path):
+    """Though the child waits for something else than its parent, and so does what it has started."""
+    (tmp_path / "waits.py").write_text(
+        "import os, subprocess, time\n"
+        "def make():\n"
+        "    def call(file):\n"
+        "        other = subprocess.Popen(['sleep', '60'])\n"
+        "        with open(file + '.tmp', 'w') as f:\n"
+        "            f.write(f'{os.getpid()} {other.pid}')\n"
+        "        os.rename(file + '.tmp', file)\n"
+        "        time.sleep(60)\n"
+        "    return call\n"
+    )
+    code = (
+        f"import sys; sys.path.append({str(Path(__file__).resolve().parents[1])!r}); from limited import Limited; "
+        f"Limited('waits:make', seconds=60, memory=None, path=[{str(tmp_path)!r}])({str(tmp_path / 'pids')!r})"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    end = time.monotonic() + 20
+    while not (tmp_path / "pids").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    pids = (tmp_path / "pids").read_text().split()
+    parent.kill()
+    parent.wait()
+
+    def runs(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    end = time.monotonic() + 10
+    while any(map(runs, pids)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert len(pids) == 2 and not any(map(runs, pids))

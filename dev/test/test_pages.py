@@ -62,6 +62,16 @@ def test_too_few_pages_change_no_token(alone, slots, options):
     assert enough == few and "texts stopped" not in said
 
 
+def test_prompts_in_steps_and_in_passes():
+    """Whether a prompt's tokens are rows of their own or ride in steps changes no bit. Those in passes of their own
+    differ by rounding (doc/generate.md)."""
+    asked = [r | {"max_tokens": 4} for r in requests(2)]
+    rows, ride, passes = (answers(asked, 9, "--debug", f"prompt-rows={n}")[0] for n in (900, 1, 0))
+    assert rows == ride and rows.keys() == passes.keys()
+    apart = [abs(x[1] - y[1]) for k in rows for x, y in zip(rows[k], passes[k], strict=True) if x[0] == y[0]]
+    assert len(apart) == sum(map(len, rows.values())) and 0 < max(apart) < 5e-6
+
+
 def test_too_few_pages_with_a_draft(alone, tmp_path):
     """The draft is the model itself: what it proposes is accepted, also where its own keys and values are made again
     in another way."""

@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.numpy import load_file
+from transformers import BatchEncoding
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -605,6 +606,35 @@ def test_ends_of_texts(start, bytes_tokenizer):
             assert ended == (has or whole[-1] == 256) and (has or len(made) == len(whole))
             found += has
         assert found
+    ends = t.generate(["Once"], stop=[common], **options)
+    for stop in (common, np.int64(common), np.array(common), torch.tensor(common), {common}, np.array([common, -5])):
+        assert equal(t.generate(["Once"], stop=stop, **options), ends)
+    free = t.generate(["Once"], **options)
+    for stop in (None, (), {}.keys(), np.array([], int)):
+        assert equal(t.generate(["Once"], stop=stop, **options), free)
+    assert equal(t.generate(np.array(["Once"]), **options), free) and not equal(ends, free)
+    assert equal(t.generate(torch.tensor([[256, *b"Once"]]), **options), free)
+
+
+def test_ends_of_a_folder(start, bytes_tokenizer, tmp_path):  # noqa: F811
+    """stop_strings of generation_config.json end a text with the token that completes one, as in transformers."""
+    more = {"tokenizer": bytes_tokenizer, "batch_size": 4}
+    folder = start("d2,channels=64,heads=2,vocab=257,seq=64", output=tmp_path, **more).save()
+    free = start(folder, **more)
+    config = Path(folder, "generation_config.json")
+    options = {"n": 16, "max_tokens": 40, "seed": 2}
+    whole, stops = free.generate(["Once"], **options), [*"akmqxz", "\n", "no such"]
+    config.write_text(json.dumps({"eos_token_id": [256, 7], "stop_strings": stops}))
+    t = start(folder, **more)
+    assert t.facts["ends"] == [256, 7] and t.facts["stop_strings"] == stops
+    made, found = t.generate(["Once"], **options), 0
+    for tokens, logp, ended, all_tokens, all_logp in zip(*made, made.ended, *whole):
+        at = next((i for i, x in enumerate(all_tokens) if x in (256, 7, *b"akmqxz\n")), None)
+        assert np.array_equal(tokens, all_tokens[: None if at is None else at + 1])
+        assert np.array_equal(logp, all_logp[: len(tokens)]) and ended == (at is not None)
+        found += ended and tokens[-1] not in (256, 7)
+    assert found >= 4
+    assert not any("b" in t.decode(x[:-1]) for x in t.generate(["Once"], stop="b", **options)[0])
 
 
 @needs_mpi
@@ -693,6 +723,25 @@ def test_a_checkpoint_of_the_same_step_again(start, tmp_path):
         same(([], t.weights()), ([], after))
 
 
+def test_a_branch_from_an_earlier_step(start, tmp_path, capfd):
+    """What was saved last is what resume=1 goes on from."""
+    t = start(output=tmp_path)
+    early, late = (t.save(), train_step(t, 0), train_step(t, 1), t.save())[::3]
+    t.load(early, optimizer=True)
+    train_step(t, 5)
+    branch, weights = t.save(), t.weights()
+    said = capfd.readouterr().err
+    assert said.startswith(f"warning: {late} was saved before step_00000001") and said.count("\n") == 1
+    t.close()
+    same(([], start(tmp_path).weights()), ([], weights))
+    t = start(None, output=tmp_path, resume=1)
+    same(([], t.weights()), ([], weights))
+    assert t.steps_done == 1 and f"checkpoint '{late}' is marked as diverged" in capfd.readouterr().err
+    train_step(t, 6)
+    assert t.save() == late and not Path(late, "diverged").exists()
+    assert capfd.readouterr().err.count("was saved before") == 0 and Path(branch).exists()
+
+
 def test_a_folder_of_another_model(start, tmp_path, bases):
     """Is refused, and the trainer can be used further."""
     t = start(output=tmp_path / "run")
@@ -737,6 +786,116 @@ def test_a_save_that_fails(start, tmp_path):
         t.save()
     resource.prlimit(t._life["process"].pid, resource.RLIMIT_FSIZE, limits)
     assert os.path.exists(t.save())
+
+
+def test_checkpoints_that_are_kept(start, tmp_path):
+    """So many at the end, too, when no step shows any more whether the last has diverged."""
+    t = start(output=tmp_path, save_keep=2)
+    for seed in range(5):
+        train_step(t, seed)
+        t.save()
+    t.close()
+    assert sorted(x.name for x in tmp_path.glob("step_*")) == ["step_00000004", "step_00000005"]
+
+
+def test_a_folder_whose_name_is_no_utf8(start, tmp_path):
+    t = start(output=os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    train_step(t, 0)
+    folder, weights = t.save(), t.weights()
+    train_step(t, 1)
+    assert load_file(os.path.join(folder, "model.safetensors")).keys() == weights.keys()
+    t.load(folder, optimizer=True)
+    same(([], t.weights()), ([], weights))
+    assert t.steps_done == 1
+
+
+@launcher.on_linux
+def test_a_folder_that_is_refused_leaves_nothing_open(start, bases, tmp_path):
+    """Neither files nor memory."""
+    t = start(output=tmp_path)
+    own, other = t.save(), bases["llama3"]
+    process = f"/proc/{t._life['process'].pid}"
+
+    def refused(times):
+        for i in range(times):
+            with pytest.raises(llmc.Error, match="does not hold this model|is fp32|is no checkpoint|precision"):
+                t.load(other, optimizer=i % 2 == 1)
+        memory = next(x for x in read(f"{process}/status").splitlines() if x.startswith("RssAnon"))
+        return len(os.listdir(f"{process}/fd")), int(memory.split()[1])
+
+    refused(4)
+    files, before = refused(4)
+    after = refused(100)
+    assert after[0] == files and after[1] - before < 400  # KiB; one was 15
+    t.load(own, optimizer=True)
+
+
+def test_a_log_whose_folder_is_removed(start, tmp_path, capfd):
+    """What is said while there is no folder is kept, and is in the log once it is there again."""
+    t = start(output=tmp_path / "run")
+    train_step(t, 0)
+    shutil.rmtree(tmp_path / "run")
+    train_step(t, 1)
+    t.log("note", text="a")
+    assert capfd.readouterr().err.count("cannot write the log") == 1
+    folder = t.save()
+    t.log("note", text="b")
+    assert Path(folder).exists() and [e["text"] for e in events(tmp_path / "run", "note")] == ["a", "b"]
+    (tmp_path / "run/main.jsonl").unlink()
+    t.log("note", text="c")
+    assert [e["text"] for e in events(tmp_path / "run", "note")] == ["c"]
+
+
+def test_a_cell_that_is_run_twice(start, tmp_path):
+    t = start(output=tmp_path)
+    t.save()
+    with pytest.raises(llmc.Ended, match=r"another run writes to .*\n  hint: .* ends by t.close\(\)$"):
+        start(output=tmp_path, resume=1)
+    t.close()
+    start(output=tmp_path, resume=1)
+
+
+@pytest.mark.parametrize("name", ["program.py", "doctor.py", "tool_output.py", "dev/__init__.py"])
+def test_a_users_module_beside(tmp_path, name):
+    """Of a name that dev/ has, too: both are imported."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine = 1\n")
+    module = name.removesuffix(".py").split("/")[0]
+    for code in (f"import llmc, {module}", f"import {module}, llmc"):
+        code += f"; assert {module}.mine and llmc.program_of_dev.trainer({str(TRAINER)!r})"
+        environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+
+
+@launcher.on_linux
+def test_what_the_system_refuses(start, tmp_path, monkeypatch):
+    t = start()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 21, limits[1]))
+    try:
+        with pytest.raises(llmc.Error, match="File too large\n  hint: .*ulimit -f"):
+            t.decode(np.zeros(1 << 20, int))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, limits[1]))
+        with pytest.raises(llmc.Error, match="File too large\n  hint: "):
+            start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    weights = t.weights()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    same(([], t.weights()), ([], weights))
+    with pytest.raises(llmc.Error, match="No such file or directory.*\n  hint: set TMPDIR"):
+        start()
+
+
+def test_rates_that_adapters_do_not_have(start, bases):
+    for option in ("lr_head", "lr_embedding", "decay_vector"):
+        with pytest.raises(llmc.Ended, match=f"--{option.replace('_', '-')} says nothing without --lora 0\n  hint: "):
+            start(bases["gpt2"], lora=4, **{option: 0.1})
+    digits(start(bases["gpt2"], lora=4, lr_matrix=1e-3, decay_matrix=0.1))
 
 
 def test_options_of_what_the_caller_does():
@@ -815,7 +974,7 @@ BAD = {
     "long fields": (lambda t: t.step(1e-3, text="x" * 70000), "more than 64 KiB"),
     "prompt too long": (lambda t: t.generate([[1], [2] * T]), "prompt 1 does not fit into the context"),
     "prompt empty": (lambda t: t.generate([[1], []]), "prompt 1 has no tokens"),
-    "prompt floats": (lambda t: t.generate([[1.5]]), "prompt 0 has no tokens"),
+    "prompt floats": (lambda t: t.generate([[1.5]]), "prompt 0 is .1.5., neither a text nor a list of ids"),
     "prompt id": (lambda t: t.generate([[1], [2, V]]), "prompt 1 has an id that is not in the vocabulary"),
     "prompt far": (lambda t: t.generate([[(1 << 32) + 1]]), "prompt 0 has an id that is not in the vocabulary"),
     "prompt negative": (lambda t: t.generate([[-1]]), "prompt 0 has an id that is not in the vocabulary"),
@@ -882,8 +1041,41 @@ OF_ANOTHER_KIND = {
     "max_tokens is 'x', not a number": lambda t: t.generate([[1]], max_tokens="x"),
     "n is 1.5, not a whole number": lambda t: t.generate([[1]], n=1.5),
     "seed is nan, not a whole number": lambda t: t.generate([[1]], seed=math.nan),
-    "stop: .* is no array of int64": lambda t: t.generate([[1]], stop=[None]),
+    "a stop is None, neither an id nor a text": lambda t: t.generate([[1]], stop=[None]),
+    r"a stop is \[13, 10\], neither .*\n  hint: .*t.decode": lambda t: t.generate([[1]], stop=[[13, 10]]),
+    r"a stop is array\(\[13\]\), neither": lambda t: t.generate([[1]], stop=[np.array([13])]),
+    r"a stop is array\(\[1, 2\]\), neither": lambda t: t.generate([[1]], stop=np.array([[1, 2]])),
+    "a stop is 1.5, neither": lambda t: t.generate([[1]], stop=1.5),
+    "a stop is True, neither": lambda t: t.generate([[1]], stop=[True]),
+    "a stop is b'ab', neither": lambda t: t.generate([[1]], stop=b"ab"),
+    "a stop is {'ids': 3}, neither": lambda t: t.generate([[1]], stop={"ids": 3}),
     "prompts are no list": lambda t: t.generate(5),
+    r"prompts are no list\n.*tokenizer\(texts\)\['input_ids'\]": lambda t: t.generate({"input_ids": [[1]]}),
+    "prompts are no list\n": lambda t: t.generate(BatchEncoding({"input_ids": [[1]]})),
+    "prompts are no list\n ": lambda t: t.generate({"a", "b"}),
+    "prompts are no list\n  ": lambda t: t.generate(np.array(5)),
+    "prompt 0 is {'input_ids': .*, neither": lambda t: t.generate([BatchEncoding({"input_ids": [1]})]),
+    "prompt 0 is 1, neither a text nor a list of ids": lambda t: t.generate([1, 2, 3]),
+    r"prompt 0 is \[\[1, 2\], \[3, 4\]\], neither": lambda t: t.generate([[[1, 2], [3, 4]]]),
+    r"prompt 1 is array\(5\), neither": lambda t: t.generate([[1], np.array(5)]),
+    "prompt 0 is b'ab', neither": lambda t: t.generate([b"ab"]),
+    r"ids: array\(\[\[1\], \[2\]\], .* is nested": lambda t: t.decode([[1], [2]]),
+    r"a stop: .*\n  hint: give x.cpu\(\)": lambda t: t.generate([[1]], stop=[torch.ones((), device="meta", dtype=int)]),
+    r"tokens: .*\n  hint: give x.cpu\(\)": lambda t: t.train(torch.ones(2, 3, device="meta", dtype=int), TARGETS),
+    r"tokens: .*\n  hint: give \[x.cpu\(\) for x in ...\]": lambda t: t.train([torch.ones(3, device="meta")], TARGETS),
+    r"weights: .*\n  hint: give x.detach\(\).float\(\)\n?$": after_forward(
+        lambda t: t.backward(torch.ones(TOKENS.shape, dtype=torch.bfloat16, requires_grad=True))
+    ),
+    r"weights: .*\n  hint: give x.float\(\).cpu\(\)": after_forward(
+        lambda t: t.backward(torch.ones(TOKENS.shape, dtype=torch.bfloat16, device="meta"))
+    ),
+    r"no folder has the name 'a\\x00b'": lambda t: t.load("a\0b"),
+    "no folder has the name 5": lambda t: t.load(5),
+    r"no folder has the name '/x/x.*\n  hint: .*4000 bytes": lambda t: t.load("/" + "x/" * 2040),
+    r"no folder has the name .*ud800": lambda t: t.load("\ud800"),
+    r"no tensor '\\x00'\n  hint: names\(\)": lambda t: t.weights("\0"),
+    "no tensor ''": lambda t: t.weights(""),
+    "the name is 5, not a text": lambda t: t.weights(5),
     "the text is 5, not a text": lambda t: t.encode(5),
     "no UTF-8": lambda t: t.encode("\ud800"),
     "ids: 'x' is no array of int32": lambda t: t.decode("x"),
@@ -964,6 +1156,7 @@ def test_calls_between_the_last_backward_and_step(start, tmp_path, ranks):
         call()
         made.append(([t.step(1e-2)], t.weights()))
         same(made[-1], made[0])
+        assert t.tokens_done == 2 * ROWS * T
 
 
 def test_gradients_that_are_not_finite(start):
@@ -980,7 +1173,9 @@ def test_gradients_that_are_not_finite(start):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"batch_sise": 4}, "unknown option '--batch-sise'.*--batch-size"),
+        ({"batch_sise": 4}, "unknown option 'batch_sise'\n  hint: did you mean batch_size\\?.* --help all"),
+        ({"batchsize": 4}, "unknown option 'batchsize'\n  hint: did you mean batch_size"),
+        ({"debug": "prompt-raws=1"}, "unknown option '--debug prompt-raws'\n  hint: did you mean --debug prompt-rows"),
         ({"batch_size": "many"}, "--batch-size needs a whole number, not 'many'"),
         ({"batch_size": -3}, "--batch-size -3 is outside"),
         ({"total_batch": 7}, "total-batch 7 is not a multiple"),
@@ -1084,12 +1279,23 @@ print(t.names()[0], flush=True)
         (signal.SIGKILL, "t.generate([[1]], n=20_000, max_tokens=30)"),
         (signal.SIGTERM, "input()"),
         (signal.SIGINT, "t.generate([[1]], n=20_000, max_tokens=30)"),
+        (signal.SIGKILL, "while True: t.weights()"),
         (None, "pass"),
         (None, "t.close(); t.close()"),
         (None, "raise SystemExit(0)"),
         (None, "import os; os._exit(0)"),
     ],
-    ids=["killed", "killed-in-a-call", "terminated", "interrupted", "end", "closed", "exit", "_exit"],
+    ids=[
+        "killed",
+        "killed-in-a-call",
+        "terminated",
+        "interrupted",
+        "killed-in-weights",
+        "end",
+        "closed",
+        "exit",
+        "_exit",
+    ],
 )
 def test_no_program_outlives_python(mark, tmp_path, ranks, how, body):
     fill = {"root": str(ROOT), "model": MODELS["gpt2"], "program": str(TRAINER), "batch": ROWS // ranks, "T": T}
@@ -1162,6 +1368,7 @@ def test_interrupts_in_short_calls(start, straight, monkeypatch, tmp_path, call)
     with pytest.raises(KeyboardInterrupt):
         getattr(t, call)(*arguments)
     assert call != "weights" or not list(tmp_path.iterdir())
+    assert (t.steps_done, t.tokens_done) == ((1, ROWS * T) if call == "step" else (0, 0))
     steps = [] if call in ("train", "step") else [train_step(t, 0)]
     if call == "train":
         steps = [t.step(1e-2)]

@@ -20,6 +20,7 @@
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <sys/wait.h>
 
 enum { CALL_NUMBERS = 10, CALL_TEXT = 1 << 16 };
 typedef struct {
@@ -59,7 +60,7 @@ static int calls_receive(const Calls *c, char *text, uint32_t size) {
     return n;
 }
 __attribute__((format(printf, 2, 3))) static void calls_answer(const Calls *c, const char *format, ...) {
-    char text[sizeof attempt.text + 64];
+    char text[ERROR_BYTES + 64];
     va_list args;
     va_start(args, format);
     int n = vsnprintf(text, sizeof text, format, args);
@@ -200,7 +201,7 @@ static int calls_may_add(Calls *c, StepKind kind) {
                      most);
     return 0;
 }
-// backward last: factors (R,T) of the losses
+// backward last counts: factors (R,T) of the losses. counts 0: only ends the step's gradients, no micro-step
 static void call_backward(Calls *c) {
     Trainer *t = c->t;
     const size_t all = c->all, first = c->first;
@@ -209,15 +210,11 @@ static void call_backward(Calls *c) {
                                "rows of --seq-len tokens, adapters included and nothing between");
     if (!calls_may_add(c, STEP_OF_WEIGHTS) || !calls_has_room(c, all * sizeof(float))) return;
     calls_take(c, c->values, all * sizeof(float));
-    for (size_t i = 0; i < all; i++)
-        if (!isfinite(c->values[i]))
-            return calls_refuse(c, "the weight at row %lld, column %lld is %g\nlook at what your loss computes there",
-                                (long long)i / t->o.seq_len, (long long)i % t->o.seq_len, c->values[i]);
     c->has_forward = 0;
     c->is_complete = c->call.x[0] != 0;
     model_gradient(t->model, c->inputs + first, c->targets + first, c->values + first, c->micro == 0, c->is_complete);
     c->kind = STEP_OF_WEIGHTS;
-    c->micro++;
+    c->micro += c->call.x[1] != 0;
     calls_answer(c, "ok");
 }
 static void call_train(Calls *c) {
@@ -242,11 +239,6 @@ static void call_step(Calls *c) {
                             "the step has %d of %d micro-steps, and the mean is over all\ncall train again, or start "
                             "with --total-batch %lld",
                             c->micro, t->num_micro, (long long)c->all * c->micro);
-    for (int i = 0; i < UPDATE_NUMBERS; i++)
-        if (!(use[i] >= 0 && use[i] < (i == 1 || i == 2 ? 1 : 1e30)))
-            return calls_refuse(c, "the step has the number %g for its %s\ngive one that an optimiser can use", use[i],
-                                ((const char *[]){"learning rate", "beta1", "beta2", "epsilon", "weight decay",
-                                                  "gradient clip"})[i]);
     watchdog_step(t->state.step + 1);
     StepReport r = update(t, use, use[0], (int64_t)c->all * c->micro);
     if (c->kind == STEP_OF_WEIGHTS) {
@@ -318,9 +310,7 @@ static int calls_may_generate(const Calls *c) {
         good = x[3 + i] >= o->low && x[3 + i] <= o->high;
         if (!good) calls_refuse(c, "%s %g is outside %.10g to %.10g\n%s", draws[i], x[3 + i], o->low, o->high, o->help);
     }
-    if (!good || (x[6] >= 0 && x[6] <= 0x1p53)) return good;
-    calls_refuse(c, "seed %g is outside 0 to 2^53\ngive a whole number there", x[6]);
-    return 0;
+    return good;
 }
 // Whether the prompts are, in so many ints: each has its length before it.
 static int calls_prompts(const Calls *c, int prompts, const int *given, int ints) {
@@ -328,8 +318,7 @@ static int calls_prompts(const Calls *c, int prompts, const int *given, int ints
     const char *problem = NULL;
     for (int which = 0, at = 0; which < prompts && !problem; which++) {
         const int length = at < ints ? given[at++] : 0;
-        if (length > ints - at) problem = "is not all there\nuse the llmc package of this version";
-        if (length < 1) problem = "has no tokens\ngive it one, such as end-of-text";
+        if (length < 1 || length > ints - at) problem = "has no tokens\ngive it one, such as end-of-text";
         if (length >= t->window) problem = "does not fit into the context with a token to follow\nshorten it";
         for (int i = 0; i < length && !problem; i++)
             if (given[at + i] < 0 || given[at + i] >= t->config.vocab_size)
@@ -399,35 +388,45 @@ static void call_save(Calls *c) {
     if (t->retry_step) return calls_refuse(c, "the checkpoint was not written, see above\nmake room and save again");
     calls_answer(c, "ok|%s", checkpoint_folder(t->o.output, t->state.step, "").text);
 }
-// Whether this model can take a folder's weights, or all of a checkpoint; if not, attempt.text says why.
-static int can_load(const Model *m, const char *folder, int whole) {
-    TrainState s = {};
-    if (setjmp(attempt.place)) return 0;
-    attempt.open = 1;
-    if (whole) {
-        checkpoint_load_state(folder, &s);
-        checkpoint_require_precision(m, folder, &s);
+// Whether this model can take a folder's weights, or all of a checkpoint; if not, why. A child of this process tries it
+// and ends: nothing that it has opened stays.
+static int can_load(const Model *m, const char *folder, int whole, char *why) {
+    int ends[2], length = 0;
+    require(!pipe(ends), "cannot make a pipe: %s\nclose other programs", strerror(errno));
+    const pid_t child = fork();
+    if (child == 0) {
+        TrainState s = {};
+        attempt = ends[1];
+        if (whole) {
+            checkpoint_load_state(folder, &s);
+            checkpoint_require_precision(m, folder, &s);
+        }
+        model_require_weights(m, folder);
+        dprintf(attempt, "ok");
+        _exit(EXIT_SUCCESS);
     }
-    model_require_weights(m, folder);
-    attempt.open = 0;
-    state_free(&s);
-    return 1;
+    close(ends[1]);
+    for (ssize_t n; (n = read(ends[0], why + length, ERROR_BYTES - 1 - length)) > 0;) length += n;
+    close(ends[0]);
+    why[length] = 0;
+    waitpid(child, NULL, 0);
+    return !strcmp(why, "ok");
 }
 // load|FOLDER: weights, and what training needs to go on if the folder has it and x is 1
 static void call_load(Calls *c) {
     Trainer *t = c->t;
     Path newest;
     const char *folder = newest_of_run(&t->comm, c->call.text, &newest);
-    char why[WHY_BYTES];
+    char why[ERROR_BYTES];
     const int whole = c->call.x[0] != 0;
     int good = t->comm.rank > 0 || (whole ? checkpoint_is_whole(folder, -1, why) : is_directory(folder));
     comm_broadcast(&t->comm, &good, sizeof good);
     if (!good) return calls_refuse(c, "'%s' is no %s\nname the folder of one", folder, whole ? "checkpoint" : "model");
     if (!folder_is_intact(&t->comm, folder, whole ? 3 : 2, why))
         return calls_refuse(c, "checkpoint '%s': %s\nname another checkpoint of the run", folder, why);
-    good = t->comm.rank > 0 || can_load(t->model, folder, whole);
+    good = t->comm.rank > 0 || can_load(t->model, folder, whole, why);
     comm_broadcast(&t->comm, &good, sizeof good);
-    if (!good) return calls_refuse(c, "%s", attempt.text);
+    if (!good) return calls_refuse(c, "%s", *why ? why : "no process could look at it\nclose other programs");
     if (whole) {
         TrainState s = {};
         checkpoint_load_state(folder, &s);
@@ -545,14 +544,14 @@ static void calls_open(Calls *c) {
     calls_map(c);
     Text text;
     FILE *f = text_open(&text);
-    fprintf(f, "ok|{\"ranks\":%d", t->comm.world);
+    fprintf(f, "ok|{\"ranks\":%d,\"local_ranks\":%d", t->comm.world, t->comm.local_world);
     json_write_fields(f, "groups %d batch_size %lld seq_len %lld micro_steps %d vocab %d eot %d context %d step %ld",
                       t->mesh.dp.world, t->o.batch_size, t->o.seq_len, t->num_micro, t->config.vocab_size,
                       first_token(t), t->window, t->state.step);
     json_write_fields(f, "known %d tokens %ld steps %lld device %s dtype %s parameters %ld memory_gib %g tokenizer %d",
                       known_tokens(t), t->state.tokens, t->steps, model_device(t->model), model_dtype(t->model),
                       facts_of(t->model).table->num_weights, model_memory_gib(t->model), t->has_tokenizer);
-    fputs("}", f);
+    ends_write(f, t->ends);
     char *ready = text_close(&text);
     calls_send(c, ready, strlen(ready));
     free(ready);
@@ -577,7 +576,7 @@ static int answer_calls(Trainer *t) {
         else
             calls_refuse(c, "there is no call '%s'\nuse the llmc package of this version", c->call.name);
     }
-    save_finish(t);
+    save_last(t);
     log_event(t, "end", "reason %s status %d", "all calls done", EXIT_SUCCESS);
     free(c->inputs);
     free(c->values);

@@ -2,7 +2,8 @@
 // for dev/plot.py (evaluate.jsonl of runs that only evaluate).
 // Each JSON line is an event, written at once: start (options, config, git, device, ...), step, eval, eval_set,
 // eval_choice, epoch, set, sample, checkpoint, checkpoint_failed, end. A log that the folder already has is continued.
-// What does not fit a full disk is kept in memory and written when there is room again.
+// What does not fit a full disk is kept in memory and written when there is room again. A file that was removed is made
+// again as soon as its folder is there.
 #pragma once
 
 #include "../files/hf_config.h"
@@ -14,6 +15,7 @@
 typedef struct {
     Text lines;      // in memory, not yet in the file. lines.file NULL: no output folder, or not rank 0
     size_t written;  // bytes of `lines` that the file already has
+    Path path;
     int file;
     int failed;     // the last write did, and a warning said so
     double opened;  // now_seconds() at the start
@@ -25,8 +27,8 @@ static void logger_open(Logger *g, const char *folder, const char *name) {
     g->opened = now_seconds();
     if (!*folder) return;
     make_directory(folder);
-    Path path = path_in(folder, name);
-    g->file = open_or_die(path.text, O_WRONLY | O_APPEND | O_CREAT,
+    g->path = path_in(folder, name);
+    g->file = open_or_die(g->path.text, O_WRONLY | O_APPEND | O_CREAT,
                           "name another --output folder, or make this one writable");
     text_open(&g->lines);
 }
@@ -38,9 +40,14 @@ static FILE *logger_begin(Logger *g, const char *event, int64_t step) {
     return f;
 }
 static void logger_write(Logger *g) {
+    struct stat s;
     text_flush(&g->lines);
+    if (fstat(g->file, &s) || !s.st_nlink) {  // it was removed
+        close(g->file);
+        g->file = open(g->path.text, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+    }
     while (g->written < g->lines.length) {
-        ssize_t n = write(g->file, g->lines.bytes + g->written, g->lines.length - g->written);
+        ssize_t n = g->file < 0 ? -1 : write(g->file, g->lines.bytes + g->written, g->lines.length - g->written);
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) {  // a full disk must not end the training
             if (!g->failed)

@@ -188,9 +188,7 @@ static int train(Trainer *t) {
         if (save_is_due(t, t->ending)) save(t);
         clock = now_seconds();
     }
-    save_finish(t);
-    t->unproven = 0;  // no step will compute a loss with its weights
-    rotate(t);
+    save_last(t);
     return end_training(t, first, stopped);
 }
 

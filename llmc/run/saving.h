@@ -39,6 +39,12 @@ static void save_finish(void *trainer) {
     if (!error) link_if_best(t, step);
     rotate(t);
 }
+// No step will compute a loss with the newest checkpoint's weights.
+static void save_last(Trainer *t) {
+    save_finish(t);
+    t->unproven = 0;
+    rotate(t);
+}
 static void save(Trainer *t) {
     const int beside = saves_beside_training(&t->o);
     save_finish(t);

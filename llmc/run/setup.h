@@ -87,6 +87,9 @@ static void check_options(const Options *o) {
     const OptionNeed needs[] = {
         {"reset-optimizer", o->resume != 0, "--resume 1"},
         {"weights", forward_only(o) || o->lora, "--generate, --evaluate or --lora"},
+        {"lr-embedding", !o->lora, "--lora 0"},
+        {"lr-head", !o->lora, "--lora 0"},
+        {"decay-vector", !o->lora, "--lora 0"},
         {"patience", compares || forward_only(o), "--val-data, --eval-every, --save-every and --output"},
         {"cache-dtype", writes_text(o), "--generate, --serve or --sample-every"},
         {"tp-overlap", o->tp > 1 || o->tp_overlap < 1, "--tp N"},

@@ -57,6 +57,16 @@ static void ends_read(Ends *e, const char *folder, int has_texts) {
         }
     }
 }
+static void ends_write(FILE *f, const Ends *e) {
+    fputs(",\"ends\":[", f);
+    for (int i = 0; i < e->count; i++) fprintf(f, "%s%d", i ? "," : "", e->ids[i]);
+    fputs("],\"stop_strings\":[", f);
+    for (int i = 0; i < e->num_texts; i++) {
+        if (i) fputc(',', f);
+        json_write_string(f, e->texts[i].bytes);
+    }
+    fputs("]}", f);
+}
 
 // A text that comes in pieces, while stop texts are looked for; zero at first. What may be the beginning of one is held
 // back: the first `held` bytes of the text `of`.

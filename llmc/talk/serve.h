@@ -320,13 +320,8 @@ static void serve_ready(const Server *s, const char *model) {
     fputs("{\"event\":\"ready\"", s->out);
     json_write_fields(s->out, "model %s context %d vocab %d slots %d waiting %d eot %d", model, e->window, s->vocab,
                       e->slots, SERVE_WAITING, e->eot);
-    for (int i = 0; i < e->ends->count; i++) fprintf(s->out, "%s%d", i ? "," : ",\"ends\":[", e->ends->ids[i]);
-    fputs("],\"stop_strings\":[", s->out);
-    for (int i = 0; i < e->ends->num_texts; i++) {
-        if (i) fputc(',', s->out);
-        json_write_string(s->out, e->ends->texts[i].bytes);
-    }
-    fputs("]}\n", s->out);
+    ends_write(s->out, e->ends);
+    fputc('\n', s->out);
     fflush(s->out);
 }
 // Until the end of standard input, which some versions of mpirun do not pass on, or {"quit":true}.
