@@ -4,6 +4,7 @@ Only byte-level BPE whose pieces are cut by a pattern that we know: GPT-2, Llama
 tokens are taken as they are, in any order of ids."""
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -104,17 +105,6 @@ def tokenizer_path(folder):
     return own if os.path.exists(own) else published if os.path.exists(published) else trained_with(folder)
 
 
-def begins_with_separator(folder, tokenizer):
-    """Whether the tokenizer of a model puts a first token before every text, as Llama 3's does: transformers then does
-    the same."""
-    published = os.path.join(folder, "tokenizer.json")
-    if not os.path.exists(published):
-        return tokenizer.kind == "llama3"  # what write_tokenizer_json says
-    post = part_of(read_object(published), "post_processor")
-    steps = post.read_list("processors", dict) if post.read("type", str) == "Sequence" else [post]
-    return any("SpecialToken" in first for step in steps for first in step.read_list("single", dict)[:1])
-
-
 def folder_tokenizer(folder):
     """The Tokenizer of a model: by its folder's tokenizer.bin or tokenizer.json, or by what it was trained with."""
     path = tokenizer_path(folder)
@@ -123,6 +113,9 @@ def folder_tokenizer(folder):
         die(f"'{folder}' has no tokenizer.bin and no tokenizer.json", hint)
     try:
         tokenizer = read_tokenizer_json(path) if path.endswith(".json") else open_tokenizer(path)
+        published = os.path.join(folder, "tokenizer.json")
+        if os.path.exists(published):  # a tokenizer.bin may be older
+            tokenizer.first = first_of(read_object(published))
     except (OSError, ValueError) as e:
         hint = "import the model again: python dev/eval/hf.py import"
         die(f"tokenizer '{path}' {getattr(e, 'strerror', None) or e}", hint)
@@ -165,10 +158,24 @@ def patterns_of(pre_tokenizer):
     return found
 
 
+def first_of(file):
+    """The ids of the tokens that a tokenizer.json puts before every text."""
+    post, ids = part_of(file, "post_processor"), []
+    steps = post.read_list("processors", dict) if post.read("type", str) == "Sequence" else [post]
+    for step in steps:
+        numbers, before = part_of(step, "special_tokens"), []
+        for part in itertools.takewhile(lambda p: "Sequence" not in p, step.read_list("single", dict)):
+            name = part_of(part, "SpecialToken").read("id", str, "")
+            before += part_of(numbers, name).read_list("ids", int)
+        ids = before + ids
+    return ids
+
+
 def separator(path, names):
-    """The id of the token that stands before every document, and ends generation. names: {text: id} of the added
-    tokens. The end-of-text of a chat model's tokenizer_config.json ends turns, so known names come first: Llama 3's
-    <|begin_of_text|>, and <|endoftext|> of GPT-2, Qwen and others; then what the config says; then the first added."""
+    """The id of the token that stands before every document, and ends generation, where the tokenizer puts none before
+    a text. names: {text: id} of the added tokens. The end-of-text of a chat model's tokenizer_config.json ends turns,
+    so known names come first: Llama 3's <|begin_of_text|>, and <|endoftext|> of GPT-2, Qwen and others; then what the
+    config says; then the first added."""
     folder, chosen = os.path.dirname(path), ["<|begin_of_text|>", "<|endoftext|>"]
     for field in "eos_token", "bos_token":
         for name in "tokenizer_config.json", "special_tokens_map.json":
@@ -291,8 +298,11 @@ def tokenizer_of(file, path):
     if follow_ids(merges, whole, ordinary):
         merges, whole = None, True
     all_flags = bytes((i in ordinary) * TOKEN_ORDINARY | flags.get(i, 0) for i in range(len(tokens)))
-    eot = separator(path, {text: i for i, text in added.items()})
-    return Tokenizer(kind, tokens, eot, PATTERNS[kind], all_flags, merges, whole, source=path)
+    first = first_of(file)
+    if len(first) > 1 or not set(first) <= added.keys():
+        die(f"'{path}' puts the tokens {first} before every text", "only one added token can stand there")
+    eot = first[0] if first else separator(path, {text: i for i, text in added.items()})
+    return Tokenizer(kind, tokens, eot, PATTERNS[kind], all_flags, merges, whole, path, bool(first))
 
 
 def parts_of(token, rank):
@@ -348,7 +358,7 @@ def tokenizer_json(tokenizer, listed=None):
     }
     split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
     post = byte_level
-    if kind == "llama3":  # a text begins with the token that separates documents in training
+    if tokenizer.first:  # the token that separates documents in training
         begin = added[tokenizer.eot]
         first = {"SpecialToken": {"id": begin, "type_id": 0}}
         post = {
