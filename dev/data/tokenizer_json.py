@@ -7,6 +7,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import sys
 import unicodedata
 
@@ -31,6 +32,8 @@ from data_common import (
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from checked_json import BadFile, Object, read_object  # noqa: E402
 
+# in the order in which transformers adds them
+SPECIAL_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 KNOWN = "only the byte-level BPE of GPT-2, Llama 3 and Qwen2.5 can be used"
 
 
@@ -185,6 +188,109 @@ def separator(path, names):
     return next((names[text] for text in chosen if text in names), min(names.values()))
 
 
+def named_tokens(config, special_map):
+    """{content: names of its fields} of the special tokens that files beside a tokenizer.json name, in transformers'
+    order: its own names, those of a model, the list of others."""
+    found, others = {}, []
+    for source in config, special_map:
+        fields = [name for name in source if name.endswith("_token") and isinstance(source[name], (str, dict))]
+        known = [name for name in SPECIAL_NAMES if source.get(name) is not None]
+        for name in [*known, *(name for name in fields if name not in SPECIAL_NAMES)]:
+            found[name] = text_of(source.read(name, (str, dict)))
+        for name in "extra_special_tokens", "additional_special_tokens":
+            if isinstance(source.get(name), dict):
+                more = source.read(name, dict)
+                found |= {key: text_of(more.read(key, (str, dict))) for key in more}
+            else:
+                others += [(name, text_of(token)) for token in source.read_list(name, (str, dict))]
+    order = [*SPECIAL_NAMES, *(name for name in found if name not in SPECIAL_NAMES)]
+    names = {}
+    for name, content in [*((name, found[name]) for name in order if name in found), *others]:
+        if content:
+            names.setdefault(content, set()).add(name)
+    return names
+
+
+def text_of(token):
+    return token.read("content", str) if isinstance(token, dict) else token
+
+
+def flags_of(token):
+    """What tokenizer.json says of an added token, beside content and id; absent fields have their defaults."""
+    special = token.read("special", bool, False)
+    flags = {name: token.read(name, bool, False) for name in ("single_word", "lstrip", "rstrip")}
+    return flags | {"normalized": token.read("normalized", bool, not special), "special": special}
+
+
+def tokens_beside(file, path, names):
+    """[(content, id or None, flags)] of the tokens that transformers adds to a tokenizer.json, or whose flags it
+    changes. names: what named_tokens() gives."""
+    folder = os.path.dirname(path)
+    decoder = read_object(os.path.join(folder, "tokenizer_config.json")).read("added_tokens_decoder", dict)
+    listed = {} if decoder is not None else read_object(os.path.join(folder, "added_tokens.json"))
+    found = []
+    for number in decoder or ():
+        token = decoder.read(number, dict, Object({}, f"{decoder.where}: {number}"))
+        content = token.read("content", str)
+        if not re.fullmatch("[0-9]{1,9}", number) or not content:
+            raise BadFile(f"{decoder.where}: {number[:60]!r} is no token id, or has no content")
+        found.append(
+            (content, int(number), flags_of(token) | {"special": token.read("special", bool) or content in names})
+        )
+    for content in listed:
+        flags = {"normalized": content not in names, "special": content in names}
+        found.append((content, listed.read(content, int), flags))
+    return [*sorted(found, key=lambda token: token[1]), *((content, None, {"special": True}) for content in names)]
+
+
+def completed(file, path):
+    """(a tokenizer.json with the tokens that only files beside it have, whether they changed it, those that have no id
+    there): transformers adds them. A padding token beyond the model's vocabulary is left out."""
+    folder = os.path.dirname(path)
+    config = read_object(os.path.join(folder, "tokenizer_config.json"))
+    special_map = Object({}, path)
+    if config.get("added_tokens_decoder") is None:
+        special_map = read_object(os.path.join(folder, "special_tokens_map.json"))
+    if config.read("add_prefix_space", bool, False):
+        patterns = patterns_of(part_of(file, "pre_tokenizer"))
+        if patterns in ([PATTERNS["gpt2"]], [PATTERNS["qwen2"]]):
+            hint = "if its model was not trained so, write false there"
+            die(f"'{path}': tokenizer_config.json has add_prefix_space, which is not supported", hint)
+    names, tokens = named_tokens(config, special_map), file.read_list("added_tokens", dict)
+    model = part_of(file, "model")
+    listed = model.read("vocab", (dict, list)) or {}
+    ids = {text: i for i, (text, *_) in enumerate(listed)} if isinstance(listed, list) else dict(listed)
+    known, changed, unnumbered = {token.read("content", str): i for i, token in enumerate(tokens)}, False, set()
+    free = 1 + max([i for i in [*ids.values(), *(t.read("id", int) for t in tokens)] if type(i) is int], default=-1)
+    room = read_object(os.path.join(folder, "config.json")).read("vocab_size", int, 1 << 30)
+    for content, number, flags in tokens_beside(file, path, names):
+        if content in known:
+            token = tokens[known[content]]
+            if number is not None and len(flags) > 2 and flags != flags_of(token):
+                tokens[known[content]], changed = Object(token | flags, token.where), True
+            continue
+        own = ids.get(content, free)
+        if number is None and own >= room and names[content] <= {"pad_token"}:
+            continue
+        if number not in (None, own):
+            hint = "load it with AutoTokenizer, see what its ids are, and save it again with save_pretrained"
+            die(f"'{path}': {content!r} is token {number} in a file beside it, and token {own} to transformers", hint)
+        if number is None:
+            unnumbered.add(content)
+        known[content], free, changed = len(tokens), max(free, own + 1), True
+        tokens.append(Object({"id": own, "content": content} | flags, f"{path}: {content!r}"))
+    return Object(file | {"added_tokens": tokens} if changed else file, file.where), changed, unnumbered
+
+
+def complete(path):
+    """Writes the tokens that only files beside a tokenizer.json have into it, for programs that read it alone."""
+    file, changed, _ = completed(read_object(path), path)
+    if changed:
+        for token in file["added_tokens"]:
+            token |= flags_of(token)
+        atomic_write(path, json.dumps(file, ensure_ascii=False).encode())
+
+
 def read_added(file, path):
     """({id: text}, {id: flags}) of the added tokens."""
     texts, flags = {}, {}
@@ -250,14 +356,16 @@ def read_tokenizer_json(path):
     """The Tokenizer of a tokenizer.json, and of the tokenizer_config.json beside it."""
     path = os.fspath(path)
     try:
-        return tokenizer_of(read_object(path, required=True), path)
+        file, _, unnumbered = completed(read_object(path, required=True), path)
+        return tokenizer_of(file, path, unnumbered)
     except OSError as e:
         die(f"cannot read '{path}': {e.strerror}", "name the tokenizer.json of a model")
     except BadFile as e:
         die(f"{e}: this is not a tokenizer.json that can be used", "download it again")
 
 
-def tokenizer_of(file, path):
+def tokenizer_of(file, path, unnumbered=()):
+    """unnumbered: added tokens that cannot separate documents, because no file has an id for them."""
     model, spelled = part_of(file, "model"), part_of(file, "model").read("vocab", (dict, list))
     normalizer, (added, flags) = part_of(file, "normalizer").read("type", str), read_added(file, path)
     if model.read("type", str, "BPE") != "BPE" or isinstance(spelled, list):
@@ -301,7 +409,8 @@ def tokenizer_of(file, path):
     first = first_of(file)
     if len(first) > 1 or not set(first) <= added.keys():
         die(f"'{path}' puts the tokens {first} before every text", "only one added token can stand there")
-    eot = first[0] if first else separator(path, {text: i for i, text in added.items()})
+    names = {text: i for i, text in added.items() if text not in unnumbered}
+    eot = first[0] if first else separator(path, names or {text: i for i, text in added.items()})
     return Tokenizer(kind, tokens, eot, PATTERNS[kind], all_flags, merges, whole, path, bool(first))
 
 
