@@ -788,7 +788,7 @@ class Run:
         self.stream = self.trainer.rows(shards, self.data_eot, None if o.overfit else o.seed)
         val = self.val_shards or []
         val_rows = self.trainer.rows(val, self.data_eot), self.trainer.eval_rows(val, self.data_eot)
-        self.token_bytes = bytes_per_token(*val_rows, self.names, self.eot) if val and self.names else 0
+        self.token_bytes = bytes_per_token(*val_rows, self.names, self.silent) if val and self.names else 0
 
     def make_model(self, descriptor, seed, data_vocab):
         return make_model(descriptor, seed, data_vocab)
@@ -805,7 +805,7 @@ class Run:
         path = path or os.path.join(os.path.dirname(shards[0].filename if shards else ""), "tokenizer.bin")
         self.names, self.eot, body = None, int(header[7]) if header[3] else vocab - 1, None
         if self.o.tokenizer or os.path.exists(path):
-            self.names, self.eot, body = read_tokenizer(path)
+            self.names, self.eot, body, self.silent = read_tokenizer(path)
         self.known = min(len(self.names or []) or vocab, vocab)
         made_with = int(np.array(header[5:7], np.int32).view(np.uint64)[0])
         fits = not self.names or not made_with or made_with == fnv1a(body)

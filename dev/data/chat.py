@@ -61,7 +61,7 @@ from checked_json import open_regular, read_object
 from data_common import Progress, atomic_write, write_shard
 from doctor import cores
 from reader import die_of, find_inputs, once, plan, records
-from tokenizer_json import add_tokenizer_arguments, read_tokenizer_json, tokenizer_json
+from tokenizer_json import add_tokenizer_arguments, completed, read_tokenizer_json, tokenizer_json
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 from dev.data.rows import TOKEN_BEGINS, TOKEN_NOT_LEARNED, best_fit  # noqa: E402
@@ -238,8 +238,10 @@ class Encoder:
         self.own = own
         if path:
             try:
+                file, changed, _ = completed(read_object(path), path)
                 with open_regular(path) as f:
-                    self.encode = tokenizers.Tokenizer.from_buffer(f.read())
+                    text = json.dumps(file) if changed else f.read().decode()
+                self.encode = tokenizers.Tokenizer.from_str(text)
             except Exception as e:  # the package has no class of its own for them
                 die(f"'{path}' is not a tokenizer.json: {e}", "download it again")
         else:

@@ -4,7 +4,7 @@ Token shard (llmc/data/dataloader.h reads it): 256 int32 words {magic, version, 
 hash_hi, eot, 0...}, then the tokens as uint16, or as uint32 where the vocabulary needs it. llm.c's format; it leaves
 the words from vocab_size on at zero. Shards of conversations have marked tokens: rows.py.
 tokenizer.bin (llmc/data/tokenizer.h reads it and says how it is coded): 256 int32 words {magic, version, vocab_size,
-eot, kind, 0...}, then for each token a length byte and its bytes; in version 3 flags and merges.
+eot, kind, first, 0...}, then for each token a length byte and its bytes; in version 3 flags and merges.
 
 Tokenizers: `bytes` needs numpy only; `gpt2`, `llama3` and `qwen2` need tiktoken to encode, and the package tokenizers
 for what tiktoken cannot do.
@@ -46,6 +46,7 @@ TOKENIZER_MAGIC, TOKENIZER_VERSION, TOKENIZER_VERSION_FLAGS = 20240328, 2, 3
 # flags of a token, as in llmc/data/tokenizer.h
 TOKEN_ORDINARY, TOKEN_ADDED, TOKEN_SPECIAL, TOKEN_NORMALIZED = 1, 2, 4, 8
 MERGE_LISTED, MERGE_WHOLE = 1, 2
+FIRST_IS_EOT, FIRST_IS_NONE = 1, 2  # whether eot is put before every text; 0: an older file does not say
 KINDS = {"bytes": 1, "gpt2": 2, "llama3": 3, "qwen2": 4}  # TokenizerKind in llmc/data/tokenizer.h
 
 
@@ -232,7 +233,8 @@ def open_tokenizer(path):
             merges = [(m >> 8, m & 255) for m in listed[np.argsort(listed[:, 1], kind="stable"), 0].tolist()]
             if any(not (i < len(tokens) and 0 < left < len(tokens[i])) for i, left in merges):
                 raise ValueError("is damaged: a merge is none of two tokens")
-    return Tokenizer(name, tokens, int(h[3]), PATTERNS[name], flags, merges, whole)
+    begins = {FIRST_IS_EOT: True, FIRST_IS_NONE: False}.get(int(h[5]))
+    return Tokenizer(name, tokens, int(h[3]), PATTERNS[name], flags, merges, whole, begins=begins)
 
 
 # ---- tokenizers
@@ -245,11 +247,14 @@ class Tokenizer:
     merges: (id, length of the left part) in the order of their ranks; None: all that make a token, in the order of ids.
     whole: whether a chunk that is a token is that token, even if no merges make it.
     source: the folder or file that it was read from, for messages.
+    begins: whether transformers puts eot before every text; None: where its name says so, as Llama 3's.
     """
 
-    def __init__(self, kind, tokens, eot, pattern=None, flags=None, merges=None, whole=True, source=None):
+    def __init__(self, kind, tokens, eot, pattern=None, flags=None, merges=None, whole=True, source=None, begins=None):
         self.kind, self.tokens, self.eot, self.pattern = kind, tokens, eot, pattern
         self.merges, self.whole, self.source = merges, whole, source
+        begins = tokens[eot] == b"<|begin_of_text|>" if begins is None else begins
+        self.first = [eot] if begins else []  # ids that transformers puts before every text
         self.vocab_size = len(tokens)
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
         ordinary = 256 if kind == "bytes" else eot
@@ -320,6 +325,7 @@ class Tokenizer:
     def write(self, folder):
         header = np.zeros(HEADER_WORDS, np.int32)
         header[:5] = TOKENIZER_MAGIC, self.version, self.vocab_size, self.eot, KINDS[self.kind]
+        header[5] = FIRST_IS_EOT if self.first else FIRST_IS_NONE
         atomic_write(os.path.join(folder, "tokenizer.bin"), header.data, self.body)
 
 

@@ -9,7 +9,8 @@ Inputs: .jsonl, .json and .parquet, also as .gz .bz2 .xz and .zst, in the format
 Text: query and choices lose the space around them, as in llm-foundry; --delimiter comes between, and its trailing space
 belongs to the choice, as in llm.c and lm-eval: " warm" is one token of GPT-2, "Answer: " would end in half of one. So
 the context is query + delimiter without that space, the ending is the space + choice, and each is encoded by itself. An
-empty context becomes the end-of-text token; with llama3 tokens every context begins with it, as in lm-eval.
+empty context becomes the end-of-text token; where the tokenizer puts a token before every text, as Llama 3's, every
+context begins with it, as in lm-eval.
 The trainers cut contexts that are too long for --seq-len at their beginning. The format: llmc/data/eval_set.h, version
 2."""
 
@@ -50,8 +51,8 @@ def encode(tokenizer, context, endings, gold, where):
         context, pieces = tokenizer.encode(context.encode()), [tokenizer.encode(e.encode()) for e in endings]
     except UnicodeEncodeError:
         die(f"{where} holds half a surrogate pair, which is no character", "correct the file")
-    if tokenizer.kind == "llama3" or len(context) == 0:
-        context = np.concatenate([np.array([tokenizer.eot], tokenizer.dtype), context])
+    first = tokenizer.first or ([] if len(context) else [tokenizer.eot])
+    context = np.concatenate([np.array(first, tokenizer.dtype), context])
     return context, pieces, [max(len(e.lstrip()), 1) for e in endings], gold
 
 

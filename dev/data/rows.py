@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from dev.data.data_common import MARKED, UserError, find_files
+from dev.data.data_common import KINDS, MARKED, TOKEN_SPECIAL, UserError, find_files
 
 
 def require(condition, what, hint):
@@ -204,9 +204,9 @@ def rows(shards, T, seed=None, pack="no", documents=0, eot=0):
 
 def read_tokenizer(path):
     """tokenizer.bin of version 2, llm.c's, or 3 -> (bytes of each token, id of end-of-text, the file behind its header,
-    whose hash the shards carry)."""
+    whose hash the shards carry; ids that stand for no text: end-of-text and the special tokens)."""
     with open(path, "rb") as f:
-        header, body = np.frombuffer(f.read(1024).ljust(16, b"\0"), "<i4", 4).tolist(), f.read()
+        header, body = np.frombuffer(f.read(1024).ljust(20, b"\0"), "<i4", 5).tolist(), f.read()
     tokens, at = [], 0
     while at < len(body) and len(tokens) < header[2]:
         tokens.append(body[at + 1 : at + 1 + body[at]])
@@ -219,13 +219,16 @@ def read_tokenizer(path):
         f"'{path}' is not a whole tokenizer file",
         "make it with the script that made the shards",
     )
-    return tokens, header[3], body
+    special = range(256 if header[4] == KINDS["bytes"] else header[3], len(tokens))
+    if header[1] == 3:
+        special = [i for i, flags in enumerate(body[at : at + len(tokens)]) if flags & TOKEN_SPECIAL]
+    return tokens, header[3], body, [header[3], *special]
 
 
-def bytes_per_token(stream, count, names, eot):
-    """Of the text that the targets of the first `count` rows stand for; end-of-text has none."""
+def bytes_per_token(stream, count, names, silent):
+    """Of the text that the targets of the first `count` rows stand for. silent: ids that have none."""
     lengths, total, learned = np.array([len(name) for name in names]), 0, 0
-    lengths[eot] = 0
+    lengths[silent] = 0
     for _, (_, targets) in zip(range(count), stream):
         targets = targets[targets >= 0]
         check(

@@ -4,8 +4,10 @@ Only byte-level BPE whose pieces are cut by a pattern that we know: GPT-2, Llama
 tokens are taken as they are, in any order of ids."""
 
 import argparse
+import itertools
 import json
 import os
+import re
 import sys
 import unicodedata
 
@@ -30,6 +32,8 @@ from data_common import (
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from checked_json import BadFile, Object, read_object  # noqa: E402
 
+# in the order in which transformers adds them
+SPECIAL_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 KNOWN = "only the byte-level BPE of GPT-2, Llama 3 and Qwen2.5 can be used"
 
 
@@ -104,17 +108,6 @@ def tokenizer_path(folder):
     return own if os.path.exists(own) else published if os.path.exists(published) else trained_with(folder)
 
 
-def begins_with_separator(folder, tokenizer):
-    """Whether the tokenizer of a model puts a first token before every text, as Llama 3's does: transformers then does
-    the same."""
-    published = os.path.join(folder, "tokenizer.json")
-    if not os.path.exists(published):
-        return tokenizer.kind == "llama3"  # what write_tokenizer_json says
-    post = part_of(read_object(published), "post_processor")
-    steps = post.read_list("processors", dict) if post.read("type", str) == "Sequence" else [post]
-    return any("SpecialToken" in first for step in steps for first in step.read_list("single", dict)[:1])
-
-
 def folder_tokenizer(folder):
     """The Tokenizer of a model: by its folder's tokenizer.bin or tokenizer.json, or by what it was trained with."""
     path = tokenizer_path(folder)
@@ -123,6 +116,9 @@ def folder_tokenizer(folder):
         die(f"'{folder}' has no tokenizer.bin and no tokenizer.json", hint)
     try:
         tokenizer = read_tokenizer_json(path) if path.endswith(".json") else open_tokenizer(path)
+        published = os.path.join(folder, "tokenizer.json")
+        if os.path.exists(published):  # a tokenizer.bin may be older
+            tokenizer.first = first_of(read_object(published))
     except (OSError, ValueError) as e:
         hint = "import the model again: python dev/eval/hf.py import"
         die(f"tokenizer '{path}' {getattr(e, 'strerror', None) or e}", hint)
@@ -165,10 +161,24 @@ def patterns_of(pre_tokenizer):
     return found
 
 
+def first_of(file):
+    """The ids of the tokens that a tokenizer.json puts before every text."""
+    post, ids = part_of(file, "post_processor"), []
+    steps = post.read_list("processors", dict) if post.read("type", str) == "Sequence" else [post]
+    for step in steps:
+        numbers, before = part_of(step, "special_tokens"), []
+        for part in itertools.takewhile(lambda p: "Sequence" not in p, step.read_list("single", dict)):
+            name = part_of(part, "SpecialToken").read("id", str, "")
+            before += part_of(numbers, name).read_list("ids", int)
+        ids = before + ids
+    return ids
+
+
 def separator(path, names):
-    """The id of the token that stands before every document, and ends generation. names: {text: id} of the added
-    tokens. The end-of-text of a chat model's tokenizer_config.json ends turns, so known names come first: Llama 3's
-    <|begin_of_text|>, and <|endoftext|> of GPT-2, Qwen and others; then what the config says; then the first added."""
+    """The id of the token that stands before every document, and ends generation, where the tokenizer puts none before
+    a text. names: {text: id} of the added tokens. The end-of-text of a chat model's tokenizer_config.json ends turns,
+    so known names come first: Llama 3's <|begin_of_text|>, and <|endoftext|> of GPT-2, Qwen and others; then what the
+    config says; then the first added."""
     folder, chosen = os.path.dirname(path), ["<|begin_of_text|>", "<|endoftext|>"]
     for field in "eos_token", "bos_token":
         for name in "tokenizer_config.json", "special_tokens_map.json":
@@ -176,6 +186,109 @@ def separator(path, names):
             token = config.read(field, (str, dict))
             chosen.append(token.read("content", str) if isinstance(token, dict) else token)
     return next((names[text] for text in chosen if text in names), min(names.values()))
+
+
+def named_tokens(config, special_map):
+    """{content: names of its fields} of the special tokens that files beside a tokenizer.json name, in transformers'
+    order: its own names, those of a model, the list of others."""
+    found, others = {}, []
+    for source in config, special_map:
+        fields = [name for name in source if name.endswith("_token") and isinstance(source[name], (str, dict))]
+        known = [name for name in SPECIAL_NAMES if source.get(name) is not None]
+        for name in [*known, *(name for name in fields if name not in SPECIAL_NAMES)]:
+            found[name] = text_of(source.read(name, (str, dict)))
+        for name in "extra_special_tokens", "additional_special_tokens":
+            if isinstance(source.get(name), dict):
+                more = source.read(name, dict)
+                found |= {key: text_of(more.read(key, (str, dict))) for key in more}
+            else:
+                others += [(name, text_of(token)) for token in source.read_list(name, (str, dict))]
+    order = [*SPECIAL_NAMES, *(name for name in found if name not in SPECIAL_NAMES)]
+    names = {}
+    for name, content in [*((name, found[name]) for name in order if name in found), *others]:
+        if content:
+            names.setdefault(content, set()).add(name)
+    return names
+
+
+def text_of(token):
+    return token.read("content", str) if isinstance(token, dict) else token
+
+
+def flags_of(token):
+    """What tokenizer.json says of an added token, beside content and id; absent fields have their defaults."""
+    special = token.read("special", bool, False)
+    flags = {name: token.read(name, bool, False) for name in ("single_word", "lstrip", "rstrip")}
+    return flags | {"normalized": token.read("normalized", bool, not special), "special": special}
+
+
+def tokens_beside(file, path, names):
+    """[(content, id or None, flags)] of the tokens that transformers adds to a tokenizer.json, or whose flags it
+    changes. names: what named_tokens() gives."""
+    folder = os.path.dirname(path)
+    decoder = read_object(os.path.join(folder, "tokenizer_config.json")).read("added_tokens_decoder", dict)
+    listed = {} if decoder is not None else read_object(os.path.join(folder, "added_tokens.json"))
+    found = []
+    for number in decoder or ():
+        token = decoder.read(number, dict, Object({}, f"{decoder.where}: {number}"))
+        content = token.read("content", str)
+        if not re.fullmatch("[0-9]{1,9}", number) or not content:
+            raise BadFile(f"{decoder.where}: {number[:60]!r} is no token id, or has no content")
+        found.append(
+            (content, int(number), flags_of(token) | {"special": token.read("special", bool) or content in names})
+        )
+    for content in listed:
+        flags = {"normalized": content not in names, "special": content in names}
+        found.append((content, listed.read(content, int), flags))
+    return [*sorted(found, key=lambda token: token[1]), *((content, None, {"special": True}) for content in names)]
+
+
+def completed(file, path):
+    """(a tokenizer.json with the tokens that only files beside it have, whether they changed it, those that have no id
+    there): transformers adds them. A padding token beyond the model's vocabulary is left out."""
+    folder = os.path.dirname(path)
+    config = read_object(os.path.join(folder, "tokenizer_config.json"))
+    special_map = Object({}, path)
+    if config.get("added_tokens_decoder") is None:
+        special_map = read_object(os.path.join(folder, "special_tokens_map.json"))
+    if config.read("add_prefix_space", bool, False):
+        patterns = patterns_of(part_of(file, "pre_tokenizer"))
+        if patterns in ([PATTERNS["gpt2"]], [PATTERNS["qwen2"]]):
+            hint = "if its model was not trained so, write false there"
+            die(f"'{path}': tokenizer_config.json has add_prefix_space, which is not supported", hint)
+    names, tokens = named_tokens(config, special_map), file.read_list("added_tokens", dict)
+    model = part_of(file, "model")
+    listed = model.read("vocab", (dict, list)) or {}
+    ids = {text: i for i, (text, *_) in enumerate(listed)} if isinstance(listed, list) else dict(listed)
+    known, changed, unnumbered = {token.read("content", str): i for i, token in enumerate(tokens)}, False, set()
+    free = 1 + max([i for i in [*ids.values(), *(t.read("id", int) for t in tokens)] if type(i) is int], default=-1)
+    room = read_object(os.path.join(folder, "config.json")).read("vocab_size", int, 1 << 30)
+    for content, number, flags in tokens_beside(file, path, names):
+        if content in known:
+            token = tokens[known[content]]
+            if number is not None and len(flags) > 2 and flags != flags_of(token):
+                tokens[known[content]], changed = Object(token | flags, token.where), True
+            continue
+        own = ids.get(content, free)
+        if number is None and own >= room and names[content] <= {"pad_token"}:
+            continue
+        if number not in (None, own):
+            hint = "load it with AutoTokenizer, see what its ids are, and save it again with save_pretrained"
+            die(f"'{path}': {content!r} is token {number} in a file beside it, and token {own} to transformers", hint)
+        if number is None:
+            unnumbered.add(content)
+        known[content], free, changed = len(tokens), max(free, own + 1), True
+        tokens.append(Object({"id": own, "content": content} | flags, f"{path}: {content!r}"))
+    return Object(file | {"added_tokens": tokens} if changed else file, file.where), changed, unnumbered
+
+
+def complete(path):
+    """Writes the tokens that only files beside a tokenizer.json have into it, for programs that read it alone."""
+    file, changed, _ = completed(read_object(path), path)
+    if changed:
+        for token in file["added_tokens"]:
+            token |= flags_of(token)
+        atomic_write(path, json.dumps(file, ensure_ascii=False).encode())
 
 
 def read_added(file, path):
@@ -243,14 +356,16 @@ def read_tokenizer_json(path):
     """The Tokenizer of a tokenizer.json, and of the tokenizer_config.json beside it."""
     path = os.fspath(path)
     try:
-        return tokenizer_of(read_object(path, required=True), path)
+        file, _, unnumbered = completed(read_object(path, required=True), path)
+        return tokenizer_of(file, path, unnumbered)
     except OSError as e:
         die(f"cannot read '{path}': {e.strerror}", "name the tokenizer.json of a model")
     except BadFile as e:
         die(f"{e}: this is not a tokenizer.json that can be used", "download it again")
 
 
-def tokenizer_of(file, path):
+def tokenizer_of(file, path, unnumbered=()):
+    """unnumbered: added tokens that cannot separate documents, because no file has an id for them."""
     model, spelled = part_of(file, "model"), part_of(file, "model").read("vocab", (dict, list))
     normalizer, (added, flags) = part_of(file, "normalizer").read("type", str), read_added(file, path)
     if model.read("type", str, "BPE") != "BPE" or isinstance(spelled, list):
@@ -291,8 +406,12 @@ def tokenizer_of(file, path):
     if follow_ids(merges, whole, ordinary):
         merges, whole = None, True
     all_flags = bytes((i in ordinary) * TOKEN_ORDINARY | flags.get(i, 0) for i in range(len(tokens)))
-    eot = separator(path, {text: i for i, text in added.items()})
-    return Tokenizer(kind, tokens, eot, PATTERNS[kind], all_flags, merges, whole, source=path)
+    first = first_of(file)
+    if len(first) > 1 or not set(first) <= added.keys():
+        die(f"'{path}' puts the tokens {first} before every text", "only one added token can stand there")
+    names = {text: i for i, text in added.items() if text not in unnumbered}
+    eot = first[0] if first else separator(path, names or {text: i for i, text in added.items()})
+    return Tokenizer(kind, tokens, eot, PATTERNS[kind], all_flags, merges, whole, path, bool(first))
 
 
 def parts_of(token, rank):
@@ -348,7 +467,7 @@ def tokenizer_json(tokenizer, listed=None):
     }
     split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
     post = byte_level
-    if kind == "llama3":  # a text begins with the token that separates documents in training
+    if tokenizer.first:  # the token that separates documents in training
         begin = added[tokenizer.eot]
         first = {"SpecialToken": {"id": begin, "type_id": 0}}
         post = {

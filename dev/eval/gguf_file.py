@@ -16,7 +16,7 @@ import numpy as np
 from chat_template import Renderer, TemplateError, ends_of_folder, read_template
 from data_common import die
 from llmc_bin import swap_rope
-from tokenizer_json import begins_with_separator, folder_tokenizer, tokenizer_json, tokenizer_path
+from tokenizer_json import folder_tokenizer, tokenizer_json, tokenizer_path
 from weights import convert, model_weights, read_config
 
 TYPES = ("F16", "BF16", "Q8_0")
@@ -201,8 +201,8 @@ def add_ends(writer, folder, tokenizer):
     ids = [i for i in ids if i < tokenizer.vocab_size] or [tokenizer.eot]
     for add, i in zip(ENDS, ids):
         getattr(writer, add)(i)
-    writer.add_bos_token_id(tokenizer.eot)  # what stands before every text in training
-    writer.add_add_bos_token(begins_with_separator(folder, tokenizer))
+    writer.add_bos_token_id((tokenizer.first or [tokenizer.eot])[0])  # what stands before every text in training
+    writer.add_add_bos_token(bool(tokenizer.first))
     lost = [repr(tokenizer.tokens[i].decode(errors="replace")) for i in ids[len(ENDS) :]] + [repr(t) for t in texts]
     return f"llama.cpp will not stop at {', '.join(lost)}: name them with --reverse-prompt" if lost else None
 

@@ -60,7 +60,7 @@ from data_common import (
 )
 from gguf_file import TYPES, export_gguf
 from llmc_bin import export_bin, import_bin
-from tokenizer_json import files_folder, read_tokenizer_json, trained_with, write_tokenizer_json
+from tokenizer_json import complete, files_folder, read_tokenizer_json, trained_with, write_tokenizer_json
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", None: None}
 OTHERS = [
@@ -227,6 +227,8 @@ def add_tokenizer(folder, given, source):
         elif given != own:
             make_folder(theirs)
             copy_files(OTHERS, os.path.dirname(given) or ".", theirs)
+        if given.endswith(".json"):
+            complete(os.path.join(theirs if given != own else folder, "tokenizer.json"))
         if theirs != folder:
             copy_files(["chat_template.jinja"], folder, theirs)
     return "\n  ".join(filter(None, [missing, add_ends(folder, config, tokenizer)])) or None

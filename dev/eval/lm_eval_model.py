@@ -42,6 +42,10 @@ class Model(TemplateLM):
     def eot_token_id(self):
         return self.scorer.tokenizer.eot
 
+    @property
+    def prefix_token_id(self):
+        return int(self.scorer.begin[-1])
+
     def tok_encode(self, string, add_special_tokens=None, **_):
         ids = self.scorer.encode(string).tolist()
         return ids if add_special_tokens is False else self.scorer.first.tolist() + ids

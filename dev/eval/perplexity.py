@@ -29,7 +29,7 @@ def windows_of(count, T, stride):
 
 def loss_of(scorer, tokens, stride):
     """The sum of -log p, in nats, of all tokens (n)."""
-    inputs, total = np.concatenate([[scorer.tokenizer.eot], tokens[:-1]]), 0.0
+    inputs, total = np.concatenate([scorer.begin[-1:], tokens[:-1]]), 0.0
     windows = windows_of(len(tokens), scorer.seq_len, stride)
     for w in range(0, len(windows), WINDOWS):
         part = windows[w : w + WINDOWS]

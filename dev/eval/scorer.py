@@ -11,7 +11,7 @@ import numpy as np
 
 import adapter
 from data_common import die
-from tokenizer_json import begins_with_separator, folder_tokenizer
+from tokenizer_json import folder_tokenizer
 from tool_output import whole_from
 
 sys.path.append(ROOT)
@@ -124,8 +124,9 @@ class Scorer:
         config = read_config(folder)
         self.seq_len = min(seq_len, config.get("n_positions") or config["max_position_embeddings"])
         self.tokenizer = folder_tokenizer(folder)
-        first = [self.tokenizer.eot] if begins_with_separator(folder, self.tokenizer) else []
-        self.first = np.array(first, np.int64)  # what the tokenizer puts before every text
+        self.first = np.array(self.tokenizer.first, np.int64)
+        # what a document begins with
+        self.begin = self.first if len(self.first) else np.array([self.tokenizer.eot], np.int64)
         self.model = (Engine if way == "engine" else Transformers)(folder, self.seq_len, batch_size, program)
 
     def encode(self, text):

@@ -467,9 +467,15 @@ def config_from_hf(hf, where):
         f"{where}: model_type {kind!r} is not one of {', '.join(HF_FAMILIES)}",
         "use a model of one of these families",
     )
-    # transformers 5 moved theta and scaling into rope_parameters
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    # transformers 5 moved theta and scaling into rope_parameters, of which it takes nothing beside rope_scaling
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
+    length, outside = (d.get("original_max_position_embeddings") for d in (rope, hf))
+    require(
+        rope_type != "llama3" or outside in (None, length),
+        f"{where}: original_max_position_embeddings is {outside} outside of rope's",
+        "transformers 5 takes it, 4 does not: write the right number into both places",
+    )
     require(
         hf.get("activation_function", "gelu_new") in ("gelu_new", "gelu_pytorch_tanh"),
         f"{where}: not the tanh form of GELU",

@@ -582,6 +582,29 @@ def test_bits_per_byte_of_words(tmp_path, monkeypatch):
 
 
 @needs_trainer
+@pytest.mark.parametrize("version", [2, 3])
+def test_names_of_special_tokens_are_no_text(world, tmp_path, monkeypatch, version):
+    """A special token stands for no text, an added token that is an ordinary word does."""
+    tokens = [bytes([b]) for b in range(256)]
+    names = [b"<|endoftext|>", b"<|im_start|>", b"Zorblax" if version == 3 else b"<|im_end|>"]
+    flags = [data_common.TOKEN_ORDINARY] * 256 + [data_common.TOKEN_ADDED | data_common.TOKEN_SPECIAL] * 2
+    flags = bytes([*flags, data_common.TOKEN_ADDED]) if version == 3 else None
+    t = data_common.Tokenizer("gpt2", tokens + names, 256, data_common.GPT2_PATTERN, flags)
+    assert t.version == version
+    document = np.random.default_rng(0).integers(250, 259, T + 1).astype(np.uint16)
+    data_common.write_shard(str(tmp_path / "x_val_0.bin"), document, t)
+    t.write(str(tmp_path))
+    ref.write_weights(ref.make_model(f"d1,channels=64,vocab=259,seq={T}", 1), str(tmp_path / "model"))
+    changes = {"-j": "x_val_*.bin", "--choice-data": "", "-b": 1}
+    ours = in_c(tmp_path, tmp_path / "c", **changes)[1]["eval"]
+    theirs = in_pytorch(tmp_path, tmp_path / "p", monkeypatch, **changes)["eval"]
+    size = sum(1 if i < 256 else 7 if i == 258 and version == 3 else 0 for i in document[1:])
+    assert {256, 257, 258} <= {*document[1:].tolist()}
+    assert ours["bpb"] == pytest.approx(ours["loss"] * T / math.log(2) / size, rel=1e-12)
+    assert theirs["bpb"] == pytest.approx(ours["bpb"], abs=BOUND)
+
+
+@needs_trainer
 def test_evaluation_in_and_after_training(world, tmp_path):
     """Scores come with every validation; --evaluate gives the same ones of a checkpoint, and leaves the run's log
     alone."""

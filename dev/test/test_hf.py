@@ -185,6 +185,12 @@ def test_old_gpt2_files(program, tmp_path, monkeypatch, kind):  # noqa: F811
             {"rope_scaling": None, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             ["rope_type is 'dynamic'"],
         ),
+        (
+            "llama3.1",  # as model cards say, in a folder that transformers 5 wrote
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": {"rope_type": "default"}},
+            ["type is 'yarn'"],
+        ),
+        ("llama3.1", {"original_max_position_embeddings": 77}, ["original_max_position_embeddings is 77"]),
         ("llama2", {"attention_bias": True}, ["attention_bias is true"]),
         ("llama2", {"head_dim": 12}, ["head dimension 12"]),
         ("llama2", {"head_dim": 64}, ["self_attn.q_proj.weight is (32, 32), not (128, 32)"]),

@@ -75,6 +75,12 @@ static void test_good(void) {
                        "freq_factor\":1.0,\"original_max_position_embeddings\":8192,\"rope_type\":\"llama3\"}}");
     check(same_config(&c, &d) && c.rope_theta == 500000 && c.rope_factor == 32 && c.rope_original_len == 8192,
           "rope in rope_scaling (transformers 4) and in rope_parameters (5)");
+    d = config_of_text("{" LLAMA
+                       ",\"rope_parameters\":{\"rope_theta\":7.0,\"rope_type\":\"default\"},\"rope_theta\":500000.0,"
+                       "\"original_max_position_embeddings\":8192,\"rope_scaling\":{\"factor\":32.0,\"high_freq_"
+                       "factor\":4.0,\"low_freq_factor\":1.0,\"original_max_position_embeddings\":8192,\"rope_type\":"
+                       "\"llama3\"}}");
+    check(same_config(&c, &d), "rope_scaling comes before rope_parameters, as in transformers");
     d = config_of_text("{" QWEN2 ",\"rope_parameters\":{\"rope_theta\":1000000.0,\"rope_type\":\"default\"},\"use_"
                        "sliding_window\":false,\"sliding_window\":4096,\"tie_word_embeddings\":true,\"layer_"
                        "types\":[\"full_attention\",\"full_attention\"]}");
@@ -145,6 +151,13 @@ static void test_refused(void) {
          "{" LLAMA ",\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8,\"low_freq_factor\":4,\"high_freq_"
          "factor\":1,\"original_max_position_embeddings\":8192}}",
          "makes no sense"},
+        {"YaRN beside rope_parameters",
+         "{" LLAMA ",\"rope_parameters\":{\"rope_type\":\"default\"},\"rope_scaling\":{\"rope_type\":\"yarn\"}}",
+         "rope_type is 'yarn'"},
+        {"another original length outside",
+         "{" LLAMA ",\"original_max_position_embeddings\":64,\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8,"
+         "\"low_freq_factor\":1,\"high_freq_factor\":4,\"original_max_position_embeddings\":32}}",
+         "original_max_position_embeddings is 64 outside"},
         {"rope by layer", "{" LLAMA ",\"rope_parameters\":{\"full_attention\":{\"rope_type\":\"default\"}}}",
          "rope differs between layers"},
         {"half of the dimensions rotated", "{" LLAMA ",\"partial_rotary_factor\":0.5}", "partial_rotary_factor is 0.5"},

@@ -333,6 +333,101 @@ def test_what_separates_documents(tmp_path, good, names, config, separator, name
     assert tokenizer_json.read_tokenizer_json(tmp_path / "again/tokenizer.json").eot == tokenizer.eot
 
 
+def one(content, **changes):
+    """A token as added_tokens_decoder has it."""
+    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    return {"content": content, **flags, **changes}
+
+
+CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+DECODER = {"2": one("<|endoftext|>"), "0": one("<a>"), "1": one("<b>", special=False)}  # ids count from the end
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {CONFIG: {"added_tokens_decoder": DECODER}},
+        {CONFIG: {"added_tokens_decoder": DECODER, "eos_token": "<c>"}, ADDED: {"<x>": 1}, MAP: {"pad_token": "<x>"}},
+        {ADDED: {"<a>": 0, "<b>": 1}, CONFIG: {"extra_special_tokens": ["<a>"]}},
+        {CONFIG: {"extra_special_tokens": ["<a>", "<b>"], "eos_token": "<c>", "image_token": "<d>"}},
+        {CONFIG: {"extra_special_tokens": {"a_token": "<a>", "b_token": "<b>"}, "pad_token": "<c>"}},
+        {CONFIG: {"additional_special_tokens": ["<b>", "<a>"]}},
+        {MAP: {"eos_token": {"content": "<a>", "lstrip": False}}, CONFIG: {}},
+        {CONFIG: {"eos_token": "<|endoftext|>", "bos_token": None}},
+    ],
+)
+def test_tokens_of_files_beside(tmp_path, good, files):
+    """Tokens that tokenizer.json lacks have the ids that transformers gives them, before and after they are written
+    into it."""
+    transformers = pytest.importorskip("transformers")
+    made = tokenizers.Tokenizer.from_str(json.dumps(good))
+    first, end = made.get_vocab_size(), made.token_to_id("<|endoftext|>")
+    for name, content in files.items():
+        content = copy.deepcopy(content)
+        if name == ADDED:
+            content = {text: first + i for text, i in content.items()}
+        if "added_tokens_decoder" in content:
+            decoder = content["added_tokens_decoder"]
+            content["added_tokens_decoder"] = {str(end if i == "2" else first + int(i)): t for i, t in decoder.items()}
+        content |= {"tokenizer_class": "PreTrainedTokenizerFast"} if name == CONFIG else {}
+        (tmp_path / name).write_text(json.dumps(content))
+    made.save(str(tmp_path / "tokenizer.json"))
+    text = "one <a> two <b><c> Zorblax <d>"
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    ids = theirs(text, add_special_tokens=False).input_ids
+    ours = tokenizer_json.read_tokenizer_json(tmp_path / "tokenizer.json")
+    assert {ours.tokens[i].decode(): i for i in ours.with_flags(data_common.TOKEN_ADDED)} == theirs.get_added_vocab()
+    assert len(theirs) == ours.vocab_size and ours.eot == end
+    as_tokens = ours.with_merges()
+    as_tokens.encode_special_tokens = False
+    assert as_tokens.encode(text, add_special_tokens=False).ids == ids
+    tokenizer_json.complete(str(tmp_path / "tokenizer.json"))
+    alone = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert alone.encode(text, add_special_tokens=False).ids == ids
+    assert tokenizer_json.read_tokenizer_json(tmp_path / "tokenizer.json").hash == ours.hash
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ({"added_tokens_decoder": {"99999": one("<a>")}}, "'<a>' is token 99999 in a file beside it, and token"),
+        ({"added_tokens_decoder": {"5": one("<|endoftext|>", lstrip=True)}}, "'<|endoftext|>' has lstrip"),
+        ({"add_prefix_space": True}, "add_prefix_space, which is not supported"),
+        ({"added_tokens_decoder": {"x": one("<a>")}}, "'x' is no token id"),
+    ],
+)
+def test_files_beside_that_are_refused(capsys, tmp_path, good, config, words):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(good))
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    assert words in refused(capsys, tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("begin", [None, "<|endoftext|>", "<|im_start|>"])
+def test_what_stands_before_every_text(tmp_path, kind, begin):
+    """The token of the post-processor, whatever kind of tokenizer it is and whatever else separates documents."""
+    transformers = pytest.importorskip("transformers")
+    made = trained(kind, [])
+    made.add_special_tokens(END)
+    if begin:
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{begin} $A", pair=f"{begin} $A $B", special_tokens=[(begin, made.token_to_id(begin))]
+        )
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / CONFIG).write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}')
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    first = theirs("a").input_ids[: -len(theirs("a", add_special_tokens=False).input_ids)]
+    ours = tokenizer_json.folder_tokenizer(tmp_path)
+    assert ours.first == first == ([made.token_to_id(begin)] if begin else [])
+    assert ours.eot == made.token_to_id(begin or "<|endoftext|>")
+    ours.write(tmp_path)
+    assert data_common.open_tokenizer(tmp_path / "tokenizer.bin").first == first
+    (tmp_path / "again").mkdir()
+    tokenizer_json.write_tokenizer_json(ours, tmp_path / "again", 64, "llama")
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "again", local_files_only=True)
+    assert again("a").input_ids == theirs("a").input_ids
+
+
 # ---- prepare.py
 
 

@@ -1,7 +1,7 @@
 // Token ids <-> text, from the tokenizer.bin that dev/data/*.py write beside the shards.
 //
-// The file is llm.c's: 256 int32 {20240328, 2, vocab_size, eot, kind, 0...} (kind 0: unknown), then for each token one
-// byte with its length and its bytes. Text is split into chunks by the tokenizer's pattern. A chunk that is a token is
+// The file is llm.c's: 256 int32 {20240328, 2, vocab_size, eot, kind, first, 0...} (kind 0: unknown; first is for
+// dev/data), then for each token one byte with its length and its bytes. Text is split into chunks by the tokenizer's pattern. A chunk that is a token is
 // that token. Else the adjacent pair whose joined bytes have the lowest id is merged, until no pair is a token
 // (byte-pair encoding, Sennrich et al. 2016). Ids from eot on are special and never come from text.
 // Version 3 says what no order of ids can. Behind the tokens stand, for each token, one byte of TOKEN_* flags; a byte
@@ -81,12 +81,12 @@ static int *tokenizer_slot(const Tokenizer *t, const unsigned char *p, int n) {
 static int tokenizer_find(const Tokenizer *t, const unsigned char *p, int n) {
     return n > UINT8_MAX ? -1 : *tokenizer_slot(t, p, n);
 }
-// Bytes of the text that a token stands for: end-of-text has none.
+// Bytes of the text that a token stands for: end-of-text and other special tokens have none.
 static int tokenizer_bytes(const Tokenizer *t, int id) {
     int length = 0;
     require(id < t->vocab_size, "the data holds token %d, the tokenizer has %d\nname the data's own --tokenizer", id,
             t->vocab_size);
-    if (id != t->eot) tokenizer_token(t, id, &length);
+    if (id != t->eot && !(t->flags[id] & TOKEN_SPECIAL)) tokenizer_token(t, id, &length);
     return length;
 }
 

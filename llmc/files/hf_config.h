@@ -205,10 +205,12 @@ static void config_require_text(const ConfigFile *f, int object, const char *key
                    text ? text : "no text", a, *b ? " or " : "", b);
 }
 
-// Plain rope or Llama 3.1's: "rope_scaling" and "rope_theta" (transformers up to 4), or "rope_parameters" (from 5 on).
+// Plain rope or Llama 3.1's: "rope_scaling" and "rope_theta" (transformers up to 4), or "rope_parameters" (from 5 on),
+// of which transformers takes nothing where the first is there and not empty.
 static void config_read_rope(const ConfigFile *f, Config *c) {
-    int rope = config_key(f, 0, "rope_parameters", 0);
-    if (rope == JSON_NONE) rope = config_key(f, 0, "rope_scaling", 0);
+    int rope = config_key(f, 0, "rope_scaling", 0);
+    if (rope == JSON_NONE || (json_is(&f->json, rope, JSON_OBJECT) && !json_items(&f->json, rope)))
+        rope = config_key(f, 0, "rope_parameters", 0);
     CONFIG_REQUIRE(rope == JSON_NONE || json_is(&f->json, rope, JSON_OBJECT), "the rope settings are no object");
     JSON_EACH(&f->json, key, rope) CONFIG_REQUIRE(!json_items(&f->json, key + 1), "rope differs between layers");
     config_read_float(f, rope, "rope_theta", &c->rope_theta);
@@ -222,6 +224,9 @@ static void config_read_rope(const ConfigFile *f, Config *c) {
     if (!kind || strcmp(kind, "default") == 0) return;
     c->rope_factor = c->rope_low_freq_factor = c->rope_high_freq_factor = c->rope_original_len = NEEDED;
     CONFIG_EACH(k, config_rope_scaling) config_read_key(f, rope, c, k);
+    int outside = c->rope_original_len;  // transformers 5 takes it, 4 does not
+    config_read_int(f, 0, "original_max_position_embeddings", &outside);
+    CONFIG_REQUIRE(outside == c->rope_original_len, "original_max_position_embeddings is %d outside of rope's", outside);
     require(c->rope_factor > 0 && c->rope_low_freq_factor > 0 && c->rope_high_freq_factor > c->rope_low_freq_factor &&
                 c->rope_original_len > 0,
             "'%s': the llama3 rope scaling makes no sense\ncorrect its four numbers", f->path);
