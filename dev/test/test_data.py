@@ -301,9 +301,13 @@ def test_packed_files(tmp_path, ending):
     path.write_bytes(packed(b"first " * 100000, ending) + packed(b"second", ending))
     assert texts_of(path) == [b"first " * 100000 + b"second"]
     whole = packed(np.random.default_rng(1).integers(97, 120, 100000, np.uint8).tobytes(), ending)
-    for data in b"", whole[:-1], whole[: len(whole) // 2], b"not packed at all":
+    spoilt = bytes([whole[0] ^ 1]) + whole[1:]
+    for data in b"", whole[:-1], whole[: len(whole) // 2], b"not packed at all", whole + spoilt, whole + b"more":
         path.write_bytes(data)
         assert f"'{path}' cannot be unpacked: " in refusal(texts_of, path)
+    if ending != ".zst":  # whose padding are frames of their own
+        path.write_bytes(whole + bytes(8) + packed(b"second", ending) + bytes(512))
+        assert b"".join(texts_of(path)).endswith(b"second")
     if importlib.util.find_spec("pyarrow"):
         import pyarrow as pa
         import pyarrow.parquet
@@ -397,12 +401,15 @@ def test_json_lists_are_read_in_parts(tmp_path, monkeypatch):
     records = [{"text": "é — 日本 😀\n" * n, "n": [n, {"a": 1.5e3}]} for n in range(40)] + [12, "a", None, [], 7]
     for spelt in json.dumps(records), json.dumps(records, ensure_ascii=False, indent=1), " \n[\r\n]\t", "[12]":
         data = spelt.encode()
-        (tmp_path / "a.json").write_bytes(codecs.BOM_UTF8 + data)
-        for size in 1, 2, 7, 100, 1 << 20:
+        for size, times in [(size, times) for size in (1, 2, 7, 100, 1 << 20) for times in (1, 3)]:
             monkeypatch.setattr(reader, "BLOCK_BYTES", size)
-            assert [record for record, _ in reader.rows(str(tmp_path / "a.json"))] == json.loads(data)
+            (tmp_path / "a.json").write_bytes(b"\n[]".join([codecs.BOM_UTF8 + data] * times))  # as cat joins lists
+            assert [record for record, _ in reader.rows(str(tmp_path / "a.json"))] == json.loads(data) * times
     read = lambda: list(reader.rows(str(tmp_path / "a.json")))
     for spelt, words in (
+        (b'[{"a": 1}]\n{"a": 2}', "behind entry 1 its list ends, and what follows is no list"),
+        (b"[1, 2]]", "what follows is no list"),
+        (b"[1, 2]\n[3", "entry 3 is not JSON: the list has no end"),
         (b'[{"a": 1}, {"a": ', "entry 2 is not JSON"),
         (b'[{"a": 1}, {"a": x}]', "entry 2 is not JSON"),
         (b"[1, 2", "entry 2 is not JSON: the list has no end"),
