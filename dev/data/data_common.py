@@ -6,7 +6,7 @@ the words from vocab_size on at zero. Shards of conversations have marked tokens
 tokenizer.bin (llmc/data/tokenizer.h reads it and says how it is coded): 256 int32 words {magic, version, vocab_size,
 eot, kind, 0...}, then for each token a length byte and its bytes; in version 3 flags and merges.
 
-Tokenizers: `bytes` needs numpy only; `gpt2`, `llama3` and `qwen2` need tiktoken to encode, and the package tokenizers
+Tokenizers: `bytes` needs numpy only; the others need tiktoken to encode, and the package tokenizers
 for what tiktoken cannot do.
 """
 
@@ -46,7 +46,7 @@ TOKENIZER_MAGIC, TOKENIZER_VERSION, TOKENIZER_VERSION_FLAGS = 20240328, 2, 3
 # flags of a token, as in llmc/data/tokenizer.h
 TOKEN_ORDINARY, TOKEN_ADDED, TOKEN_SPECIAL, TOKEN_NORMALIZED = 1, 2, 4, 8
 MERGE_LISTED, MERGE_WHOLE = 1, 2
-KINDS = {"bytes": 1, "gpt2": 2, "llama3": 3, "qwen2": 4}  # TokenizerKind in llmc/data/tokenizer.h
+KINDS = {"bytes": 1, "gpt2": 2, "llama3": 3, "qwen2": 4, "marks": 5}  # TokenizerKind in llmc/data/tokenizer.h
 
 
 def printable(text):
@@ -356,9 +356,9 @@ def make_tokenizer(kind, path=None):
         return tokenizer
     if kind == "gpt2":
         return Tokenizer(kind, gpt2_tokens(find_vocab_bpe(path)) + [b"<|endoftext|>"], 50256, GPT2_PATTERN)
-    if kind == "qwen2":
+    if kind != "llama3":
         die(
-            "--tokenizer qwen2 needs a Qwen2.5 model's tokenizer.json",
+            f"--tokenizer {kind} needs the tokenizer.json of a model that has this pattern",
             "--tokenizer-file PATH; it lies beside the weights",
         )
     if path is None:
@@ -379,11 +379,14 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 PATTERNS = {
     "bytes": None,
     "gpt2": GPT2_PATTERN,
     "llama3": LLAMA3_PATTERN,
-    "qwen2": LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),
+    "qwen2": QWEN2_PATTERN,
+    # Qwen3.5's, without its NFC: a vowel sign or an accent of its own is a part of its word
+    "marks": QWEN2_PATTERN.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}"),
 }
 # The document separator is the first one, as in llm.c: the token with which Llama 3's own documents begin.
 LLAMA3_SPECIAL = (

@@ -1,7 +1,7 @@
 """The tokenizer of a model's folder; and Hugging Face's tokenizer.json from our Tokenizer and back, with the same ids.
 
-Only byte-level BPE whose pieces are cut by a pattern that we know: GPT-2, Llama 3, Qwen2.5. Tokens, merges and added
-tokens are taken as they are, in any order of ids."""
+Only byte-level BPE whose pieces are cut by a pattern that we know: GPT-2, Llama 3, Qwen2.5, and that of
+train_tokenizer.py. Tokens, merges and added tokens are taken as they are, in any order of ids."""
 
 import argparse
 import json
@@ -380,7 +380,7 @@ def tokenizer_json(tokenizer, listed=None):
         ],
         "normalizer": {"type": "NFC"} if kind == "qwen2" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]}
-        if kind in ("llama3", "qwen2")
+        if kind in ("llama3", "qwen2", "marks")
         else byte_level,
         "post_processor": post,
         "decoder": byte_level,

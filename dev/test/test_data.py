@@ -1234,13 +1234,13 @@ def fuzz_text():
 
 
 @needs_tiktoken
-@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", pytest.param("real gpt2", marks=needs_assets)])
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", "marks", pytest.param("real gpt2", marks=needs_assets)])
 def test_c_tokenizer_equals_tiktoken(tmp_path, c_tokenizer, kind):
     if kind == "real gpt2":
         tokenizer = data_common.make_tokenizer("gpt2", ASSETS / "vocab.bpe")
     else:
         tokenizer = data_common.make_tokenizer("llama3", write_ranks(tmp_path / "ranks"))
-    if kind in ("gpt2", "qwen2"):  # the same merges behind another pattern
+    if kind in ("gpt2", "qwen2", "marks"):  # the same merges behind another pattern
         tokenizer = data_common.Tokenizer(
             kind, tokenizer.tokens[: tokenizer.eot + 1], tokenizer.eot, data_common.PATTERNS[kind]
         )
@@ -1256,7 +1256,7 @@ def test_c_tokenizer_equals_tiktoken(tmp_path, c_tokenizer, kind):
 
 
 @needs_tiktoken
-@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", "marks"])
 def test_cutting_changes_no_token(tmp_path, kind):
     tokens = data_common.tiktoken_file_tokens(write_ranks(tmp_path / "ranks"))
     tokenizer = data_common.Tokenizer("gpt2", tokens + [b"<|endoftext|>"], len(tokens), data_common.PATTERNS[kind])
@@ -1301,7 +1301,7 @@ def text_in(script, rng, size):
 
 
 @needs_tiktoken
-@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", "marks"])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_cutting_changes_no_token_in_any_script(tmp_path, monkeypatch, script, kind):
     """Long documents, and large files that several processes read. The vocabulary joins what a wrong cut would part."""
@@ -1329,7 +1329,7 @@ def test_cutting_changes_no_token_in_any_script(tmp_path, monkeypatch, script, k
     assert b"".join(pieces) == data and np.array_equal(np.concatenate([tokenizer.encode(p) for p in pieces]), whole)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", "marks"])
 def test_clean_cuts_are_those_of_the_pattern(kind):
     """Around the characters of Unicode (some of Han and Hangul), by a package that has another version of it."""
     chunk = pytest.importorskip("regex").compile(data_common.PATTERNS[kind])
