@@ -705,8 +705,9 @@ def find_validation_data(o, sets=False):
     """--val-data auto, as in llmc/run/loop.h: beside the training data, or none."""
     if o.val_data == "auto":
         folder, name = os.path.split(o.train_data)
-        beside = os.path.join(folder, "val".join(name.rsplit("train", 1)))
-        o.val_data = beside if "train" in name and find_files(beside) else ""
+        before, word, rest = name.rpartition("train")
+        beside = [os.path.join(folder, before + "val" + end) for end in (rest, re.sub(r"\d+", "*", rest, count=1))]
+        o.val_data = next(filter(find_files, beside), "") if word else ""
     require(not o.overfit or o.val_data, "--overfit 1 needs --val-data, whose first batch it trains on", "name shards")
     require(not o.evaluate or o.val_data or sets, "--evaluate 1 has nothing to evaluate", "give --val-data")
 

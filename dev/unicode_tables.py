@@ -1,4 +1,4 @@
-"""Makes llmc/data/unicode_tables.h: the letters, numbers and spaces of Unicode, and its normal form NFC.
+"""Makes llmc/data/unicode_tables.h: the letters, numbers, spaces and marks of Unicode, and its normal form NFC.
 
     .venv/bin/python dev/unicode_tables.py [--check]
 
@@ -19,7 +19,7 @@ from tool_output import Parser, outlive_reader
 FILE = Path(__file__).resolve().parent.parent / "llmc/data/unicode_tables.h"
 CODES, END = [*range(0xD800), *range(0xE000, 0x110000)], 0x110000
 HANGUL = range(0xAC00, 0xD7A4)  # composed by arithmetic
-LETTER, NUMBER, SPACE, OTHER = range(4)
+LETTER, NUMBER, SPACE, OTHER, MARK = range(5)
 LOWEST, HIGHEST = "\u0334", "\u0345"  # marks of the lowest and the highest combining class
 DIGITS, LAST = 92, 72  # of 92 digits the first 72 end a number
 BLOCK = 4096
@@ -46,7 +46,7 @@ def members(pattern):
 def classes():
     """[END] the class of every code point."""
     made = [OTHER] * END
-    for kind, pattern in (LETTER, r"\p{L}"), (NUMBER, r"\p{N}"), (SPACE, r"\s"):
+    for kind, pattern in (LETTER, r"\p{L}"), (NUMBER, r"\p{N}"), (SPACE, r"\s"), (MARK, r"\p{M}"):
         for code in members(pattern):
             made[code] = kind
     return made
@@ -113,7 +113,7 @@ def runs_of(made):
     """Runs of one class: length, and class, as how far it lies from the one before."""
     before = LETTER  # the first run is of others
     for kind, run in itertools.groupby(made):
-        yield 3 * (len(list(run)) - 1) + (kind - before - 1) % 4
+        yield 4 * (len(list(run)) - 1) + (kind - before - 1) % 5
         before = kind
 
 

@@ -9,6 +9,14 @@
 # Exit status: 0 when all steps are done; 128 + the signal that stopped this script, or 75 if it stopped the trainer
 # alone: start it again; else 1.
 set -euo pipefail
+first_comment() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$1"; }
+for word in "$@"; do
+    [ "$word" = --help ] || continue
+    first_comment "$0"
+    if [[ ${0##*/} == pyrun* ]]; then echo "options: python train_gpt2.py --help"
+    else first_comment "${BASH_SOURCE[0]}"; echo "options of the trainer: ./train_gpt2 --help"; fi
+    exit 0
+done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
 [ -x "$python" ] || python=python3

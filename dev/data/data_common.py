@@ -6,7 +6,7 @@ the words from vocab_size on at zero. Shards of conversations have marked tokens
 tokenizer.bin (llmc/data/tokenizer.h reads it and says how it is coded): 256 int32 words {magic, version, vocab_size,
 eot, kind, first, 0...}, then for each token a length byte and its bytes; in version 3 flags and merges.
 
-Tokenizers: `bytes` needs numpy only; `gpt2`, `llama3` and `qwen2` need tiktoken to encode, and the package tokenizers
+Tokenizers: `bytes` needs numpy only; the others need tiktoken to encode, and the package tokenizers
 for what tiktoken cannot do.
 """
 
@@ -47,7 +47,8 @@ TOKENIZER_MAGIC, TOKENIZER_VERSION, TOKENIZER_VERSION_FLAGS = 20240328, 2, 3
 TOKEN_ORDINARY, TOKEN_ADDED, TOKEN_SPECIAL, TOKEN_NORMALIZED = 1, 2, 4, 8
 MERGE_LISTED, MERGE_WHOLE = 1, 2
 FIRST_IS_EOT, FIRST_IS_NONE = 1, 2  # whether eot is put before every text; 0: an older file does not say
-KINDS = {"bytes": 1, "gpt2": 2, "llama3": 3, "qwen2": 4}  # TokenizerKind in llmc/data/tokenizer.h
+KINDS = {"bytes": 1, "gpt2": 2, "llama3": 3, "qwen2": 4, "marks": 5}  # TokenizerKind in llmc/data/tokenizer.h
+NAMED_KINDS = [kind for kind in KINDS if kind != "marks"]  # of tokenizers that are known by their names
 
 
 def printable(text):
@@ -57,6 +58,20 @@ def printable(text):
 
 def die(what, hint):
     sys.exit(printable(f"error: {what}\n  hint: {hint}"))
+
+
+def alternatives(pattern):
+    """The patterns that one with braces stands for, as in a shell: a{b,c} is ab and ac."""
+    depth, commas = 0, []
+    for i, c in enumerate(pattern):
+        if c == "{" and depth == 0:
+            commas = [i]
+        commas += [i] if c in ",}" and depth == 1 else []
+        depth = max(depth + {"{": 1, "}": -1}.get(c, 0), 0)
+        if c == "}" and depth == 0 and commas:
+            parts = [pattern[a + 1 : b] for a, b in zip(commas, commas[1:])]
+            return [end for part in parts for end in alternatives(pattern[: commas[0]] + part + pattern[i + 1 :])]
+    return [pattern]
 
 
 def find_files(pattern):
@@ -69,7 +84,8 @@ def find_files(pattern):
     while folder and not os.path.isdir(folder):
         folder, name = os.path.split(folder)
         rest = os.path.join(name, rest)
-    return sorted(glob.glob(os.path.join(glob.escape(folder), rest), recursive=True))
+    patterns = [os.path.join(glob.escape(folder), end) for end in alternatives(rest)]
+    return sorted(path for one in patterns for path in glob.glob(one, recursive=True))
 
 
 # ---- files: whole or not at all
@@ -339,9 +355,9 @@ def import_package(name):
 
 
 def make_tokenizer(kind, path=None):
-    """kind: one of KINDS, or a model's folder. path: GPT-2's vocab.bpe (optional), Llama 3's tokenizer.model, or the
-    tokenizer.json of a model."""
-    if kind not in KINDS:
+    """kind: one of NAMED_KINDS, or a model's folder. path: GPT-2's vocab.bpe (optional), Llama 3's tokenizer.model, or
+    the tokenizer.json of a model."""
+    if kind not in NAMED_KINDS:
         if path is not None:
             die(f"--tokenizer '{kind}' is a folder with a tokenizer of its own", "leave --tokenizer-file out")
         from tokenizer_json import folder_tokenizer
@@ -385,11 +401,15 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 PATTERNS = {
     "bytes": None,
     "gpt2": GPT2_PATTERN,
     "llama3": LLAMA3_PATTERN,
-    "qwen2": LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),
+    "qwen2": QWEN2_PATTERN,
+    # Qwen3.5's, without its NFC: a vowel sign or an accent of its own is a part of its word. o200k's, of the same kind,
+    # is another in llama.cpp, where it has no marks, and joins 's to its word, before which CLEAN_CUTS part a text.
+    "marks": QWEN2_PATTERN.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}"),
 }
 # The document separator is the first one, as in llm.c: the token with which Llama 3's own documents begin.
 LLAMA3_SPECIAL = (

@@ -27,7 +27,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 
-from data_common import atomic_write, die, make_folder, plural
+from data_common import atomic_write, die, make_folder, plural, printable
 
 ATTEMPTS, PAUSE = 6, 1.0  # a try that brought some bytes does not count; pauses double
 TIMEOUT = 30  # seconds of silence
@@ -37,6 +37,8 @@ THREADS, RANKS = 4, 8  # downloads at a time in a process; processes that downlo
 OFFLINE = "without a network, copy the files here and name their folder with --local"
 REFUSED = None  # the hint where the server refuses, if another
 REPORT = 30  # seconds between lines that say how far it is
+LISTS = "lists of files"  # folder of the cache, by a name that no data set's owner can have
+PAGE_BYTES, MOST_PAGES = 64 << 20, 10_000  # of a list of files
 stopping = threading.Event()
 received = 0  # bytes in this process, about
 
@@ -111,7 +113,7 @@ def retried(what, attempt):
                 )
             asked = e.headers.get("Retry-After", "") if isinstance(e, urllib.error.HTTPError) else ""
             pause = min(int(asked), 300) if asked.isdigit() else PAUSE * 2 ** (failed - 1)
-            print(f"{what}: {problem}; again in {pause:g} s", file=sys.stderr, flush=True)
+            print(printable(f"{what}: {problem}; again in {pause:g} s"), file=sys.stderr, flush=True)
             if stopping.wait(pause):
                 raise KeyboardInterrupt from None
 
@@ -196,6 +198,8 @@ class Partial:
                 global received
                 received += len(block)
                 progress()
+                if self.size is not None and have > self.size:
+                    return have
         if total is not None and have < total:
             raise OSError(f"the connection ended after {have:,} of {total:,} bytes")
         return have
@@ -246,12 +250,14 @@ def plain_name(name):
 
 def checked_list(revision, files, licence=None):
     """What it was given, or ValueError: for a list from the net or from a file."""
+    if not isinstance(revision, str) or not re.fullmatch(r"[\w.-]+", revision):
+        raise ValueError(f"it names the revision {str(revision)[:200]!a}")
     for path, size, checksum in files:
         if not plain_name(path):
             raise ValueError(f"it names {str(path)[:200]!a}, which is no file of a folder")
         if type(size) is not int or size < 0 or not isinstance(checksum, str | None):
             raise ValueError(f"size or checksum of {path} make no sense")
-    return revision, files, licence if isinstance(licence, str) else None
+    return revision, files, printable(licence.replace("\n", "?")) if isinstance(licence, str) else None
 
 
 def licence_of(info):
@@ -273,16 +279,25 @@ def hub_list(repo, folder, kind="datasets", revision="main", below=False):
     def page(url):
         def ask(progress):
             with open_url(url) as answer:
-                return json.load(answer), re.search(r'<([^>]*)>;\s*rel="next"', answer.headers.get("Link", ""))
+                text = answer.read(PAGE_BYTES)
+                if len(text) == PAGE_BYTES:
+                    raise ValueError(f"a page of it has more than {PAGE_BYTES >> 20} MiB")
+                if answer.length:
+                    raise http.client.IncompleteRead(text, answer.length)
+                return json.loads(text), re.search(r'<([^>]*)>;\s*rel="next"', answer.headers.get("Link", ""))
 
         return retried(f"list of {repo}", ask)
 
     try:
         info = page(f"{endpoint()}/api/{kind}/{repo}/revision/{revision}")[0]
-        revision, licence = info["sha"], licence_of(info)
+        revision, _, licence = checked_list(info["sha"], [], licence_of(info))
         where = f"{endpoint()}/api/{kind}/{repo}/tree/{revision}/{urllib.parse.quote(folder)}".rstrip("/")
         files, link = page(where + "?recursive=true" * below)
+        pages = set()
         while link:
+            if link[1] in pages or len(pages) == MOST_PAGES:
+                raise ValueError(f"it does not end after {plural(len(pages) + 1, 'page')}")
+            pages.add(link[1])
             more, link = page(link[1])
             files += more
         files = [(f["path"], f["size"], checksum_of(f)) for f in files if f["type"] == "file"]
@@ -331,9 +346,9 @@ def hub_files(repo, folder, suffix, args, ranks=None):
 def hub_set(repo, folder, wanted, what, cache, ranks=None, revision=None):
     """Paths of the files in a folder of a data set, and below it, for which wanted(path in the repository) is true.
     what: says in a message what is wanted. revision: None is main as it was when it was first listed; to look for a
-    newer one delete cache/<repo>/<folder>/files.json."""
-    base = os.path.join(cache, repo + (f"@{revision}" if revision else ""))
-    listing, found = os.path.join(base, folder, "files.json"), None
+    newer one delete cache/lists of files/<repo>/<folder>/files.json."""
+    name, found = repo + (f"@{revision}" if revision else ""), None
+    base, listing = os.path.join(cache, name), os.path.join(cache, LISTS, name, folder, "files.json")
     if not ranks or ranks.rank == 0:
         found = listed(repo, folder, listing, revision or "main")
         print(f"{repo}: revision {found[0]}, licence: {found[2] or 'see its page'}; {endpoint()}/datasets/{repo}")

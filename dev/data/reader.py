@@ -323,7 +323,40 @@ def unzstd(raw):
     return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"), BLOCK_BYTES)
 
 
-UNPACK = dict(zip(PACKED, (gzip.open, bz2.open, lzma.open, unzstd)))
+class Streams(io.RawIOBase):
+    """What packed streams hold that stand behind each other, NULs between them as padding. What else follows a stream
+    is an error: the modules' own files leave it out without a word."""
+
+    def __init__(self, raw, make):
+        self.raw, self.make, self.unpacker, self.packed = raw, make, make(), b""
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        data = b""
+        while not data:
+            if self.unpacker.eof:
+                self.packed = self.unpacker.unused_data.lstrip(b"\0")
+                while not self.packed and (block := self.raw.read(PIECE_BYTES)):
+                    self.packed = block.lstrip(b"\0")
+                if not self.packed:
+                    return 0
+                self.unpacker = self.make()
+            elif self.unpacker.needs_input and not self.packed:
+                self.packed = self.raw.read(PIECE_BYTES)
+                if not self.packed:
+                    raise EOFError("it ends before its end-of-stream marker")
+            data, self.packed = self.unpacker.decompress(self.packed, len(buffer)), b""
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def streams(make):
+    return lambda raw: io.BufferedReader(Streams(raw, make), BLOCK_BYTES)
+
+
+UNPACK = dict(zip(PACKED, (gzip.open, streams(bz2.BZ2Decompressor), streams(lzma.LZMADecompressor), unzstd)))
 
 
 @contextlib.contextmanager
@@ -479,10 +512,10 @@ def json_records(stream, path, errors=None, bad=die_of, decode=bytes.decode):
 
 
 def json_list(stream, path, errors, decode):
-    """Entries of a list, with one of them and a block in memory at a time."""
+    """Entries of a list, or of several behind each other, with one of them and a block in memory at a time."""
     parse, text, left, at, number, offset = json.JSONDecoder().raw_decode, "", b"", 0, 0, 0
     hint = "a .json file is a list of objects, or has one in each line"
-    space = re.compile(r"[ \t\r\n]*")
+    space = re.compile(r"[ \t\r\n\ufeff]*")  # a byte order mark where files that begin with one were joined
 
     def more():
         """Reads as much again as is held. False: there is no more."""
@@ -499,39 +532,43 @@ def json_list(stream, path, errors, decode):
         left, offset = data[whole:], offset + whole
         return bool(block)
 
-    def next_character():
+    def skip_space():
+        """Returns whether anything follows."""
         nonlocal at
         while (at := space.match(text, at).end()) == len(text):
             if not more():
-                die(f"'{path}' is not JSON: its list has no end", "it is truncated: get it again")
+                return False
+        return True
+
+    def next_character():
+        if not skip_space():
+            die(f"'{path}' is not JSON: its list has no end", "it is truncated: get it again")
         return text[at]
 
-    while not text and more():
-        pass
-    text = text.removeprefix("\ufeff")
-    next_character()
-    at += 1
-    if next_character() == "]":
-        return
-    while True:
-        next_character()
-        problem = None
-        try:
-            record, end = parse(text, at)
-        except (ValueError, RecursionError) as e:
-            problem, end = e, len(text)
-        if end == len(text):  # perhaps what is held ends inside the entry
-            if len(text) - at > LINE_BYTES:
-                die(f"'{path}' entry {number + 1} is longer than {LINE_BYTES >> 20} MiB, or not JSON", hint)
-            if more():
-                continue
-            die(f"'{path}' entry {number + 1} is not JSON: {problem or 'the list has no end'}", hint)
-        number, at = number + 1, end
-        yield record, functools.partial("'{}' entry {}".format, path, number)
-        if next_character() == "]":
-            return
-        if text[at] != ",":
-            die(f"'{path}' is not JSON: no comma behind entry {number}", hint)
+    while skip_space():
+        if text[at] != "[":
+            die(f"'{path}' is not JSON: behind entry {number} its list ends, and what follows is no list", hint)
+        at += 1
+        has_more = next_character() != "]"
+        while has_more:
+            next_character()
+            problem = None
+            try:
+                record, end = parse(text, at)
+            except (ValueError, RecursionError) as e:
+                problem, end = e, len(text)
+            if end == len(text):  # perhaps what is held ends inside the entry
+                if len(text) - at > LINE_BYTES:
+                    die(f"'{path}' entry {number + 1} is longer than {LINE_BYTES >> 20} MiB, or not JSON", hint)
+                if more():
+                    continue
+                die(f"'{path}' entry {number + 1} is not JSON: {problem or 'the list has no end'}", hint)
+            number, at = number + 1, end
+            yield record, functools.partial("'{}' entry {}".format, path, number)
+            has_more = next_character() != "]"
+            if has_more and text[at] != ",":
+                die(f"'{path}' is not JSON: no comma behind entry {number}", hint)
+            at += has_more
         at += 1
 
 

@@ -1,7 +1,7 @@
 """The tokenizer of a model's folder; and Hugging Face's tokenizer.json from our Tokenizer and back, with the same ids.
 
-Only byte-level BPE whose pieces are cut by a pattern that we know: GPT-2, Llama 3, Qwen2.5. Tokens, merges and added
-tokens are taken as they are, in any order of ids."""
+Only byte-level BPE whose pieces are cut by a pattern that we know: GPT-2, Llama 3, Qwen2.5, and that of
+train_tokenizer.py. Tokens, merges and added tokens are taken as they are, in any order of ids."""
 
 import argparse
 import itertools
@@ -12,7 +12,7 @@ import sys
 import unicodedata
 
 from data_common import (
-    KINDS,
+    NAMED_KINDS,
     PATTERNS,
     TOKEN_ADDED,
     TOKEN_NORMALIZED,
@@ -43,10 +43,10 @@ KNOWN = "only the byte-level BPE of GPT-2, Llama 3 and Qwen2.5 can be used"
 def tokenizer_argument(text):
     """gpt2, or gpt-2 as in llm.c, ...; or a model's folder."""
     kind = text.replace("-", "")
-    if kind in KINDS:
+    if kind in NAMED_KINDS:
         return kind
     if not os.path.isdir(text):
-        raise argparse.ArgumentTypeError(f"'{text}' is neither one of {', '.join(KINDS)} nor a model's folder")
+        raise argparse.ArgumentTypeError(f"'{text}' is neither one of {', '.join(NAMED_KINDS)} nor a model's folder")
     return text
 
 
@@ -77,13 +77,13 @@ def tokenizer_suffix(name):
 def first_pattern(text):
     """Of what --train-data names, one set or a mixture of them, the pattern of the first: llmc/data/mixture.h."""
     if text.endswith(".mix") and os.path.isfile(text):
-        with open(text, encoding="utf-8") as f:
-            lines = [line.strip() for line in f]
+        with open(text, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as f:
+            lines = [line.strip(" \t\r\n") for line in f]
         text = next((line for line in lines if line and line[0] != "#"), text)
     elif ":" not in text or find_files(text):
         return text
     else:
-        text = text.split(",")[0]
+        text = re.match(r"[^:]*:[^,]*|", text)[0].strip(" \t")  # a comma before the colon is one of the pattern
     return text.rpartition(":")[0]
 
 
@@ -499,7 +499,7 @@ def tokenizer_json(tokenizer, listed=None):
         ],
         "normalizer": {"type": "NFC"} if kind == "qwen2" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]}
-        if kind in ("llama3", "qwen2")
+        if kind in ("llama3", "qwen2", "marks")
         else byte_level,
         "post_processor": post,
         "decoder": byte_level,

@@ -42,7 +42,7 @@ from reader import once, plan
 from tokenizer_json import read_tokenizer_json, tokenizer_json, write_tokenizer_json
 
 END = "<|endoftext|>"
-KIND_OF_PATTERN = {"gpt2": "gpt2", "llama3": "llama3", "qwen": "qwen2"}
+KIND_OF_PATTERN = {"marks": "marks", "gpt2": "gpt2", "llama3": "llama3", "qwen": "qwen2"}
 LONGEST_TOKEN = 255  # bytes: its length is one byte in tokenizer.bin
 LEAST_COUNT = 2  # a pair that stands in the text once is no pattern
 HELD_OUT_ONE_IN, HELD_OUT_BYTES = 50, 1 << 20
@@ -60,7 +60,12 @@ def parse_args():
     a = parser.add_argument
     a("--output", metavar="FOLDER", help="a new folder")
     a("--vocab-size", type=int, default=8192, metavar="N", help="tokens, special ones included (8192)")
-    a("--pattern", choices=tuple(KIND_OF_PATTERN), default="gpt2", help="where words begin and end, as in that model")
+    a(
+        "--pattern",
+        choices=tuple(KIND_OF_PATTERN),
+        default="marks",
+        help="where words begin and end: letters with their marks, such as vowel signs (marks); or as in that model",
+    )
     a("--special", nargs="+", default=[], metavar="TOKEN", help=f"special tokens besides {END}")
     args = parser.parse_args()
     if not args.output or not (args.input or args.python_stdlib):

@@ -21,7 +21,7 @@ from weights import convert, model_weights, read_config
 
 TYPES = ("F16", "BF16", "Q8_0")
 ARCHITECTURES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-PRE_TOKENIZERS = {"bytes": "gpt-2", "gpt2": "gpt-2", "llama3": "llama-bpe", "qwen2": "qwen2"}
+PRE_TOKENIZERS = {"bytes": "gpt-2", "gpt2": "gpt-2", "llama3": "llama-bpe", "qwen2": "qwen2", "marks": "qwen35"}
 # GPT-2's files hold these as (in, out), all others as (out, in)
 IN_BY_OUT = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 POSITIONS = "position_embd.weight"

@@ -2005,10 +2005,15 @@ def test_validation_data_beside_the_training_data(trainer, tmp_path):
     said = succeeds(trainer.bare(*words, "-o", "run")).stdout
     assert re.search(r"--val-data +train/my_val_\*\.bin", said) and "val loss" in said
     succeeds(trainer.bare("-o", "run", "-y", "1", "-x", "3", "-v", "3"))
+    for number in "1", "7":  # as prepare.py numbers them, one shard for training has none of its number beside it
+        shard(tmp_path / f"train/my_train_{number}.bin")
+        said = succeeds(trainer.bare("-i", f"train/my_train_{number}.bin", *words[2:])).stdout
+        assert f"--val-data           train/my_val_{'1' if number == '1' else '*'}.bin" in said and "val loss" in said
     for path in tmp_path.glob("train/my_val_*"):
         path.unlink()
     said = succeeds(trainer.bare(*words)).stdout
-    assert "no validation loss: --val-data names no shards" in said and "val loss" not in said
+    assert "no validation loss: --val-data names no shards, and none have the training data's name with val" in said
+    assert "val loss" not in said
     fails(trainer.bare(*words, "--evaluate", "1"), "nothing to evaluate")
     fails(trainer.bare(*words, "-a", "1"), "--debug overfit says nothing without --val-data")
 
@@ -2063,7 +2068,10 @@ def test_a_mixture_of_sets(trainer, tmp_path):
         ("good.bin:1,wide.bin:1", ["'wide.bin' and 'good.bin' were made with different tokenizers"]),
         (",".join(["good.bin:0.001"] * 1000), ["a mixture of more than 64 sets"]),
         ("empty.mix", ["'empty.mix' names no shards"]),
-        ("words.mix", ["'good.bin' names no shards, and no set with its share"]),
+        ("words.mix", ["'words.mix' line 2: 'good.bin' names no shards, and no set with its share"]),
+        ("nul.mix", ["'nul.mix' line 2: 'good.bin:1' names no shards", "lines of a FILE.mix in UTF-8"]),
+        ("wide.mix", ["'wide.mix' line 1: "]),
+        ("byte.mix", ["no file matches 'none\ufffd.bin'"]),
     ],
 )
 @pytest.mark.parametrize("option", ["-i", "-j"])
@@ -2071,7 +2079,10 @@ def test_bad_mixtures(trainer, tmp_path, option, sets, words):
     shard(tmp_path / "words.bin", vocab=200)
     shard(tmp_path / "wide.bin", np.zeros(8000), magic=20240801, version=7, count=4000)
     (tmp_path / "empty.mix").write_text("# no set\n\n")
-    (tmp_path / "words.mix").write_text("good.bin\n")
+    (tmp_path / "words.mix").write_text("good.bin:1\ngood.bin\n")
+    (tmp_path / "nul.mix").write_bytes(b"good.bin:1\ngood.bin:1\0\ngood.bin:1\n")
+    (tmp_path / "wide.mix").write_text("good.bin:1\n", encoding="utf-16")
+    (tmp_path / "byte.mix").write_bytes(b"good.bin:1\nnone\xff.bin:1\n")
     fails(trainer(option, sets, "-v", "1", "-o", "run"), *words)
     assert not list(tmp_path.glob("run/*.jsonl"))
 

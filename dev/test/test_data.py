@@ -301,9 +301,13 @@ def test_packed_files(tmp_path, ending):
     path.write_bytes(packed(b"first " * 100000, ending) + packed(b"second", ending))
     assert texts_of(path) == [b"first " * 100000 + b"second"]
     whole = packed(np.random.default_rng(1).integers(97, 120, 100000, np.uint8).tobytes(), ending)
-    for data in b"", whole[:-1], whole[: len(whole) // 2], b"not packed at all":
+    spoilt = bytes([whole[0] ^ 1]) + whole[1:]
+    for data in b"", whole[:-1], whole[: len(whole) // 2], b"not packed at all", whole + spoilt, whole + b"more":
         path.write_bytes(data)
         assert f"'{path}' cannot be unpacked: " in refusal(texts_of, path)
+    if ending != ".zst":  # whose padding are frames of their own
+        path.write_bytes(whole + bytes(8) + packed(b"second", ending) + bytes(512))
+        assert b"".join(texts_of(path)).endswith(b"second")
     if importlib.util.find_spec("pyarrow"):
         import pyarrow as pa
         import pyarrow.parquet
@@ -387,8 +391,12 @@ def test_what_is_there_by_a_name_is_no_pattern(tmp_path, monkeypatch):
         ("n[1]/deep/[x]/*", ["n[1]/deep/[x]/y.txt"]),
         (f"{tmp_path}/n[1]/s[0].txt", [f"{tmp_path}/n[1]/s[0].txt"]),
         ("n[12]/*.txt", ["n1/s0.txt"]),
+        ("{n1,n2}/s0.txt", ["n1/s0.txt"]),
+        ("n1/s{0,{1,2}}.{txt,md}", ["n1/s0.txt"]),
+        ("n1/{s0}.{txt", []),
     ):
-        assert reader.find_inputs([pattern]) == data_common.find_files(pattern) == names, pattern
+        assert data_common.find_files(pattern) == names, pattern
+        assert not names or reader.find_inputs([pattern]) == names
     assert "'l[1].txt' links to nothing" in refusal(reader.find_inputs, ["l[1].txt"])
 
 
@@ -397,12 +405,15 @@ def test_json_lists_are_read_in_parts(tmp_path, monkeypatch):
     records = [{"text": "é — 日本 😀\n" * n, "n": [n, {"a": 1.5e3}]} for n in range(40)] + [12, "a", None, [], 7]
     for spelt in json.dumps(records), json.dumps(records, ensure_ascii=False, indent=1), " \n[\r\n]\t", "[12]":
         data = spelt.encode()
-        (tmp_path / "a.json").write_bytes(codecs.BOM_UTF8 + data)
-        for size in 1, 2, 7, 100, 1 << 20:
+        for size, times in [(size, times) for size in (1, 2, 7, 100, 1 << 20) for times in (1, 3)]:
             monkeypatch.setattr(reader, "BLOCK_BYTES", size)
-            assert [record for record, _ in reader.rows(str(tmp_path / "a.json"))] == json.loads(data)
+            (tmp_path / "a.json").write_bytes(b"\n[]".join([codecs.BOM_UTF8 + data] * times))  # as cat joins lists
+            assert [record for record, _ in reader.rows(str(tmp_path / "a.json"))] == json.loads(data) * times
     read = lambda: list(reader.rows(str(tmp_path / "a.json")))
     for spelt, words in (
+        (b'[{"a": 1}]\n{"a": 2}', "behind entry 1 its list ends, and what follows is no list"),
+        (b"[1, 2]]", "what follows is no list"),
+        (b"[1, 2]\n[3", "entry 3 is not JSON: the list has no end"),
         (b'[{"a": 1}, {"a": ', "entry 2 is not JSON"),
         (b'[{"a": 1}, {"a": x}]', "entry 2 is not JSON"),
         (b"[1, 2", "entry 2 is not JSON: the list has no end"),
@@ -1227,13 +1238,13 @@ def fuzz_text():
 
 
 @needs_tiktoken
-@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", pytest.param("real gpt2", marks=needs_assets)])
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", "marks", pytest.param("real gpt2", marks=needs_assets)])
 def test_c_tokenizer_equals_tiktoken(tmp_path, c_tokenizer, kind):
     if kind == "real gpt2":
         tokenizer = data_common.make_tokenizer("gpt2", ASSETS / "vocab.bpe")
     else:
         tokenizer = data_common.make_tokenizer("llama3", write_ranks(tmp_path / "ranks"))
-    if kind in ("gpt2", "qwen2"):  # the same merges behind another pattern
+    if kind in ("gpt2", "qwen2", "marks"):  # the same merges behind another pattern
         tokenizer = data_common.Tokenizer(
             kind, tokenizer.tokens[: tokenizer.eot + 1], tokenizer.eot, data_common.PATTERNS[kind]
         )
@@ -1249,7 +1260,7 @@ def test_c_tokenizer_equals_tiktoken(tmp_path, c_tokenizer, kind):
 
 
 @needs_tiktoken
-@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", "marks"])
 def test_cutting_changes_no_token(tmp_path, kind):
     tokens = data_common.tiktoken_file_tokens(write_ranks(tmp_path / "ranks"))
     tokenizer = data_common.Tokenizer("gpt2", tokens + [b"<|endoftext|>"], len(tokens), data_common.PATTERNS[kind])
@@ -1294,7 +1305,7 @@ def text_in(script, rng, size):
 
 
 @needs_tiktoken
-@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", "marks"])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_cutting_changes_no_token_in_any_script(tmp_path, monkeypatch, script, kind):
     """Long documents, and large files that several processes read. The vocabulary joins what a wrong cut would part."""
@@ -1322,7 +1333,7 @@ def test_cutting_changes_no_token_in_any_script(tmp_path, monkeypatch, script, k
     assert b"".join(pieces) == data and np.array_equal(np.concatenate([tokenizer.encode(p) for p in pieces]), whole)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", "marks"])
 def test_clean_cuts_are_those_of_the_pattern(kind):
     """Around the characters of Unicode (some of Han and Hangul), by a package that has another version of it."""
     chunk = pytest.importorskip("regex").compile(data_common.PATTERNS[kind])
@@ -1375,10 +1386,22 @@ def test_the_tokenizer_of_a_model(corpus, tmp_path):
     ranks = ["--tokenizer-file", tmp_path / "ranks"]
     script("prepare.py", *args, "--output", tmp_path / "usual", "--tokenizer", "llama3", *ranks)
     (tmp_path / "sets.mix").write_text(f"# two\n{folders['data']}/x_*.bin:7\nb:3\n")
-    for data in f"{folders['data']}/x_*.bin:0.7,b/*.bin:0.3", str(tmp_path / "sets.mix"):
+    (tmp_path / "edited.mix").write_bytes(
+        b"\xef\xbb\xbf# caf\xe9\r\n" + f" {folders['data']}/x_*.bin:7 \r\nb:3".encode()
+    )
+    (tmp_path / "data, too").symlink_to(folders["data"])
+    (folders["data"] / "x_1.bin").touch()
+    for data in (
+        f"{folders['data']}/x_*.bin:0.7,b/*.bin:0.3",
+        str(tmp_path / "sets.mix"),
+        str(tmp_path / "edited.mix"),
+        f"{tmp_path}/data, too/x_*.bin:0.7,b/*.bin:0.3",
+        f"{tmp_path}/{{none,data}}/x_*.bin:0.7,b/*.bin:0.3",
+    ):
         mixed = {"options": {"train-data": data}}
         (folders["checkpoint"] / "train_state.json").write_text(json.dumps(state | mixed))
-        assert tokenizer_json.trained_with(folders["checkpoint"]) == str(folders["data"] / "tokenizer.bin")
+        found = tokenizer_json.trained_with(folders["checkpoint"])
+        assert os.path.samefile(found, folders["data"] / "tokenizer.bin"), data
     (folders["checkpoint"] / "train_state.json").write_text(json.dumps(state))
     for name in "imported", "published", "checkpoint":
         script("prepare.py", *args, "--output", tmp_path / f"by {name}", "--tokenizer", folders[name])

@@ -632,6 +632,11 @@ static void test_names_of_sets(void) {
     fputs("# a comment: 0.5\n\na/*.bin:0.75\r\n#b:3\nfolder with blanks/a,b.bin:0.25", f);
     fclose(f);
     check_sets(text, "a/*.bin=0.75 folder with blanks/a,b.bin=0.25");
+    f = fopen_or_die(text, "w", ".");
+    fputs("\xef\xbb\xbf a/*.bin:3 \r\n\t#b:3\n \n\tb/\xff.bin: 1\t\r\n", f);
+    fclose(f);
+    check_sets(text, "a/*.bin=0.75 b/\xff.bin=0.25");
+    check_sets("{a,b}/*.bin:3, c,d/*.bin:1", "{a,b}/*.bin=0.75 c,d/*.bin=0.25");
     mkdir(in_folder("shards.mix"), 0700);
     write_good("shards.mix/x.bin", 9, 0);
     snprintf(text, sizeof text, "%s", in_folder("shards.mix/*.bin"));

@@ -319,7 +319,7 @@ def test_a_hub_that_reaches_outside(hub, tmp_path, name, kept):
     precious.write_bytes(b"mine")
     name = name.format(root=tmp_path) + ".parquet"
     hub.files = {"a/good.parquet": b"x", name: b"theirs", name.lstrip("/"): b"theirs"}
-    listing = cache / "who/what/anything/files.json"
+    listing = cache / download.LISTS / "who/what/anything/files.json"
     if kept:
         listing.parent.mkdir(parents=True)
         listing.write_text(json.dumps(["abc123", [[name, 6, None]]]))
@@ -338,6 +338,44 @@ def test_a_hub_whose_list_goes_on_in_a_local_file(hub, tmp_path, monkeypatch):
     hub.files = {"a/good.parquet": b"x"}
     with dies("is no address of a web server"):
         download.hub_files("who/what", "a", ".parquet", options(cache=str(tmp_path / "cache")))
+
+
+def test_a_list_is_the_hubs_alone(hub, tmp_path, capsys):
+    """A data set's own files.json lies beside its other files, and its page's licence obeys no terminal."""
+    forged = json.dumps(["0" * 40, [], "mine"]).encode()
+    hub.files = {"files.json": forged, "a/files.json": forged, "a/x.json": b"{}"}
+    hub.tags = ["license:mit\x1b[2J\nrevision 7"]
+    for _ in range(2):
+        paths = download.hub_files("who/what", "a", ".json", options(cache=str(tmp_path)))
+        assert [Path(p).read_bytes() for p in paths] == [forged, b"{}"]
+        assert "revision abc123, licence: mit?[2J?revision 7;" in capsys.readouterr().out
+    hub.listing = json.dumps({"sha": "abc\x1b[2J", "tags": []}).encode()
+    with dies("is not what the hub's interface promises"):
+        download.hub_files("who/what", "b", ".json", options(cache=str(tmp_path)))
+
+
+def test_a_list_without_end(hub, tmp_path, monkeypatch):
+    reply = Answer.reply
+    link = {"Link": f'<{hub.url}/api/datasets/who/what/tree/abc123/a?page=0>; rel="next"'}
+    monkeypatch.setattr(Answer, "reply", lambda self, *args, **headers: reply(self, *args, **headers | link))
+    hub.files = {"a/good.parquet": b"x"}
+    with dies("it does not end after 2 pages"):
+        download.hub_files("who/what", "a", ".parquet", options(cache=str(tmp_path)))
+    monkeypatch.setattr(download, "PAGE_BYTES", 100)
+    with dies("a page of it has more than"):
+        download.hub_files("who/what", "a", ".parquet", options(cache=str(tmp_path)))
+
+
+@pytest.mark.parametrize("size", [1000, len(DATA) - 1])
+def test_a_file_does_not_outgrow_its_listed_size(hub, tmp_path, monkeypatch, size):
+    """Of what a server sends without end no more is written than one block beyond it."""
+    hub.files, seen = {"b.bin": DATA}, []
+    write = download.Partial.write
+    monkeypatch.setattr(download, "BLOCK", 1 << 16)
+    monkeypatch.setattr(download.Partial, "write", lambda self, block: (seen.append(len(block)), write(self, block)))
+    with dies(f"bytes came instead of {size:,}"):
+        download.fetch(hub.url + "/b.bin", str(tmp_path / "b.bin"), size, sha(DATA))
+    assert sum(seen) <= 3 * (size + (1 << 16)) and not (tmp_path / "b.bin").exists()
 
 
 def test_mirrors(tmp_path):

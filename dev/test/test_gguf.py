@@ -30,7 +30,7 @@ FAMILIES = {  # name: (configuration, tokenizer, architecture)
         "llama3",
         "llama",
     ),
-    "mistral": (small("MistralConfig", head_dim=32, sliding_window=48), "gpt2", "llama"),
+    "mistral": (small("MistralConfig", head_dim=32, sliding_window=48), "marks", "llama"),
     "qwen2": (small("Qwen2Config", rope_theta=1e6, tie_word_embeddings=True), "qwen2", "qwen2"),
     "qwen3": (small("Qwen3Config", head_dim=32), "qwen2", "qwen3"),
 }
@@ -148,7 +148,7 @@ def pieces_by(read, text):
     tokens = {t: i for i, t in enumerate(read["tokenizer.ggml.tokens"])}
     ranks = {tuple(m.split(" ")): i for i, m in enumerate(read["tokenizer.ggml.merges"])}
     pre = read["tokenizer.ggml.pre"]
-    kind = {"gpt-2": "gpt2", "llama-bpe": "llama3", "qwen2": "qwen2"}[pre]
+    kind = {"gpt-2": "gpt2", "llama-bpe": "llama3", "qwen2": "qwen2", "qwen35": "marks"}[pre]
     spelled, ids = data_common.byte_characters(), []
     for chunk in regex.findall(data_common.PATTERNS[kind], text):
         parts = [spelled[b] for b in chunk.encode()]
@@ -163,12 +163,12 @@ def pieces_by(read, text):
     return ids
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "qwen2"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "qwen2", "mistral"])
 def test_tokenizer(folders, tmp_path, monkeypatch, name):
     export(monkeypatch, folders[name], tmp_path / "m.gguf")
     read, theirs = fields(tmp_path / "m.gguf"), transformers.AutoTokenizer.from_pretrained(folders[name])
     assert read["tokenizer.ggml.model"] == "gpt2" and len(read["tokenizer.ggml.tokens"]) == 340
-    text = "the man saw 8 cups of tea, née 日本 it's\n\n  12345 lamp\tturned"
+    text = "the man saw 8 cups of tea, née 日本 it's\n\n  12345 lamp\tturned हिंदी में"
     assert pieces_by(read, text) == theirs(text, add_special_tokens=False)["input_ids"]
     types = read["tokenizer.ggml.token_type"]
     kinds = {t: types[i] for i, t in enumerate(read["tokenizer.ggml.tokens"])}

@@ -105,6 +105,20 @@ def test_syntax(script):
     assert os.access(os.path.join(ROOT, "scripts", script), os.X_OK) == (script != "common.sh")
 
 
+@pytest.mark.parametrize("script", [*SCRIPTS, "run_finetune.sh", "multi_node/mpirun.sh", "multi_node/slurm.sbatch"])
+def test_help(script, tmp_path):
+    """What its first lines say, from any folder, also behind other options; nothing else is done."""
+    path = os.path.join(ROOT, "scripts", script)
+    with open(path) as f:
+        head = f.read().split("\nset -euo")[0].split("\nsource ")[0].splitlines()
+    for words in ["--help"], ["-o", tmp_path / "new", "--help"]:
+        done = subprocess.run(["bash", path, *words], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0 and not done.stderr and not os.listdir(tmp_path)
+        said = [line for line in head[1:] if line.startswith("#") and not line.startswith("#SBATCH")]
+        assert done.stdout.splitlines()[: len(said)] == [line[1:].removeprefix(" ") for line in said]
+        assert ("options" in done.stdout.splitlines()[-1]) == ("/" not in script)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_header_states_the_run(script):
     """Data, tokens, expectation and time stand in the first lines; tokens and hours are those of the options and the

@@ -22,7 +22,7 @@ import data_common  # noqa: E402
 import reader  # noqa: E402
 import tokenizer_json  # noqa: E402
 
-KINDS = ["gpt2", "llama3", "qwen2"]
+KINDS = ["gpt2", "llama3", "qwen2", "marks"]
 SAID = {  # in 22 scripts, two of them decomposed
     "latin": "Zażółć gęślą jaźń, l'été de l'an 1999: I'LL say “it’S”!",
     "nfd": unicodedata.normalize("NFD", "café résumé Việt Nam Ångström"),

@@ -373,6 +373,8 @@ def test_validation_data_beside_the_training_data(tmp_path):
     assert found("my_train_*.bin") == found("mine.bin") == ""
     (tmp_path / "train/my_val_1.bin").touch()
     assert found("my_train_*.bin") == str(tmp_path / "train/my_val_*.bin") and found("mine.bin") == ""
+    assert found("my_train_7.bin") == str(tmp_path / "train/my_val_*.bin")  # the one shard that prepare.py made
+    assert found("my_train_1.bin") == str(tmp_path / "train/my_val_1.bin")
 
 
 def test_ranges_of_options_are_those_of_c():

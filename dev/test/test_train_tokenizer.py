@@ -62,7 +62,7 @@ def texts(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("pattern", ["gpt2", "llama3", "qwen"])
+@pytest.mark.parametrize("pattern", ["gpt2", "llama3", "qwen", "marks"])
 def test_one_text_one_tokenization(texts, program, tmp_path, pattern):  # noqa: F811
     """In transformers, in the shards of prepare.py and in C, of texts with special tokens and without."""
     transformers = pytest.importorskip("transformers")
@@ -86,6 +86,20 @@ def test_one_text_one_tokenization(texts, program, tmp_path, pattern):  # noqa: 
                 assert theirs.decode(ids) == (text if pattern != "qwen" else theirs.decode(ours.encode(text.encode())))
     prepare(tmp_path / "text.txt", mine, tmp_path)
     assert stream(tmp_path) == theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids
+
+
+def test_words_keep_their_marks(tmp_path):
+    """Where a script writes vowels as marks, a word is one token all the same, unless a pattern of old was chosen."""
+    theirs = pytest.importorskip("transformers.models.qwen3_5.tokenization_qwen3_5")
+    assert data_common.PATTERNS["marks"] == theirs.PRETOKENIZE_REGEX
+    words = ["हिन्दी", "किताबें", "தமிழ்", "বাংলা", "ไทยนี้", "cafe\u0301"]
+    (tmp_path / "a.txt").write_text(" ".join(words * 20))
+    for args, apart in ([], 0), (["--pattern", "gpt2"], 6):
+        mine = tmp_path / f"mine{apart}"
+        train(tmp_path / "a.txt", mine, *args)
+        tokenizer = tokenizer_json.folder_tokenizer(mine)
+        assert sum(len(tokenizer.encode(f" {word}".encode())) > 1 for word in words) == apart
+        assert tokenizer.kind == ("gpt2" if args else "marks")
 
 
 def test_a_model_speaks_by_it(tmp_path):

@@ -5,7 +5,8 @@
 //   set = mixture_next(&m, &of_set);                 row `row` of the run is row `of_set` of this set
 //
 // A name that matches files is that one set, whatever characters it has, but for FILE.mix: it has a set with its share
-// in a line, and lines of comments begin with #. Shares are divided by their sum.
+// in a line, and lines of comments begin with #. Blanks around a line are no part of it. A pattern may hold commas, but
+// no part before one may hold a colon. Shares are divided by their sum.
 //
 // The order of sets is a function of the shares and the row's number alone: that of R. Tijdeman, "The chairman
 // assignment problem" (1980). Any first n rows have share * n rows of a set, to less than one: to 1 - 1 / (2k - 2)
@@ -19,11 +20,12 @@
 
 enum { MOST_SETS = 64 };
 static const double SHARE_UNITS = 1e5;
-#define MIXTURE_HINT "name shards by 'a/*.bin', several sets by 'a/*.bin:0.7,b/*.bin:0.3' or a FILE.mix of such lines"
+#define MIXTURE_HINT \
+    "name shards by 'a/*.bin', several sets by 'a/*.bin:0.7,b/*.bin:0.3' or lines of a FILE.mix in UTF-8"
 
 typedef struct {
-    int count;
-    char *text;  // of the patterns, private
+    int count, line;  // line: of a file, where something is wrong
+    char *text;       // of the patterns, private
     char *patterns[MOST_SETS];
     int64_t shares[MOST_SETS], total;  // in units of 1 / SHARE_UNITS, and their sum
     // the place
@@ -58,7 +60,8 @@ static int matches_files(const char *pattern) {
 static int mixture_add(Mixture *m, char *part) {
     char *colon = strrchr(part, ':'), *end = part;
     const double units = colon ? strtod(colon + 1, &end) * SHARE_UNITS : 0, whole = rint(units);
-    if (*end || !(whole >= 1 && whole <= 100 * SHARE_UNITS && fabs(units - whole) < 1e-3)) return 0;
+    if (end[strspn(end, " \t\r")] || !(whole >= 1 && whole <= 100 * SHARE_UNITS && fabs(units - whole) < 1e-3))
+        return 0;
     require(m->count < MOST_SETS, "a mixture of more than %d sets\nput sets into one by a pattern that has both",
             MOST_SETS);
     *colon = 0;
@@ -67,36 +70,51 @@ static int mixture_add(Mixture *m, char *part) {
     m->total += (int64_t)whole;
     return 1;
 }
-static char *mixture_lines(const char *path) {
+static char *mixture_lines(const char *path, ssize_t *bytes) {
     char *lines = NULL;
     size_t size = 0;
     FILE *f = fopen(path, "r");
-    require(f && getdelim(&lines, &size, EOF, f) > 0, "cannot read '%s', or it is empty\n" MIXTURE_HINT, path);
+    require(f && (*bytes = getdelim(&lines, &size, 0, f)) > 0, "cannot read '%s', or it is empty\n" MIXTURE_HINT, path);
     fclose(f);
     return lines;
 }
 // Returns what is no set with its share; NULL: nothing. The first pattern is there in any case.
 static const char *mixture_parse(Mixture *m, const char *text) {
     CLEAR(m);
-    const size_t n = strlen(text);
+    ssize_t n = strlen(text);
     const int is_file = n > 4 && !strcmp(text + n - 4, ".mix") && file_exists(text);
-    m->patterns[0] = m->text = is_file ? mixture_lines(text) : strcpy(new_array(char, n + 1), text);
+    m->patterns[0] = m->text = is_file ? mixture_lines(text, &n) : strcpy(new_array(char, n + 1), text);
+    m->line = is_file;
     if (!is_file && (!strchr(text, ':') || matches_files(text))) {
         m->count = 1;
         m->total = m->shares[0] = SHARE_UNITS;
         return NULL;
     }
-    for (char *part, *rest = m->text; (part = strsep(&rest, is_file ? "\r\n" : ","));) {
-        const int is_comment = is_file && (!*part || *part == '#');
-        if (!is_comment && !mixture_add(m, part)) return part;
+    const char *ends = is_file ? "\n" : ",";
+    char *part = m->text + (strncmp(m->text, "\xef\xbb\xbf", 3) ? 0 : 3), *end = part;  // a byte order mark
+    for (int last = 0; !last; m->line += is_file) {
+        part += strspn(part, " \t\r");
+        end += strcspn(end, ends);
+        last = !*end;
+        if (last && end != m->text + n) return part;  // a NUL
+        *end++ = 0;
+        if ((is_file && (!*part || *part == '#')) || mixture_add(m, part))
+            part = end;
+        else if (is_file || last || !*part || strchr(part, ':'))
+            return part;
+        else
+            end[-1] = *ends;
     }
+    m->line = 0;
     return m->count ? NULL : text;
 }
 static void mixture_open(Mixture *m, const char *text) {
     const char *bad = mixture_parse(m, text);
+    Path where = {""};
+    if (m->line) where = path_of("'%s' line %d: ", text, m->line);
     require(!bad,
-            "'%s' names no shards, and no set with its share: above 0, up to 100, at most 5 decimals\n" MIXTURE_HINT,
-            bad);
+            "%s'%s' names no shards, and no set with its share: above 0, up to 100, at most 5 decimals\n" MIXTURE_HINT,
+            where.text, bad);
 }
 static void mixture_close(Mixture *m) { free(m->text); }
 // Of a text that may be wrong.

@@ -22,6 +22,7 @@ typedef enum {
     TOKENIZER_GPT2,
     TOKENIZER_LLAMA3,
     TOKENIZER_QWEN2,
+    TOKENIZER_MARKS,
     NUM_TOKENIZERS
 } TokenizerKind;
 enum { TOKENIZER_MAGIC = 20240328, TOKENIZER_VERSION = 2, TOKENIZER_VERSION_FLAGS = 3 };
@@ -201,7 +202,7 @@ static void tokenizer_close(Tokenizer *t) {
 }
 // For messages: "gpt2 (50257 tokens, hash 0123456789abcdef)".
 static void tokenizer_name(const TokenizerId *id, char *text, size_t size) {
-    static const char *const kinds[] = {"a tokenizer of unknown kind", "bytes", "gpt2", "llama3", "qwen2"};
+    static const char *const kinds[] = {"a tokenizer of unknown kind", "bytes", "gpt2", "llama3", "qwen2", "marks"};
     char tokens[32] = "";
     if (id->vocab_size > 0) FORMAT(tokens, "%d tokens, ", id->vocab_size);
     snprintf(text, size, "%s (%shash %016lx)", kinds[id->kind], tokens, id->hash);
@@ -270,14 +271,16 @@ static char *tokenizer_stream(const Tokenizer *t, TextTail *tail, int id) {
 
 // ---- text -> ids
 
-static CharClass class_at(const unsigned char *p, const unsigned char *end, int *length) {
-    return char_class(utf8_next(p, end, length));
+// marks: what they count as.
+static CharClass class_at(const unsigned char *p, const unsigned char *end, CharClass marks, int *length) {
+    const CharClass kind = char_class(utf8_next(p, end, length));
+    return kind == CHAR_MARK ? marks : kind;
 }
 // The end of the run of at most `most` characters of one class that begins at p. *last: where its last one begins.
 static const unsigned char *run_end(const unsigned char *p, const unsigned char *end, CharClass kind, int most,
-                                    const unsigned char **last) {
+                                    CharClass marks, const unsigned char **last) {
     int length;
-    for (; p < end && most > 0 && class_at(p, end, &length) == kind; p += length, most--) *last = p;
+    for (; p < end && most > 0 && class_at(p, end, marks, &length) == kind; p += length, most--) *last = p;
     return p;
 }
 
@@ -286,12 +289,14 @@ static const unsigned char *run_end(const unsigned char *p, const unsigned char 
 //   Llama 3  (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+
 //            |\s+(?!\S)|\s+
 //   Qwen2.5  the same with \p{N} instead of \p{N}{1,3}, on text in NFC
+//   marks    Qwen2.5's with marks among the letters, [\p{L}\p{M}] and [^\s\p{L}\p{M}\p{N}], on any text
 static const unsigned char *chunk_end(const unsigned char *p, const unsigned char *end, TokenizerKind tokenizer) {
     #define IS_NEWLINE(c) ((c) == '\n' || (c) == '\r')
     static const char *const endings[] = {"s", "d", "m", "t", "ll", "ve", "re"};
     const unsigned char *last = p;
-    int llama3 = tokenizer != TOKENIZER_GPT2;  // or Qwen2.5
-    int digits = tokenizer == TOKENIZER_QWEN2 ? 1 : llama3 ? 3 : INT_MAX;
+    const CharClass marks = tokenizer == TOKENIZER_MARKS ? CHAR_LETTER : CHAR_OTHER;
+    int llama3 = tokenizer != TOKENIZER_GPT2;  // or one of those below it
+    int digits = !llama3 ? INT_MAX : tokenizer == TOKENIZER_LLAMA3 ? 3 : 1;
     int length, unused;
     for (int i = 0; i < 7 && *p == '\''; i++) {
         int n = strlen(endings[i]);
@@ -299,19 +304,19 @@ static const unsigned char *chunk_end(const unsigned char *p, const unsigned cha
         if (end - p > n && !(llama3 ? strncasecmp : strncmp)(rest, endings[i], n)) return p + 1 + n;
     }
     if (llama3 && end - p > 2 && !memcmp(p, "'\xc5\xbf", 3)) return p + 3;  // the long s is an s in small letters
-    CharClass first = class_at(p, end, &length);
+    CharClass first = class_at(p, end, marks, &length);
     const unsigned char *second = p + length;
     int may_precede = llama3 && (first == CHAR_SPACE || first == CHAR_OTHER) && !IS_NEWLINE(*p);
-    if (may_precede && second < end && class_at(second, end, &unused) == CHAR_LETTER)
-        return run_end(second, end, CHAR_LETTER, INT_MAX, &last);
+    if (may_precede && second < end && class_at(second, end, marks, &unused) == CHAR_LETTER)
+        return run_end(second, end, CHAR_LETTER, INT_MAX, marks, &last);
     const unsigned char *word = *p == ' ' ? p + 1 : p;
-    CharClass kind = word < end ? class_at(word, end, &unused) : CHAR_SPACE;
+    CharClass kind = word < end ? class_at(word, end, marks, &unused) : CHAR_SPACE;
     if (kind == CHAR_OTHER || kind == CHAR_LETTER || (kind == CHAR_NUMBER && !(llama3 && word > p))) {
-        const unsigned char *q = run_end(word, end, kind, kind == CHAR_NUMBER ? digits : INT_MAX, &last);
+        const unsigned char *q = run_end(word, end, kind, kind == CHAR_NUMBER ? digits : INT_MAX, marks, &last);
         while (llama3 && kind == CHAR_OTHER && q < end && IS_NEWLINE(*q)) q++;
         return q;
     }
-    const unsigned char *spaces = run_end(p, end, CHAR_SPACE, INT_MAX, &last);
+    const unsigned char *spaces = run_end(p, end, CHAR_SPACE, INT_MAX, marks, &last);
     for (const unsigned char *q = spaces; llama3 && q > p; q--)
         if (IS_NEWLINE(q[-1])) return q;
     return spaces < end && last > p ? last : spaces;  // the last space goes with the word that follows

@@ -1,11 +1,11 @@
-// Letters, numbers and spaces of Unicode, and its normal form NFC, as the package `tokenizers` has them.
+// Letters, numbers, spaces and marks of Unicode, and its normal form NFC, as the package `tokenizers` has them.
 #pragma once
 
 #include "../utils.h"
 
 #include "unicode_tables.h"
 
-typedef enum { CHAR_LETTER, CHAR_NUMBER, CHAR_SPACE, CHAR_OTHER } CharClass;
+typedef enum { CHAR_LETTER, CHAR_NUMBER, CHAR_SPACE, CHAR_OTHER, CHAR_MARK } CharClass;
 
 // ---- the tables: dev/unicode_tables.py says how they are coded
 
@@ -13,7 +13,7 @@ typedef enum { CHAR_LETTER, CHAR_NUMBER, CHAR_SPACE, CHAR_OTHER } CharClass;
 typedef struct { int64_t key, value; } UnicodePair;
 enum { UNICODE_END = 0x110000, UNICODE_PAIRS = 2060, UNICODE_COMPOSED = 940 };
 static struct {
-    // CharClass | rank of the combining class << 2; rank 0: not combining
+    // CharClass, of marks plus the rank of their combining class; rank 0: not combining
     unsigned char properties[UNICODE_END];
     UnicodePair decompositions[UNICODE_PAIRS], compositions[UNICODE_COMPOSED];  // in the order of their keys
     int ready;
@@ -38,8 +38,8 @@ static void unicode_read_classes(void) {
     int kind = CHAR_LETTER;  // a text of Unicode begins with another
     for (int c = 0, value, end; c < UNICODE_END; c = end) {
         value = unicode_number(&p);
-        kind = (kind + 1 + value % 3) & 3;
-        end = c + 1 + value / 3;
+        kind = (kind + 1 + value % 4) % 5;
+        end = c + 1 + value / 4;
         memset(unicode.properties + c, kind, end - c);
     }
     p = unicode_marks;
@@ -47,7 +47,7 @@ static void unicode_read_classes(void) {
     for (int runs = unicode_number(&p), c = 0; runs > 0; runs--) {
         c += unicode_number(&p);
         const int end = c + 1 + unicode_number(&p), rank = most - unicode_number(&p);
-        for (; c < end; c++) unicode.properties[c] |= rank << 2;
+        for (; c < end; c++) unicode.properties[c] += rank;
     }
 }
 static void unicode_read_pairs(void) {
@@ -86,9 +86,10 @@ static int64_t unicode_find(const UnicodePair *pairs, int count, int64_t key) {
 }
 // What is no code point is CHAR_OTHER and combines with nothing.
 static CharClass char_class(int c) {
-    return (unsigned)c < UNICODE_END ? (CharClass)(unicode.properties[c] & 3) : CHAR_OTHER;
+    const int kind = (unsigned)c < UNICODE_END ? unicode.properties[c] : CHAR_OTHER;
+    return (CharClass)(kind < CHAR_MARK ? kind : CHAR_MARK);
 }
-static int combining_rank(int c) { return (unsigned)c < UNICODE_END ? unicode.properties[c] >> 2 : 0; }
+static int combining_rank(int c) { return char_class(c) == CHAR_MARK ? unicode.properties[c] - CHAR_MARK : 0; }
 
 // ---- NFC
 

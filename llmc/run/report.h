@@ -65,7 +65,8 @@ static void print_start(Trainer *t) {
     if (o->tp > 1) printf("mesh      %d data-parallel x %d tensor-parallel\n", t->mesh.dp.world, t->mesh.tp.world);
     if (o->generate) return;
     if (o->eval_every && !*o->val_data)
-        printf("no validation loss: --val-data names no shards, and none lie beside the training data\n");
+        printf("no validation loss: --val-data names no shards, and none have the training data's name with val for "
+               "train\n");
     evaluation_print(&t->eval);
     if (o->evaluate || *o->calls) return;
     if (!o->save_every)

@@ -433,8 +433,8 @@ static void take_options(Trainer *t) {
     if (named && *t->o.calls) state_free(&t->state);  // a run of its own
 }
 
-// --val-data auto: the shards beside those of each training set with "val" for the last "train" in their name, with the
-// set's share; "": none.
+// --val-data auto: the shards beside those of each training set with "val" for the last "train" in their name, of any
+// number where none has the same one; with the set's share; "": none.
 static void find_validation_data(Trainer *t) {
     if (t->o.generate || strcmp(t->o.val_data, "auto") != 0) return;
     Mixture m;
@@ -446,7 +446,11 @@ static void find_validation_data(Trainer *t) {
         const char *train = m.patterns[i], *slash = strrchr(train, '/'), *word = NULL;
         for (const char *p = slash ? slash : train; (p = strstr(p, "train")); p++) word = p;
         if (!word) continue;
-        const Path val = path_of("%.*sval%s", (int)(word - train), train, word + strlen("train"));
+        const char *rest = word + strlen("train"), *number = rest + strcspn(rest, "0123456789");
+        Path val = path_of("%.*sval%s", (int)(word - train), train, rest);
+        if (*number && !matches_files(val.text))
+            val = path_of("%.*sval%.*s*%s", (int)(word - train), train, (int)(number - rest), rest,
+                          number + strspn(number, "0123456789"));
         if (!matches_files(val.text)) continue;
         fprintf(f, "%s%s", ftell(f) ? "," : "", val.text);
         if (m.count > 1) fprintf(f, ":%.5f", m.shares[i] / SHARE_UNITS);

@@ -9,6 +9,9 @@
 # and MPI; data on every host under the same path; the output folder on a file system that all hosts share: every rank writes
 # its own part of a checkpoint. doc/multi_node.md says more.
 set -euo pipefail
+for word in "$@"; do  # the first comment
+    [ "$word" != --help ] || { sed -n '2,/^[^#]/{/^#SBATCH/d;s/^# \{0,1\}//p;}' "$0"; exit 0; }
+done
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 # ---- what to change; each can be given from outside: NAME=value scripts/multi_node/mpirun.sh
