@@ -615,7 +615,7 @@ struct Model {
     // gradients: of the residual stream, of a block's branch, and inside the branch
     float *dx, *branch, *dqkv, *df, *da;
     // a mixture's: rows (N*K,C) and gradients of shares (N,K) and logits (N,E); rows of each block's experts, and the
-    // balance (route_balance_cpu), in the step so far
+    // balance (route_balance_cpu) times its tokens, in the step so far
     float *expert_rows, *dshares, *drouter, *load;
     double balance;
     double loss;            // sum over the step's micro-steps
@@ -637,6 +637,7 @@ typedef struct {
     int accumulate, reduce;  // add to the gradients; sum them over ranks as soon as they are complete
     float balance;           // of the loss of a block's experts (Config.balance)
     int counts;              // of training: m->load counts them, m->largest takes logits
+    const int *targets;      // of training: below -1 of padding, which is no token to a mixture's balance
     const KvCache *cache;    // generating: B = 1, the keys and values of the tokens before; NULL: training
     const KvPlace *places;   // of the N rows in the cache
     int prompt;              // they are consecutive tokens of one slot, which are not drawn from
@@ -657,7 +658,7 @@ static Block block_get(Model *m, int l, UnitUse use);
 static void experts_forward(Model *m, const Pass *p, const Block *b, const float *h);
 static void experts_project(Model *m, const Pass *p, const Block *b, float *out, const float *x);
 static void experts_backward(Model *m, const Pass *p, const Block *b, const float *dx);
-static void count_load(Model *m, const Pass *p, Routing r, int l);
+static void count_load(Model *m, const Pass *p, const Block *b, int l);
 static void clear_matrix_gradient(const Linear *l, int rank);  // of an expert that no token has
 static Linear head_of(Model *m, UnitUse use);
 static void clear_gradients(Model *m, const Pass *p);  // zeros where backward adds
@@ -790,7 +791,7 @@ static void block_forward(Model *m, const Pass *p, int l) {
         experts_project(m, p, &b, b.a.x_out, b.a.x_mid);
     else
         linear_project(m, p, &b.fcproj, b.a.x_out, b.a.x_mid, b.a.a);
-    if (p->counts && m->load) count_load(m, p, b.a.routing, l);
+    if (p->counts && m->load) count_load(m, p, &b, l);
 }
 
 // tokens (B,T) -> the stream, m->x_embedding (rows,C)
@@ -982,6 +983,7 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     p.accumulate = micro > 0;
     p.reduce = micro == num_micro - 1 && m->mesh->job.world > 1;
     p.counts = 1;
+    p.targets = targets;
     int learned = 0;
     for (int n = 0; n < p.N; n++) learned += targets[n] >= 0;
     p.balance = m->config.balance / m->config.num_layers * (float)(learned / m->tokens);  // step_share
@@ -1078,7 +1080,7 @@ StepResult model_update(Model *m, const UpdateParams *p) {
     r.loss = share * comm_sum(&m->mesh->dp, m->loss);
     r.norm = share * sqrt(comm_sum(&m->mesh->job, squares_of_gradient(m)));
     r.verdict = step_verdict(r.loss, r.norm, p->most_loss, p->most_norm);
-    load_report(m->mesh, &m->config, m->tokens / (m->B * m->T), m->load, m->balance, &r);
+    load_report(m->mesh, &m->config, m->load, m->balance, &r);
     if (m->largest) r.logit = share_largest(m);
     if (r.verdict != STEP_APPLIED) return r;
     watchdog_beat(PHASE_UPDATE, -1);
@@ -1395,9 +1397,14 @@ static void experts_product(Model *m, const Pass *p, const Block *b, Role role, 
             linear_product(&l, to + out, NULL, x + in, rows);
     }
 }
+static Routing routing_of(const Pass *p, const Block *b) {
+    Routing r = b->a.routing;
+    r.targets = p->targets;
+    return r;
+}
 static void experts_forward(Model *m, const Pass *p, const Block *b, const float *h) {
     const int E = m->config.num_experts, K = m->config.active_experts;
-    const Routing r = b->a.routing;
+    const Routing r = routing_of(p, b);
     linear_product(&b->router, r.probs, NULL, h, p->N);
     route_cpu(r, m->config.renormalise, p->N, E, K);
     gather_rows_cpu(m->expert_rows, h, NULL, r, p->N, K, p->C);
@@ -1413,10 +1420,11 @@ static void experts_project(Model *m, const Pass *p, const Block *b, float *out,
     if (!is_alone) add_branch(m, p, out, x, NULL, m->branch);
 }
 // Adds what a step's report says of a block's experts.
-static void count_load(Model *m, const Pass *p, Routing r, int l) {
+static void count_load(Model *m, const Pass *p, const Block *b, int l) {
     const int E = m->config.num_experts;
-    for (int e = 0; e < E; e++) m->load[area(l, E) + e] += (float)rows_of_expert(r, e);
-    m->balance += route_balance_cpu(r, p->N, E);
+    const Routing r = routing_of(p, b);
+    for (int e = 0; e < E; e++) m->load[area(l, E) + e] += (float)r.counted[e];
+    m->balance += r.counted[E] * route_balance_cpu(r, p->N, E);
 }
 static void clear_matrix_gradient(const Linear *l, int rank) {
     if (l->w.dweight) zero_floats(l->w.dweight, area(l->out, l->in));
@@ -1430,7 +1438,7 @@ static void experts_backward(Model *m, const Pass *p, const Block *b, const floa
     const Config *c = &m->local;
     const int N = p->N, E = c->num_experts, K = c->active_experts;
     const float balance = m->mesh->tp.rank ? 0 : p->balance;
-    const Routing r = b->a.routing;
+    const Routing r = routing_of(p, b);
     gather_rows_cpu(m->expert_rows, dx, r.shares, r, N, K, p->C);
     experts_product(m, p, b, ROLE_FCPROJW, EXPERTS_INPUT, m->da, m->expert_rows, NULL);
     shares_backward_cpu(m->dshares, m->da, b->a.a, r, N, K, c->ffn_dim);
@@ -1854,8 +1862,8 @@ static void open_quantised(Model *m, WeightFormat f) {
 }
 static Routing open_routing(Model *m, int N) {
     const int E = m->config.num_experts, K = m->config.active_experts;
-    return (Routing){floats(m, area(N, E)),   floats(m, area(N, K)),   integers(m, area(N, K)),
-                     integers(m, area(N, K)), integers(m, area(N, K)), integers(m, E + 1)};
+    return (Routing){floats(m, area(N, E)),   floats(m, area(N, K)), integers(m, area(N, K)), integers(m, area(N, K)),
+                     integers(m, area(N, K)), integers(m, E + 1),    integers(m, E + 1),      NULL};
 }
 // Activations of block l. What a block shares with block 0 is recomputed in backward.
 static BlockActs block_acts(Model *m, int N, int rows, int l) {

@@ -110,6 +110,8 @@ static Experts experts_of(const Model *m, const Pass *p, const Block *of, int l)
     const size_t E = c->num_experts;
     Experts x = {c->renormalise, of->a.experts, of->fc, of->fcproj};
     x.rows.N = p->N;
+    x.rows.targets = p->targets;
+    x.rows.order = p->order;
     x.rows.R = (int)experts_room(p->N, c->num_experts, c->active_experts);
     x.fc.epilogue = m->plan.fc.epilogue;
     x.router = unit_param(u, u->weights, ROLE_ROUTERW);
@@ -596,8 +598,10 @@ static void clear_load(const Model *m) {
     if (m->b.load) zero_async(m->b.load, load_size(&m->config), m->gpu.compute);
 }
 // Forward and backward of the tokens that were uploaded: micro-step `micro` of num_micro.
-static void micro_step(Model *m, int micro, int num_micro, int reduce, int logit_rows, size_t learned) {
+static void micro_step(Model *m, int micro, int num_micro, int reduce, int logit_rows, size_t learned, int padded) {
     Pass p = pass_of(m, m->plan.B, m->plan.T);
+    if (padded) p.targets = m->b.targets;
+    if (padded && logit_rows < p.N) p.order = m->b.order + p.N;
     // of one token in the step's loss
     const float share = 1.0f / ((float)p.N * (float)num_micro * (float)m->mesh->dp.world);
     sum_of_micro_steps(m, &p, micro == 0, micro == num_micro - 1);
@@ -624,7 +628,8 @@ void model_micro_step(Model *m, const int *inputs, const int *targets, int micro
     const int kind = micro == 0 ? 0 : last && m->plan.sums_in_fp32 ? 2 : 1;
     const size_t N = m->plan.N, masked = std::count_if(targets, targets + N, [](int t) { return t < 0; });
     const int logit_rows = plan_logit_rows(&m->plan, N - masked), compacts = logit_rows < (int)N;
-    auto work = [&] { micro_step(m, micro, num_micro, reduces, logit_rows, N - masked); };
+    const int padded = std::any_of(targets, targets + N, [](int t) { return t < -1; });
+    auto work = [&] { micro_step(m, micro, num_micro, reduces, logit_rows, N - masked, padded); };
     upload_tokens(m, inputs, targets, N, m->plan.T, compacts);
     m->step_tokens = (double)N * num_micro * dp;
     m->masked = (micro == 0 ? 0 : m->masked) + (double)masked;
@@ -851,9 +856,7 @@ StepResult model_update(Model *m, const UpdateParams *p) {
     m->met = m->links.rows.met;
     StepResult r = {m->b.host_step->loss, m->b.host_step->norm, (StepVerdict)m->b.host_step->verdict};
     if (m->b.largest) r.logit = comm_max(&m->mesh->tp, m->b.host_largest, (int)plan_all_heads(&m->plan));
-    if (load)
-        load_report(m->mesh, &m->config, m->step_tokens / (double)m->plan.N, m->b.host_load, m->b.host_load[load - 1],
-                    &r);
+    if (load) load_report(m->mesh, &m->config, m->b.host_load, m->b.host_load[load - 1], &r);
     return r;
 }
 

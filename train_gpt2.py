@@ -180,8 +180,8 @@ class Model(nn.Module):
         logits = self.head_product(x, weight, bias)
         return cap * logits.float() * torch.rsqrt(logits.float() ** 2 + cap**2) if cap else logits
 
-    def block(self, x, unit, rope, mask):
-        """x (B,T,C) -> (B,T,C), and the load-balancing loss of its experts."""
+    def block(self, x, unit, rope, mask, counted=None):
+        """x (B,T,C) -> (B,T,C), and the load-balancing loss of its experts: route."""
         c, (B, T, _) = self.config, x.shape
         qkv = self.linear(self.norm(x, unit, "ln1"), unit, "qkv")
         if len(qkv) == 1:
@@ -204,7 +204,7 @@ class Model(nn.Module):
         h = self.norm(x, unit, "ln2")
         if not c.num_experts:
             return x + self.mlp(h, unit), 0.0
-        y, unevenness = self.mixture(h.flatten(0, 1), unit)
+        y, unevenness = self.mixture(h.flatten(0, 1), unit, counted)
         return x + y.view_as(x), unevenness
 
     @torch.no_grad()
@@ -236,9 +236,10 @@ class Model(nn.Module):
         h = self.linear(x, unit, "fc", slice(expert * n, expert * n + n))
         return self.linear(self.activate(*h), unit, "fcproj", slice(expert, expert + 1))[0]
 
-    def route(self, x, unit):
+    def route(self, x, unit, counted=None):
         """x (N,C) -> which experts a token uses and their shares, (N,K) from the largest share on; and the
-        load-balancing loss (arXiv:2101.03961): K where tokens use all experts alike, E where all use one."""
+        load-balancing loss (arXiv:2101.03961): K where tokens use all experts alike, E where all use one. counted (N)
+        fp32: 0 for padding, which is no token to it, else 1; None: there is no padding."""
         c = self.config
         with torch.autocast(x.device.type, enabled=False):
             chances = F.linear(x.float(), unit["routerw"][0].float()).softmax(-1)
@@ -246,13 +247,15 @@ class Model(nn.Module):
         shares, experts = shares[:, : c.active_experts], experts[:, : c.active_experts]
         if c.renormalise:
             shares = shares / shares.sum(-1, keepdim=True)
-        used = experts.flatten().bincount(minlength=c.num_experts) / len(x)
-        return experts, shares, c.num_experts * (used * chances.mean(0)).sum()
+        counted = chances.new_ones(len(x)) if counted is None else counted
+        tokens = counted.sum().clamp(min=1)
+        used = experts.flatten().bincount(counted.repeat_interleave(c.active_experts), c.num_experts).float() / tokens
+        return experts, shares, c.num_experts * (used * (chances * counted[:, None]).sum(0) / tokens).sum()
 
-    def mixture(self, x, unit):
+    def mixture(self, x, unit, counted=None):
         """x (N,C) -> the sum of its experts' outputs times their shares, from the largest share on; and route's
         loss."""
-        experts, shares, unevenness = self.route(x, unit)
+        experts, shares, unevenness = self.route(x, unit, counted)
         K, chosen = self.config.active_experts, experts.flatten()
         order = chosen.argsort(stable=True)  # by expert, then by token
         counts = chosen.bincount(minlength=self.config.num_experts).tolist()
@@ -293,7 +296,8 @@ class Model(nn.Module):
 
     def forward(self, inputs, rope=None, targets=None, with_balance=False):
         """inputs, targets (B,T) -> logits (B,T,V), or the learned tokens' mean loss; with_balance: and what training
-        adds to it so that experts are used alike. `rope`: rope_table(T), made outside of what is compiled."""
+        adds to it so that experts are used alike. Targets below 0 are not learned, and below -1 they are padding.
+        `rope`: rope_table(T), made outside of what is compiled."""
         first, *blocks, last = self.units
         tokens, positions, mask = self.ranges(inputs)
         x = F.embedding(tokens, first["wte"][0])
@@ -301,14 +305,15 @@ class Model(nn.Module):
             x = x + F.embedding(positions, first["wpe"][0])
         if self.config.embedding_norm:
             x = self.norm(x, first, "lne")
-        unevenness = 0.0
+        unevenness, counted = 0.0, (targets >= -1).flatten().float() if with_balance else None
         for unit in blocks:
-            x, of_block = self.block(x, unit, rope, mask)
+            x, of_block = self.block(x, unit, rope, mask, counted)
             unevenness = unevenness + of_block
         logits = self.head(self.norm(x, last, "lnf"))
         if targets is None:
             return logits
-        total = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+        learned = targets.clamp(min=-1).flatten()
+        total = F.cross_entropy(logits.float().flatten(0, 1), learned, ignore_index=-1, reduction="sum")
         loss = total / (targets >= 0).sum().clamp(min=1)
         return (loss, self.config.balance / len(blocks) * unevenness) if with_balance else loss
 

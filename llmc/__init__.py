@@ -643,7 +643,7 @@ class Trainer:
         """Writes them into the memory as (rows, width), with padding that is not learned."""
         count = rows * width
         self._room(3 * count)
-        for at, array, fill in ((0, tokens, 0), (count, targets, -1)):
+        for at, array, fill in ((0, tokens, 0), (count, targets, -2)):
             place = self._words(np.int32, count, at).reshape(rows, width)
             if array.shape != place.shape:
                 place[:] = fill

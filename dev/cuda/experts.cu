@@ -7,7 +7,7 @@
 #include "../../train_gpt2.c"
 #include "../../llmc/model/experts.cuh"
 
-typedef struct { int N, E, K, C, F, renormalise, skewed; } Shape;
+typedef struct { int N, E, K, C, F, renormalise, skewed, padding; } Shape;
 
 // Both sides' arrays. f and a: of the CPU in its order of rows.
 typedef struct {
@@ -16,10 +16,22 @@ typedef struct {
     Routing routing;
 } Oracle;
 
+// The last tokens are padding; NULL: none is.
+static int *targets_of(const Shape *s) {
+    int *targets = s->padding ? host_new<int>((size_t)s->N) : NULL;
+    for (int n = 0; n < s->N && targets; n++) targets[n] = n < s->N - s->padding ? n % 3 - 1 : -2;
+    return targets;
+}
 static Routing host_routing(const Shape *s) {
     const size_t ne = (size_t)s->N * s->E, nk = (size_t)s->N * s->K;
-    const Routing r = {host_new<float>(ne), host_new<float>(nk), host_new<int>(nk),
-                       host_new<int>(nk),   host_new<int>(nk),   host_new<int>((size_t)s->E + 1)};
+    const Routing r = {host_new<float>(ne),
+                       host_new<float>(nk),
+                       host_new<int>(nk),
+                       host_new<int>(nk),
+                       host_new<int>(nk),
+                       host_new<int>((size_t)s->E + 1),
+                       host_new<int>((size_t)s->E + 1),
+                       targets_of(s)};
     return r;
 }
 // The products of all experts: of `forward` form out (rows,out) from inp, else of its input's gradient.
@@ -106,6 +118,9 @@ static Experts device_experts(const Shape *s) {
     x.rows.experts = device_new<int>(N * K);
     x.rows.rows = device_new<int>(N * K);
     x.rows.groups = device_new<int>(experts_groups(R, s->E));
+    x.rows.counted = device_new<int>(E + 1);
+    const int *targets = targets_of(s);
+    if (targets) x.rows.targets = upload_ints(targets, N);
     x.fc.aux = device_new<floatX>(R * 2 * (size_t)s->F);
     x.a = device_new<floatX>(R * (size_t)s->F);
     x.logits = device_new<floatX>(N * E);
@@ -169,7 +184,8 @@ static void check_mixture(Shape s, float balance) {
         others += fabsf(ours - theirs) > (sizeof(floatX) == 2 ? 3e-2f : 1e-4f) * theirs;
     }
     check_true(!others, "%d of %d choices are of less likely experts", others, s.N * s.K);
-    const float far = *download(x.load.balance, 1) / (float)route_balance_cpu(cpu.routing, s.N, s.E) - 1;
+    const float expected = (float)(route_balance_cpu(cpu.routing, s.N, s.E) * (s.N - s.padding));
+    const float far = *download(x.load.balance, 1) / expected - 1;
     check_true(fabsf(far) < 1e-2f, "the balance is off by %g", (double)far);
     check("out", p.branch, cpu.out, (size_t)s.N, (size_t)s.C, bound(2e-2, 2e-5), 0.5);
     experts_backward(&p, &x, dout, h);
@@ -354,6 +370,8 @@ int main(int argc, char **argv) {
         check_mixture({513, 16, 3, 72, 328, 0, 1}, 1);
         check_mixture({9, 64, 1, 64, 8, 0, 0}, 0.5f);
         check_mixture({1024, 8, 2, 512, 512, 1, 1}, 10);
+        check_mixture({300, 8, 2, 128, 64, 1, 0, 77}, 3);
+        check_mixture({513, 16, 3, 72, 328, 0, 1, 512}, 1);
         check_fp8({300, 8, 2, 128, 64, 1, 0});
         check_fp8({700, 16, 3, 272, 320, 1, 0});
     }

@@ -176,7 +176,7 @@ def places(shards, T, pack, eot):
 def read_row(tokens, pieces, T, pack, documents, eot):
     """Inputs and targets of a row: see llmc/data/dataloader.h."""
     pack, documents = row_kind(tokens, pack, documents)
-    inputs, targets = np.full(T, ~eot if documents else eot), np.full(T, -1)
+    inputs, targets = np.full(T, ~eot if documents else eot), np.full(T, -2)
     used, marked = 0, isinstance(tokens, Conversations)
     for begin, length in pieces:
         part = tokens[begin : begin + length + 1]

@@ -59,7 +59,8 @@ static std::vector<floatX> normal(size_t n, uint64_t seed) {
 struct Sides {
     int N, E, K, R;
     std::vector<float> probs, shares, cpu_probs, cpu_shares;
-    std::vector<int> experts, rows, groups, cpu_experts, cpu_rows, tokens, begin;
+    std::vector<int> experts, rows, groups, counted, cpu_experts, cpu_rows, tokens, begin, cpu_counted;
+    std::vector<int> targets, ordered, order;  // of padding: of the CPU; of ours, in another order
     std::vector<ExpertChunk> chunks;
     ExpertRows ours;
     Routing cpu;
@@ -70,14 +71,31 @@ struct Sides {
         experts = rows = cpu_experts = cpu_rows = tokens = std::vector<int>(nk, -7);
         groups = std::vector<int>(experts_groups((size_t)R, E), -7);
         begin = std::vector<int>((size_t)E + 1);
+        counted = cpu_counted = std::vector<int>((size_t)E + 1, -7);
         chunks = std::vector<ExpertChunk>(experts_chunks((size_t)N) * (size_t)E);
-        ours = {N, E, K, R, probs.data(), shares.data(), experts.data(), rows.data(), groups.data()};
-        cpu = {cpu_probs.data(), cpu_shares.data(), cpu_experts.data(), cpu_rows.data(), tokens.data(), begin.data()};
+        ours = {
+            N,    E,   K, R, probs.data(), shares.data(), experts.data(), rows.data(), groups.data(), counted.data(),
+            NULL, NULL};
+        cpu = {cpu_probs.data(), cpu_shares.data(), cpu_experts.data(), cpu_rows.data(),
+               tokens.data(),    begin.data(),      cpu_counted.data(), NULL};
+    }
+    // Of each 16 tokens the last `few` are padding, another is not learned.
+    void pad(int few) {
+        targets = ordered = order = std::vector<int>((size_t)N);
+        for (size_t n = 0; n < targets.size(); n++) {
+            const size_t place = n * 7 % 16;
+            targets[n] = (int)place >= 16 - few ? -2 : place == 3 ? -1 : 5;
+            order[n] = N - 1 - (int)n;
+            ordered[targets.size() - 1 - n] = targets[n];
+        }
+        cpu.targets = targets.data();
+        ours.targets = ordered.data();
+        ours.order = order.data();
     }
     void route_both(const std::vector<floatX> &logits, int renormalise, float *load, float *balance) {
         ExpertChunk *const c = chunks.data();
         const int blocks = ((int)experts_chunks((size_t)N) + CHUNK_WARPS - 1) / CHUNK_WARPS;
-        const int words = CHUNK_WARPS * (E + 1) * 4;
+        const int words = CHUNK_WARPS * (2 * E + 1) * 4;
         for (size_t i = 0; i < logits.size(); i++) cpu_probs[i] = logits[i];
         route_cpu(cpu, renormalise, N, E, K);
         launch_on_cpu((N + EXPERTS_WARPS - 1) / EXPERTS_WARPS, EXPERTS_THREADS, EXPERTS_WARPS * E * 4, false,
@@ -138,8 +156,9 @@ static std::vector<floatX> logits_of(Logits kind, int N, int E) {
     }
     return x;
 }
-static void check_rows(Logits kind, int N, int E, int K, int renormalise) {
+static void check_rows(Logits kind, int N, int E, int K, int renormalise, int padding = 0) {
     Sides s(N, E, K);
+    if (padding) s.pad(padding);
     std::vector<float> load((size_t)E, 1);
     float balance = 2;
     s.route_both(logits_of(kind, N, E), renormalise, load.data(), &balance);
@@ -151,13 +170,20 @@ static void check_rows(Logits kind, int N, int E, int K, int renormalise) {
         if (kind != NOT_FINITE) far = fmax(far, fabs((double)s.shares[i] - (double)s.cpu_shares[i]));
         others += s.experts[i] != s.cpu_experts[i];
     }
-    for (int e = 0; e < E; e++) loads += fabs((double)load[(size_t)e] - 1 - (double)rows_of_expert(s.cpu, e));
-    const double expected = route_balance_cpu(s.cpu, N, E) + 2;
+    std::vector<int> rows_of((size_t)E + 1);  // counted one by one
+    for (int n = 0; n < N; n++) {
+        const int counts = !padding || n * 7 % 16 < 16 - padding;
+        for (int k = 0; k < K; k++) rows_of[(size_t)s.cpu_experts[(size_t)(n * K + k)]] += counts;
+        rows_of[(size_t)E] += counts;
+    }
+    others += rows_of != s.counted || rows_of != s.cpu_counted;
+    for (int e = 0; e < E; e++) loads += fabs((double)load[(size_t)e] - 1 - (double)rows_of[(size_t)e]);
+    const double expected = route_balance_cpu(s.cpu, N, E) * rows_of[(size_t)E] + 2;
     const bool balanced = kind == NOT_FINITE ? balance != balance : fabs((double)balance / expected - 1) < 1e-5;
     check(far < 1e-6 && !others && !s.wrong_places() && loads == 0 && balanced,
-          "logits %d, %d tokens, %d of %d experts: probabilities off by %.1e, %d experts differ, %d places wrong, "
-          "balance %.6f (%.6f)",
-          (int)kind, N, K, E, far, others, s.wrong_places(), (double)balance, expected);
+          "logits %d, %d tokens (padding %d of 16), %d of %d experts: probabilities off by %.1e, %d experts differ, "
+          "%d places wrong, balance %.6f (%.6f)",
+          (int)kind, N, padding, K, E, far, others, s.wrong_places(), (double)balance, expected);
 }
 static void check_sums(int N, int E, int K, int renormalise, int C) {
     Sides s(N, E, K);
@@ -187,8 +213,9 @@ static void check_sums(int N, int E, int K, int renormalise, int C) {
     }
 }
 // dout's rows with shares, then the activation's gradient, and that of the shares and logits
-static void check_backward(int N, int E, int K, int renormalise, int C, int F) {
+static void check_backward(int N, int E, int K, int renormalise, int C, int F, int padding = 0) {
     Sides s(N, E, K);
+    if (padding) s.pad(padding);
     s.route_both(logits_of(SKEWED, N, E), renormalise, NULL, NULL);
     const std::vector<floatX> dx = normal((size_t)(N * C), 4), f = normal((size_t)(N * K * 2 * F), 6),
                               da = normal((size_t)(N * K * F), 7);
@@ -286,10 +313,17 @@ int main(void) {
     check_rows(NOT_FINITE, 50, 24, 3, 1);
     check_rows(NORMAL, 5, 1024, 32, 1);
     check_rows(NORMAL, 9, 8, 1, 0);
+    check_rows(NORMAL, 300, 8, 2, 1, 5);
+    check_rows(SKEWED, 200, 16, 2, 1, 11);
+    check_rows(NORMAL, 70, 128, 8, 0, 1);
+    check_rows(NORMAL, 40, 1024, 32, 1, 6);
+    check_rows(NORMAL, 33, 64, 8, 1, 16);
     check_sums(150, 8, 2, 1, 40);
     check_backward(150, 8, 2, 1, 40, 24);
     check_sums(20, 64, 6, 0, 520);
     check_backward(20, 64, 6, 0, 520, 328);
+    check_backward(150, 8, 2, 1, 40, 24, 6);
+    check_backward(20, 64, 6, 0, 520, 328, 16);
     check_product<MATMUL_FORWARD>(70, 8, 2, 72, 40, 0);
     check_product<MATMUL_BACKWARD_INPUT>(70, 8, 2, 72, 40, 0);
     check_product<MATMUL_BACKWARD_WEIGHT>(70, 8, 2, 72, 40, 0);

@@ -211,7 +211,7 @@ static void check_layout(Planned *run) {
         const size_t E = (size_t)c->num_experts, words = saved_routing_size(p);
         const int *first = m->saved_routing + (l ? (size_t)(l - whole) : 0) * words;
         fault_unless(!E || ((int *)x->probs == first && (int *)x->shares == first + N * E && (size_t)x->R == of_mlp &&
-                            x->groups + 2 * E + 1 + of_mlp / 128 == first + words),
+                            x->groups + 2 * E + 1 + of_mlp / 128 == x->counted && x->counted + E + 1 == first + words),
                      o, "a mixture's routing");
         used_once = 0;
         for (const Part &p : norms)

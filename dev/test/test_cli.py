@@ -1068,6 +1068,18 @@ def test_damaged_training_state(trainer, checkpoint, tmp_path):
     fails(trainer("-o", tmp_path / "run", "-y", "1", "-n", "2", "-x", "6"), "train_state.json")
 
 
+def test_training_state_that_cannot_be_used(trainer, checkpoint, tmp_path):
+    """It stands beside weights that are named for a new run: nothing is taken from what was not read."""
+    shutil.copytree(checkpoint[0], tmp_path / "m")
+    state = tmp_path / "m/train_state.json"
+    state.write_text('{"format": 2, "step": ')
+    fails(trainer("-e", tmp_path / "m"), f"checkpoint '{tmp_path / 'm'}': train_state.json: not a JSON value")
+    with open(state, "r+b") as f:
+        f.truncate((100 << 20) + 1)
+    for more in [], ["--generate", "1", "--prompt", "a"]:
+        fails(trainer("-e", tmp_path / "m", *more), "train_state.json: more than 100 MiB of JSON")
+
+
 def crafted(trainer, folder, change):
     """A run that resumes from a train_state.json of which a function changed the text."""
     succeeds(trainer("-o", folder, "-n", "2", "--prompt", ""))

@@ -386,7 +386,7 @@ static void check_epoch(const char *what, const char *name, RowKind kind, int to
             ok &= id == 0 || (seen[id]++ == 0 && d.targets[t] == follows[id]);
             if (id == 0) ok &= d.targets[t] == 0 || seen[d.targets[t]] == 0;  // the document's first word follows
         }
-        for (int t = length; t < ROW; t++) ok &= d.inputs[t] == (kind.marks ? ~0 : 0) && d.targets[t] == -1;
+        for (int t = length; t < ROW; t++) ok &= d.inputs[t] == (kind.marks ? ~0 : 0) && d.targets[t] == -2;
     }
     for (int id = 1; id < MOST_TOKENS; id++) ok &= seen[id] == (follows[id] >= 0);
     check(ok && used == tokens && d.rows_per_epoch == rows &&
@@ -474,7 +474,7 @@ static void test_conversations(void) {
                                     {~40, 8, 109, 5, 110, ~50},
                                     {~20, 105, 0, 106, ~30, 107}};
     static const int bare[][6] = {{10, 101, 102, 3, 104, 0}, {40, 8, 109, 5, 110, 50}, {20, 105, 0, 106, 30, 107}};
-    static const int targets[][6] = {{101, 102, -1, 104, -1, -1},
+    static const int targets[][6] = {{101, 102, -1, 104, -1, -2},
                                      {-1, 109, -1, 110, -1, -1},
                                      {105, -1, 106, -1, 107, -1}};
     write_conversations("talk.bin", 0);

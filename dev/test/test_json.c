@@ -236,11 +236,19 @@ static void test_writing(void) {
     check(wrong == 0, "20000 random doubles and floats read back bit for bit");
 }
 
+// After a failure nothing is found, and nothing is read through a pointer that is none.
+static void check_holds_nothing(const Json *j, const char *what) {
+    int keys = 0;
+    JSON_EACH(j, key, 0) keys++;
+    check(json_get(j, 0, "a") == JSON_NONE && !json_is(j, 0, JSON_OBJECT) && !json_items(j, 0) && !keys,
+          "%s holds nothing", what);
+}
 static void test_files(const char *folder) {
     char path[4200];
     Json j;
     snprintf(path, sizeof path, "%s/x.json", folder);
     check(!json_load(&j, path) && strstr(j.error, "No such file"), "a missing file: %s", j.error);
+    check_holds_nothing(&j, "a missing file");
     json_free(&j);
     check(!json_load(&j, folder) && strstr(j.error, "not a file"), "a folder: %s", j.error);
     json_free(&j);
@@ -251,9 +259,14 @@ static void test_files(const char *folder) {
     json_free(&j);
     require(truncate(path, (off_t)JSON_MAX_BYTES + 1) == 0, "cannot make a large file\ncheck the disk");
     check(!json_load(&j, path) && strstr(j.error, "100 MiB"), "a file of 100 MiB: %s", j.error);
+    check_holds_nothing(&j, "a file of 100 MiB");
     json_free(&j);
     require(truncate(path, 0) == 0, "cannot empty a file\ncheck the disk");
     check(!json_load(&j, path), "an empty file: %s", j.error);
+    json_free(&j);
+    const char *damaged = "{\"a\": 1, \"b\": tru";
+    check(!json_parse(&j, damaged, strlen(damaged)), "a damaged text: %s", j.error);
+    check_holds_nothing(&j, "a damaged text");
     json_free(&j);
     unlink(path);
 }

@@ -218,6 +218,51 @@ def test_the_balance_counts_once_where_little_is_learned(data, folders, tmp_path
     assert losses[0][1][0] == losses[1][1][0] and abs(losses[0][1][1] / losses[1][1][1] - 1) > 1e-3
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_is_no_token_to_the_balance(data, folders, tmp_path, family):
+    """Loss, gradient and figures of rows with padding are those of transformers with its attention mask."""
+    lengths, t = [20, 5, 27, 11], 48
+    draw = np.random.default_rng(2)
+    ids = [draw.integers(0, 256, n) for n in lengths]
+    marks = [
+        (np.arange(n) < n // 2).astype(np.int64) << 30 | (np.arange(n) == 0).astype(np.int64) << 31 for n in lengths
+    ]
+    tokens = np.concatenate([i | m for i, m in zip(ids, marks)])
+    header = np.zeros(256, "<i4")
+    header[[0, 1, 2, 3, 4]] = 20240801, 8, len(tokens), V, 1
+    (tmp_path / "chats.bin").write_bytes(header.tobytes() + tokens.astype("<u4").tobytes())
+    rows, labels, mask = (torch.zeros(len(lengths), t, dtype=torch.int64) for _ in range(3))
+    labels -= 100
+    for row, (i, n) in enumerate(zip(ids, lengths)):
+        rows[row, :n], mask[row, :n] = torch.from_numpy(i), 1
+        labels[row, n // 2 : n] = torch.from_numpy(i[n // 2 :])
+    folder = copy(folders[family], tmp_path / "m", router_aux_loss_coef=0.5)
+    model = transformers().AutoModelForCausalLM.from_pretrained(folder)
+    out = model(rows, attention_mask=mask, labels=labels, output_router_logits=True)
+    E, K = model.config.num_local_experts, model.config.num_experts_per_tok
+    module = sys.modules[type(model).__module__]
+    of_blocks = [module.load_balancing_loss_func((x,), E, K, mask) for x in out.router_logits]
+    balance = sum(of_blocks) / len(of_blocks)
+    logits = out.logits[:, :-1].flatten(0, 1)
+    loss = F.cross_entropy(logits, labels[:, 1:].flatten())
+    (loss + 0.5 * balance).backward()
+    norm = torch.nn.utils.get_total_norm([w.grad for w in model.parameters() if w.grad is not None])
+    used = [x[mask.flatten() > 0].topk(K).indices.flatten().bincount(minlength=E) for x in out.router_logits]
+    even = sum(lengths) * K / E
+    expected = [float(x) for x in (loss.detach(), norm, balance.detach() / K)]
+    expected += [float(min(map(min, used))) / even, float(max(map(max, used))) / even]
+    how = {"train_data": tmp_path / "chats.bin", "model": tmp_path / "m", "batch_size": 2, "seq_len": t}
+    how |= {"total_batch": 2 * t, "max_steps": 1, "grad_clip": 0}  # of two rows: 27 + 20 of 48 places, and 11 + 5
+    train(data, tmp_path / "c", **how)
+    if MPIRUN:
+        train(data, tmp_path / "tp", 2, tp=2, **how)
+    reference(data, tmp_path / "py", **how)
+    for output in ("c", "tp", "py") if MPIRUN else ("c", "py"):
+        (step,) = events(tmp_path / output, "step")
+        names = ["loss", "norm", "balance", "idlest", "busiest"][: 2 if output == "py" else 5]
+        assert [step[name] for name in names] == pytest.approx(expected[: len(names)], rel=2e-5), output
+
+
 # ---- what a step says of experts
 
 
@@ -241,8 +286,8 @@ def test_what_a_step_says(data, folders, tmp_path, monkeypatch, family):
     """Of all blocks, micro-steps and ranks; of the batch before the update."""
     how, routed, route = {"model": folders[family], "batch_size": 3, "max_steps": 1}, [], core.Model.route
 
-    def watched(self, x, unit):
-        found = route(self, x, unit)
+    def watched(self, x, unit, counted=None):
+        found = route(self, x, unit, counted)
         routed.append((id(unit), found[0], found[2].detach()))
         return found
 

@@ -7,13 +7,16 @@
 #include "vector.h"
 
 typedef struct {
-    float *probs;   // (N, E)
-    float *shares;  // (N, K), falling
-    int *experts;   // (N, K); of equally probable ones the first
-    int *rows;      // (N, K) the rows of a token
-    int *tokens;    // (N*K) the token of a row
-    int *begin;     // (E+1) the first row of an expert
+    float *probs;        // (N, E)
+    float *shares;       // (N, K), falling
+    int *experts;        // (N, K); of equally probable ones the first
+    int *rows;           // (N, K) the rows of a token
+    int *tokens;         // (N*K) the token of a row
+    int *begin;          // (E+1) the first row of an expert
+    int *counted;        // (E+1) rows of an expert, but for padding; then the tokens that are none
+    const int *targets;  // (N) below -1 of padding; NULL: there is none
 } Routing;
+static int is_padding(Routing r, int n) { return r.targets && r.targets[n] < -1; }
 
 static void route_token(float *p, float *shares, int *experts, int renormalise, int E, int K) {
     float sum = 0;
@@ -39,20 +42,24 @@ void route_cpu(Routing r, int renormalise, int N, int E, int K) {
     for (int i = 0; i < N * K; i++) next[r.experts[i] + 1]++;
     for (int e = 0; e < E; e++) next[e + 1] += next[e];
     memcpy(r.begin, next, (E + 1) * sizeof(int));
+    memset(r.counted, 0, (E + 1) * sizeof(int));
     for (int i = 0; i < N * K; i++) {
         r.rows[i] = next[r.experts[i]]++;
         r.tokens[r.rows[i]] = i / K;
+        r.counted[r.experts[i]] += !is_padding(r, i / K);
     }
+    for (int n = 0; n < N; n++) r.counted[E] += !is_padding(r, n);
     free(next);
 }
 static int rows_of_expert(Routing r, int e) { return r.begin[e + 1] - r.begin[e]; }
 // How unevenly experts are used (Fedus et al., "Switch Transformers", arXiv:2101.03961): E sum_e f_e P_e, f_e: the part
-// of the tokens that have expert e, P_e: its mean probability. K if all are used alike. f_e has no gradient.
+// of the tokens that have expert e, P_e: its mean probability. K if all are used alike. f_e has no gradient. Padding is
+// no token; without any other it is 0.
 double route_balance_cpu(Routing r, int N, int E) {
-    double balance = 0;
+    double balance = 0, tokens = larger(r.counted[E], 1);
     for (int n = 0; n < N; n++)
-        for (int e = 0; e < E; e++) balance += (double)rows_of_expert(r, e) * r.probs[area(n, E) + e];
-    return balance * E / N / N;
+        for (int e = 0; e < E && !is_padding(r, n); e++) balance += (double)r.counted[e] * r.probs[area(n, E) + e];
+    return balance * E / tokens / tokens;
 }
 // dshares (N, K) and balance times the loss above -> dlogits (N, E)
 void route_backward_cpu(float *dlogits /*=*/, const float *dshares, Routing r, float balance, int renormalise, int N,
@@ -61,12 +68,13 @@ void route_backward_cpu(float *dlogits /*=*/, const float *dshares, Routing r, f
     for (int n = 0; n < N; n++) {
         const float *p = r.probs + area(n, E), *dshare = dshares + area(n, K), *share = r.shares + area(n, K);
         const int *experts = r.experts + area(n, K);
+        const float even = is_padding(r, n) ? 0 : balance * E, tokens = larger(r.counted[E], 1);
         float *d = dlogits + area(n, E), sum = 0, along = 0;
         for (int k = 0; k < K; k++) {
             sum += p[experts[k]];
             along += dshare[k] * share[k];
         }
-        for (int e = 0; e < E; e++) d[e] = balance * E * rows_of_expert(r, e) / ((float)N * N);
+        for (int e = 0; e < E; e++) d[e] = even * r.counted[e] / (tokens * tokens);
         for (int k = 0; k < K; k++) d[experts[k]] += renormalise ? (dshare[k] - along) / sum : dshare[k];
         along = 0;
         for (int e = 0; e < E; e++) along += p[e] * d[e];

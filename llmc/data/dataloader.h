@@ -14,8 +14,8 @@
 //
 // Row r of a shard is its tokens [r*T, r*T + T]: T inputs, and T targets one position later. Or (RowKind) documents are
 // packed into rows: each token but a document's first is a target once, and so is the end-of-text that follows it. What
-// is left of a row is padding, end-of-text with targets of -1, which are not learned. In a shard of conversations
-// targets are -1 as well where a token is not learned, and where a document ends. One epoch visits every row
+// is left of a row is padding, end-of-text with targets of -2, which are not learned. In a shard of conversations
+// targets are -1 where a token is not learned, and where a document ends. One epoch visits every row
 // of every shard once: shards of a set in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, epoch), shard), the rows of
 // one shard in order of rand_u64(seed, rand_stream(RAND_SHUFFLE, (epoch << 24) + shard + 1), row). A call of
 // dataloader_next takes the next world * B rows. Rank k takes those from k * B on, so a step's tokens depend on the
@@ -422,7 +422,7 @@ static void set_read_row(DataLoader *d, const DataSet *set, int64_t r, int *inpu
         set_read_piece(d, set, pieces[i], inputs + used, targets + used);
     for (; used < d->T; used++) {
         inputs[used] = padding;
-        targets[used] = -1;
+        targets[used] = -2;
     }
 }
 

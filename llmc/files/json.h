@@ -3,12 +3,13 @@
 //
 // The reader keeps the text and one flat array of tokens in document order. Strings are decoded in place, since they
 // never grow, and end with a NUL, so \u0000 is refused. A value is the index of its token. The root is 0, an absent
-// value is JSON_NONE. Every query accepts JSON_NONE, so lookups can be chained.
+// value is JSON_NONE. Every query accepts JSON_NONE, so lookups can be chained, and what could not be read or parsed
+// holds nothing, not even a root.
 #pragma once
 
 #include "../utils.h"
 
-typedef enum { JSON_NULL, JSON_BOOL, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_OBJECT } JsonKind;
+typedef enum { JSON_NULL, JSON_BOOL, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_OBJECT, JSON_ABSENT } JsonKind;
 typedef struct {
     JsonKind kind;
     int begin;  // byte of `text` where it begins; strings are decoded
@@ -35,6 +36,7 @@ static int utf8_length(const char *s) {
 
 static int json_fail(Json *j, const char *what) {
     FORMAT(j->error, "%s at byte %d", what, j->at);
+    j->count = 0;
     return 0;
 }
 // Steps over one of these characters, if it comes next. The text ends with a NUL, which is none of them, so every loop
@@ -217,15 +219,16 @@ static int json_open(Json *j, const char *path) {
     return 1;
 }
 
-static int json_is(const Json *j, int value, JsonKind kind) {
-    return value != JSON_NONE && j->tokens[value].kind == kind;
+static const JsonToken *json_token(const Json *j, int value) {
+    static const JsonToken absent = {JSON_ABSENT, 0, 0, 0};
+    return value >= 0 && value < j->count ? &j->tokens[value] : &absent;
 }
+static int json_is(const Json *j, int value, JsonKind kind) { return json_token(j, value)->kind == kind; }
 // A loop over the items of an array, or over the KEYS of an object: the value of key k is k + 1.
 // Other values have no items.
 #define JSON_EACH(j, v, container) \
-    for (int v = (container) + 1, v##_end = json_end((j), (container)); v < v##_end; v = (j)->tokens[v].next)
-static int json_end(const Json *j, int container) { return container == JSON_NONE ? 0 : j->tokens[container].next; }
-static int json_items(const Json *j, int container) { return container == JSON_NONE ? 0 : j->tokens[container].items; }
+    for (int v = (container) + 1, v##_end = json_token((j), (container))->next; v < v##_end; v = (j)->tokens[v].next)
+static int json_items(const Json *j, int container) { return json_token(j, container)->items; }
 static const char *json_value_text(const Json *j, int value, JsonKind kind) {
     return json_is(j, value, kind) ? j->text + j->tokens[value].begin : NULL;
 }

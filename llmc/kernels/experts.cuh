@@ -25,8 +25,12 @@ typedef struct {
     int *experts;   // (N,K); of equally probable ones the first
     int *rows;      // (N,K) the rows of a token
     int *groups;    // MatmulSchedule.experts: (E+1), (E), (R/EXPERT_ROWS)
+    int *counted;   // (E+1) rows of each expert, but for padding; then the tokens that are none
+    // (N) below -1 of padding; NULL: there is none. order (N): where a token's target is among them; NULL: in its place
+    const int *targets, *order;
 } ExpertRows;
-// What a step's report says, added to: rows of each expert (E) of a block, and its balance (route_balance_cpu).
+// What a step's report says, added to: rows of each expert (E) of a block, and its balance (route_balance_cpu) times
+// its tokens.
 typedef struct { float *rows, *balance; } ExpertLoad;
 
 static size_t experts_room(size_t N, int E, int K) {
@@ -35,9 +39,10 @@ static size_t experts_room(size_t N, int E, int K) {
 static size_t experts_groups(size_t R, int E) { return 2 * (size_t)E + 1 + R / EXPERT_ROWS; }
 static int expert_parts(int F) { return (F + EXPERT_PART - 1) / EXPERT_PART; }
 static size_t experts_chunks(size_t N) { return ceil_div(N, CHUNK_TOKENS); }
-// Of each chunk and expert: rows, then how many are in chunks before it; and the sum of probabilities.
+// Of each chunk and expert: rows, then how many are in chunks before it; without padding: rows, and the sum of
+// probabilities.
 typedef struct {
-    int rows;
+    int rows, counted;
     float probs;
 } ExpertChunk;
 static size_t experts_scratch_bytes(size_t N, int E) { return experts_chunks(N) * (size_t)E * sizeof(ExpertChunk); }
@@ -61,6 +66,9 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
     r.rows[(size_t)n * r.K + lane] = n * r.K + lane;  // not sorted
 }
 
+__device__ inline bool is_padding(const ExpertRows &r, int n) {
+    return r.targets && r.targets[r.order ? r.order[n] : n] < -1;
+}
 // How many of an expert's rows come before this lane's in the chunk. counts: of those so far, and of no expert (E).
 __device__ inline int experts_rank(int *counts, int expert) {
     const unsigned same = __match_any_sync(0xffffffffu, expert), lane = threadIdx.x % WARP;
@@ -71,27 +79,28 @@ __device__ inline int experts_rank(int *counts, int expert) {
     return first + before;
 }
 // A warp has a chunk. PLACES: gives each row its place, from where the expert's rows of this chunk begin; else counts
-// rows and sums probabilities.
+// rows, those of padding apart, and sums probabilities.
 template <bool PLACES>
 __global__ void __launch_bounds__(CHUNK_WARPS *WARP) experts_chunk_kernel(const ExpertRows r, ExpertChunk *chunks) {
-    extern __shared__ int4 experts_shared[];  // (CHUNK_WARPS,E+1) ints
-    const int lane = threadIdx.x % WARP, chunk = blockIdx.x * CHUNK_WARPS + threadIdx.x / WARP;
-    int *counts = (int *)experts_shared + threadIdx.x / WARP * (r.E + 1);
+    extern __shared__ int4 experts_shared[];  // (CHUNK_WARPS,2E+1) ints: of experts, of none, of experts' padding
+    const int lane = threadIdx.x % WARP, chunk = blockIdx.x * CHUNK_WARPS + threadIdx.x / WARP, apart = r.E + 1;
+    int *counts = (int *)experts_shared + threadIdx.x / WARP * (r.E + apart);
     const int first = chunk * CHUNK_TOKENS, end = min(first + CHUNK_TOKENS, r.N);
     ExpertChunk *const here = chunks + (size_t)chunk * r.E;
     if (first >= r.N) return;
-    for (int e = lane; e <= r.E; e += WARP) counts[e] = PLACES && e < r.E ? r.groups[e] + here[e].rows : 0;
+    for (int e = lane; e < r.E + apart; e += WARP) counts[e] = PLACES && e < r.E ? r.groups[e] + here[e].rows : 0;
     __syncwarp();
     for (int i = first * r.K; i < end * r.K; i += WARP) {
         const bool mine = i + lane < end * r.K;
-        const int row = experts_rank(counts, mine ? r.experts[i + lane] : r.E);
+        const int from = !PLACES && mine && is_padding(r, (i + lane) / r.K) ? apart : 0;
+        const int row = experts_rank(counts, mine ? from + r.experts[i + lane] : r.E);
         if (PLACES && mine) r.rows[i + lane] = row;
     }
     for (int e = lane; !PLACES && e < r.E; e += WARP) {
         float sum = 0;
         #pragma unroll 16
-        for (int n = first; n < end; n++) sum += r.probs[(size_t)n * r.E + e];
-        here[e] = {counts[e], sum};
+        for (int n = first; n < end; n++) sum += is_padding(r, n) ? 0 : r.probs[(size_t)n * r.E + e];
+        here[e] = {counts[e] + counts[apart + e], counts[e], sum};
     }
 }
 // One block, a thread for each expert: where its rows begin, and how many are before each chunk.
@@ -102,7 +111,7 @@ __global__ void __launch_bounds__(1024)
     constexpr int AHEAD = 8;  // loads that are under way together
     const int e = threadIdx.x, num_chunks = (r.N + CHUNK_TOKENS - 1) / CHUNK_TOKENS;
     const bool mine = e < r.E;
-    int count = 0;
+    int count = 0, counted = 0;
     float probs = 0;
     for (int first = 0; first < num_chunks && mine; first += AHEAD) {
         ExpertChunk c[AHEAD];
@@ -111,13 +120,15 @@ __global__ void __launch_bounds__(1024)
         for (int i = 0; i < AHEAD && first + i < num_chunks; i++) {
             chunks[(size_t)(first + i) * r.E + e].rows = count;
             count += c[i].rows;
+            counted += c[i].counted;
             probs += c[i].probs;
         }
     }
     const int room = mine ? (max(count, 1) + EXPERT_ROWS - 1) / EXPERT_ROWS * EXPERT_ROWS : 0;
     begins[e] = room;
-    const float balance = block_reduce<Sum>((float)count * probs, warps);
-    for (int by = 1; by < 1024; by *= 2) {  // sums of all up to this one
+    const float balance = block_reduce<Sum>((float)counted * probs, warps);
+    const float tokens = block_reduce<Sum>((float)counted, warps) / (float)r.K;  // each has K rows
+    for (int by = 1; by < 1024; by *= 2) {                                       // sums of all up to this one
         const int before = e >= by ? begins[e - by] : 0;
         __syncthreads();
         begins[e] += before;
@@ -129,9 +140,11 @@ __global__ void __launch_bounds__(1024)
     r.groups[r.E + 1 + e] = begin + count;
     if (e == r.E - 1) r.groups[r.E] = begins[e];
     for (int i = 0; i < room / EXPERT_ROWS; i++) r.groups[2 * r.E + 1 + begin / EXPERT_ROWS + i] = e;
+    r.counted[e] = counted;
+    if (e == r.E - 1) r.counted[r.E] = (int)tokens;
     if (!load.rows) return;
-    load.rows[e] += (float)count;
-    if (e == r.E - 1) *load.balance += balance * r.E / ((float)r.N * r.N);
+    load.rows[e] += (float)counted;
+    if (e == r.E - 1) *load.balance += balance * r.E / fmaxf(tokens, 1);
 }
 
 // ---- rows
@@ -219,7 +232,8 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
                           int renormalise) {
     const int lane = threadIdx.x % WARP, n = blockIdx.x * EXPERTS_WARPS + threadIdx.x / WARP;
     if (n >= r.N) return;
-    const float *p = r.probs + (size_t)n * r.E, even = balance * r.E / ((float)r.N * r.N);
+    const float *p = r.probs + (size_t)n * r.E, tokens = fmaxf((float)r.counted[r.E], 1);
+    const float even = is_padding(r, n) ? 0 : balance * r.E / (tokens * tokens);
     const size_t entry = (size_t)n * r.K + lane;
     const bool mine = lane < r.K;
     const int expert = mine ? r.experts[entry] : -1;
@@ -232,7 +246,7 @@ __global__ void __launch_bounds__(EXPERTS_THREADS)
         d = (d - warp_reduce<Sum>(d * share)) / chosen;
     }
     const auto of = [&](int e) {  // the gradient of p[e]
-        float x = e < r.E ? even * (float)(r.groups[r.E + 1 + e] - r.groups[e]) : 0;
+        float x = e < r.E ? even * (float)r.counted[e] : 0;
         for (int k = 0; k < r.K; k++) {
             const float dk = __shfl_sync(0xffffffffu, d, k);
             if (__shfl_sync(0xffffffffu, expert, k) == e) x += dk;
@@ -269,7 +283,7 @@ static void route(const ExpertRows *r, const floatX *logits, int renormalise, Ex
                   cudaStream_t stream) {
     const size_t chunks = experts_chunks((size_t)r->N);
     ExpertChunk *const c = (ExpertChunk *)scratch;
-    const size_t counts = (size_t)CHUNK_WARPS * (r->E + 1) * sizeof(int);
+    const size_t counts = (size_t)CHUNK_WARPS * (2 * r->E + 1) * sizeof(int);
     choose(r, logits, renormalise, stream);
     experts_chunk_kernel<false><<<blocks_for(chunks, CHUNK_WARPS), CHUNK_WARPS * WARP, counts, stream>>>(*r, c);
     experts_groups_kernel<<<1, 1024, 0, stream>>>(*r, c, load);

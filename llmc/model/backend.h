@@ -212,7 +212,8 @@ void model_read_snapshot(const Model *m, Slot s, size_t offset, size_t count, fl
 // Once, with the weights and before the first step: chooses by measuring. Changes no weights and no states.
 void model_tune(Model *m);
 // One optimiser step = num_micro calls of model_micro_step, then model_update.
-// inputs, targets (B,T). A target < 0 is not learned. With --documents an input is ~id where a document begins. The
+// inputs, targets (B,T). A target < 0 is not learned; below -1 it is padding, which no balance of experts counts. With
+// --documents an input is ~id where a document begins. The
 // gradient is that of the sum of losses, divided by the num_micro * B * T tokens of all ranks; micro-step 0 overwrites
 // it.
 void model_micro_step(Model *m, const int *inputs, const int *targets, int micro, int num_micro);
@@ -290,11 +291,9 @@ static int cache_pages(const Comm *tp, int asked, int slots, int room, size_t fi
     return least;
 }
 // What a step's report says of experts, by rows of each expert of each block (L,E) and the sum of the blocks' balances
-// (route_balance_cpu), of this rank. micro_steps: of all ranks.
-static void load_report(const Mesh *mesh, const Config *c, double micro_steps, const float *load, double balance,
-                        StepResult *r) {
+// (route_balance_cpu), each times its tokens, of this rank.
+static void load_report(const Mesh *mesh, const Config *c, const float *load, double balance, StepResult *r) {
     const size_t all = (size_t)c->num_layers * c->num_experts;
-    const double blocks = micro_steps * c->num_layers;
     const double balances = c->num_experts ? comm_sum(&mesh->dp, balance) : 0;
     double rows = 0, least = INFINITY, most = 0;
     if (balances == 0) return;  // no mixture, or a step of calls
@@ -307,7 +306,7 @@ static void load_report(const Mesh *mesh, const Config *c, double micro_steps, c
         most = of_expert > most ? of_expert : most;
     }
     free(of_ranks);
-    r->balance = (float)(balances / (blocks * c->active_experts));
+    r->balance = (float)(balances / rows);  // of which a token has one for each active expert
     r->idlest = (float)(least * (double)all / rows);
     r->busiest = (float)(most * (double)all / rows);
 }

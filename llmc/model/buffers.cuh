@@ -224,7 +224,7 @@ static size_t saved_stats_size(const Plan *p) { return p->N * p->local.num_heads
 // 4-byte words of a block's routing.
 static size_t saved_routing_size(const Plan *p) {
     const size_t E = p->config.num_experts, K = p->config.active_experts, R = plan_mlp_rows(p);
-    return E ? p->N * (E + 3 * K) + experts_groups(R, (int)E) : 0;
+    return E ? p->N * (E + 3 * K) + experts_groups(R, (int)E) + E + 1 : 0;
 }
 // Of the adapters' products of one layer.
 static size_t adapters_scratch_bytes(const Plan *p) {
@@ -671,6 +671,7 @@ static ExpertRows experts_place(const Plan *p, int *next) {
     r.experts = take(p->N * K);
     r.rows = take(p->N * K);
     r.groups = take(experts_groups(R, E));
+    r.counted = take((size_t)E + 1);
     return r;
 }
 // The parts of the region.

@@ -38,15 +38,17 @@ typedef struct {
 
 // One pass over N = B T tokens: all that the calls of a block share.
 typedef struct {
-    int B, T, N;           // sequences, tokens of each, all of them
-    int rows;              // of the residual stream that are here: N / shards
-    int logit_rows;        // of N: those that the head multiplies. Fewer than N: the learned ones and some others
-    int shards;            // of the N rows, one a rank of the group; 1 while decoding, where each rank has all
-    int C;                 // channels
-    int accumulate;        // backward adds to the gradients instead of writing them
-    int sum;               // GradSum: what becomes of a unit's gradients when they are complete
-    float balance;         // of the loss that keeps a block's experts evenly used
-    int counts;            // forward counts their rows
+    int B, T, N;         // sequences, tokens of each, all of them
+    int rows;            // of the residual stream that are here: N / shards
+    int logit_rows;      // of N: those that the head multiplies. Fewer than N: the learned ones and some others
+    int shards;          // of the N rows, one a rank of the group; 1 while decoding, where each rank has all
+    int C;               // channels
+    int accumulate;      // backward adds to the gradients instead of writing them
+    int sum;             // GradSum: what becomes of a unit's gradients when they are complete
+    float balance;       // of the loss that keeps a block's experts evenly used
+    int counts;          // forward counts their rows
+    const int *targets;  // ExpertRows.targets, and their order
+    const int *order;
     int reduce;            // backward gives each unit's gradients to zero.cuh when they are complete
     const float *cos_sin;  // rotary angles of the T positions (T,HD/2,2)
     const int *positions;  // (N) of each row, in device memory; NULL: those in the row
