@@ -4,14 +4,21 @@
     renderer = Renderer(text, tokens)
     renderer.render(messages)                         the text that the model is to continue
     renderer.write([Task(messages), ...])             whole conversations, and what is learned of each
+    names = special_names(folder)                     {"<|im_start|>", "<|im_end|>", ...}
+    renderer.ask(Task(messages), names)               Written: the text that the model is to continue, and its parts
+    renderer.write_plain([Task(messages), ...], names)    Written, of whole conversations
     end_of_turn(renderer)                             "<|im_end|>"
     ends_of_folder(folder, renderer)                  ([2, 7], ["</s>"]): token ids, and texts that are no token
+
+Names of special tokens in messages, tools and other values are text, and only those that the template writes are
+tokens: the parts of a Written say which names count. A template that does not pass such a name on as it is, is refused.
 
 A template is code from elsewhere: it runs in jinja2's sandbox, in a child process with limits of time and memory.
 Errors: TemplateError of what a template is or does, BadFile and OSError of the folder's files.
 Needs jinja2.
 """
 
+import bisect
 import collections
 import copy
 import datetime
@@ -20,6 +27,7 @@ import itertools
 import json
 import os
 import re
+import struct
 import time
 
 import jinja2
@@ -47,6 +55,10 @@ class TemplateError(Exception):
 
 # A conversation. more: other values that the template reads. unlearned: indices of messages that are not learned.
 Task = collections.namedtuple("Task", "messages tools more unlearned", defaults=(None, {}, ()))
+
+# A conversation as a text. spans: [(begin, end)] of what is learned, in characters. parts: [(text, special)], which
+# make the text; special: names of special tokens in this part are these tokens, else they are text.
+Written = collections.namedtuple("Written", "text spans parts")
 
 
 # ---- in the child
@@ -284,8 +296,118 @@ class Renderer:
         """Of each Task (text, [(begin, end)] of what is learned, in characters), or a TemplateError."""
         return list(self.results([[None, *task] for task in tasks]))
 
+    def ask(self, task, names=(), prompt=True):
+        """The Written text that the model is to continue, without spans. names: of special tokens, which are text in
+        the messages. prompt: with the generation prompt. TemplateError."""
+        [result] = self.with_names([task], names, prompt)
+        if isinstance(result, TemplateError):
+            raise result
+        return result
+
+    def write_plain(self, tasks, names=()):
+        """Of each Task a Written, or a TemplateError. names: as of ask()."""
+        return self.with_names(tasks, names, None)
+
+    def with_names(self, tasks, names, prompt):
+        """prompt: of ask(), or None, as the child takes it."""
+        marked = [with_marks(task, names) for task in tasks]
+        found = list(self.results([[prompt, *task] for task, _ in marked]))
+        for i, (result, (_, mark)) in enumerate(zip(found, marked)):
+            if not isinstance(result, TemplateError):
+                found[i] = written(*(result if prompt is None else (result, [])), mark, names)
+        ours = [i for i, (_, mark) in enumerate(marked) if mark and not isinstance(found[i], TemplateError)]
+        for i, text in zip(ours, self.results([[bool(prompt), *tasks[i]] for i in ours])):
+            if text != found[i].text:
+                found[i] = TemplateError(NAME_IS_LOST, "leave the name out, or write it otherwise")
+        return found
+
     def close(self):
         self.child.close()
+
+
+# ---- names of special tokens that are text
+
+NAME_IS_LOST = "the name of a special token in it, which is text there, is none for the chat template"
+
+
+@functools.lru_cache
+def pattern_of(names):
+    """names: a frozenset. The longest comes first."""
+    return re.compile("|".join(map(re.escape, sorted(filter(None, names), key=len, reverse=True))) or "(?!)")
+
+
+def texts_in(value):
+    """All texts in a message or in tools: those of tool calls and of reasoning, too."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    return [t for v in value for t in texts_in(v)] if isinstance(value, list) else [value] * isinstance(value, str)
+
+
+def with_marks(task, names):
+    """(the task with a mark behind each character of the names in its texts; the mark, or "" where there is none)."""
+    find = pattern_of(frozenset(names))
+    texts = texts_in([*({**m, "role": ""} for m in task.messages), task.tools, task.more])
+    if not any(map(find.search, texts)):
+        return task, ""
+    used = set().union(*texts)
+    mark = next(c for c in map(chr, range(0xF0000, 0x110000)) if c not in used)  # of private use
+
+    def marked(value):
+        if isinstance(value, dict):
+            return {marked(k): marked(v) for k, v in value.items()}
+        if isinstance(value, list):
+            return list(map(marked, value))
+        return find.sub(lambda m: "".join(c + mark for c in m[0]), value) if isinstance(value, str) else value
+
+    messages = [{k: v if k == "role" else marked(v) for k, v in m.items()} for m in task.messages]
+    return task._replace(messages=messages, tools=marked(task.tools), more=marked(task.more)), mark
+
+
+def written(text, spans, mark, names):
+    """The Written of a text with marks."""
+    if not mark:
+        return Written(text, spans, [(text, True)])
+    pieces = text.split(mark)  # of each but the last one the last character is text
+    ends = list(itertools.accumulate(map(len, pieces)))
+    clean, plain = "".join(pieces), {end - 1 for end in ends[:-1]}
+    places = [m.start() for m in re.finditer(re.escape(mark), text)]
+    shift = lambda at: at - bisect.bisect_left(places, at)  # of a place in the text with marks
+    spans = [(shift(begin), shift(end)) for begin, end in spans]
+    tokens = [m.span() for m in pattern_of(frozenset(names)).finditer(clean) if plain.isdisjoint(range(*m.span()))]
+    parts, at = [], 0  # between tokens
+    for begin, end in [*tokens, (len(clean), len(clean))]:
+        parts += [(clean[at:begin], plain.isdisjoint(range(at, begin))), (clean[begin:end], True)]
+        at = end
+    joined = [("".join(t for t, _ in group), special) for special, group in itertools.groupby(parts, lambda p: p[1])]
+    return Written(clean, spans, [part for part in joined if part[0]])
+
+
+def special_names(folder):
+    """The names of the special tokens of a folder's tokenizer, of whatever file. BadFile, OSError."""
+    config = read_object(os.path.join(folder, "tokenizer_config.json"))
+    listed = config.read("added_tokens_decoder", dict, Object({}, config.where))
+    tokens = [listed.read(name, dict, Object({}, listed.where)) for name in listed]
+    tokens += read_object(os.path.join(folder, "tokenizer.json")).read_list("added_tokens", dict)
+    names = {t.read("content", str, "") for t in tokens if t.read("special", bool, False)}
+    path = os.path.join(folder, "tokenizer.bin")
+    return frozenset(names | (names_of_own(path) if os.path.lexists(path) else set())) - {""}
+
+
+def names_of_own(path):
+    """Those of a tokenizer.bin (doc/formats.md); none of a file that is damaged, of which the program says it."""
+    with open_regular(path) as f:
+        data = f.read()
+    try:
+        _, version, count, end, kind = struct.unpack_from("=5i", data)
+        tokens, at = [], 1024
+        for _ in range(count):
+            tokens.append(data[at + 1 : at + 1 + data[at]])
+            at += 1 + data[at]
+        first = 256 if kind == 1 else end  # of the special ones, where no flags say it
+        special = [data[at + i] & 4 if version == 3 else i >= first for i in range(count)]
+        return {token.decode() for token, is_special in zip(tokens, special) if is_special}
+    except (struct.error, IndexError, UnicodeDecodeError):
+        return set()
 
 
 def read_template(folder):

@@ -3,15 +3,18 @@
     render = Limited("chat_template:renderer", text, seconds=5)    calls renderer(text) in the child, once
     render(messages)                                               calls what that returned
 
-Arguments and results are JSON. A call that takes too long or too much memory ends the child, raises Exceeded, and the
-next call starts another child. An exception in the child is a Failed with its text. Threads may share a Limited; calls
-wait for each other. Only Python's standard library; Linux.
+Arguments and results are JSON. The code sees an empty input, and what it prints goes to stderr: the pipes of calls and
+answers have other descriptors. An answer bears the key of its call, so that what the code writes into that pipe is an
+error and no answer; only code that looks for the key in its own process finds it. A call that takes too long or too
+much memory ends the child, raises Exceeded, and the next call starts another child. An exception in the child is a
+Failed with its text. Threads may share a Limited; calls wait for each other. Only Python's standard library; Linux.
 """
 
 import importlib
 import json
 import os
 import resource
+import secrets
 import select
 import signal
 import subprocess
@@ -20,6 +23,7 @@ import threading
 import time
 
 MOST_ANSWER, MOST_SETUP = 64 << 20, 60  # bytes, seconds
+MOST_SECONDS = 1e6  # which poll() and setrlimit() can count
 
 
 class Failed(Exception):
@@ -31,11 +35,12 @@ class Exceeded(Failed):
 
 
 class Limited:
-    """target: "module:function" of the folders on `path` (dev/ by default). seconds: for one call, the start of the
-    child not counted. memory: bytes of address space of the child; None: as many as there are, and all processors, for
-    the user's own code."""
+    """target: "module:function" of the folders on `path` (dev/ by default). seconds: for one call, at most
+    MOST_SECONDS, the start of the child not counted. memory: bytes of address space of the child; None: as many as
+    there are, and all processors, for the user's own code."""
 
     def __init__(self, target, *setup, seconds=5, memory=1 << 30, path=(os.path.dirname(os.path.abspath(__file__)),)):
+        seconds = min(seconds, MOST_SECONDS)
         self.start = [target, list(setup), seconds, memory, list(path)]
         self.seconds, self.memory = seconds, memory
         self.child, self.owner, self.lock, self.rest = None, os.getpid(), threading.RLock(), b""
@@ -61,10 +66,10 @@ class Limited:
 
     def exchange(self, message, seconds):
         """Sends a line and returns what the child answers."""
-        until = time.monotonic() + seconds
+        until, key = time.monotonic() + seconds, secrets.token_hex(16)
         try:
             out = self.child.stdin
-            out.write(json.dumps(message).encode() + b"\n")
+            out.write(json.dumps([key, message]).encode() + b"\n")
             line = self.read_line(until)
         except BrokenPipeError:
             line = b""
@@ -75,7 +80,10 @@ class Limited:
                 raise Exceeded("it ended its process")
             limit = f"{seconds:g} s" if slow else f"{self.memory >> 20} MiB or {seconds:g} s of computing"
             raise Exceeded(f"it takes more than {limit}")
-        answer = json.loads(line)
+        if not line.startswith(key.encode()):
+            self.close()
+            raise Exceeded("it writes into the pipe of its answers")
+        answer = json.loads(line[len(key) :])
         if "error" in answer:
             raise (Exceeded if answer["exceeded"] else Failed)(answer["error"])
         return answer["result"]
@@ -136,10 +144,11 @@ def answer(function, given, memory):
 
 
 def main():
-    out = os.fdopen(os.dup(1), "w")
+    out, lines = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0), "rb")  # which programs that it starts do not inherit
     os.dup2(2, 1)  # what the code prints is no answer
-    lines = sys.stdin.buffer
-    target, setup, seconds, memory, path = json.loads(lines.readline())
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    first, (target, setup, seconds, memory, path) = json.loads(lines.readline())
     sys.path[:0] = path
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
@@ -148,11 +157,11 @@ def main():
     if memory and sys.platform != "darwin":  # which holds no process to it
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 
-    def say(call, given, seconds):
+    def say(key, call, given, seconds):
         # also where the parent has been killed and nobody ends this process
         seconds *= 1 if memory else os.cpu_count()
         resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 2, resource.RLIM_INFINITY))
-        out.write(answer(call, given, memory) + "\n")
+        out.write(key + answer(call, given, memory) + "\n")
         out.flush()
 
     made = []
@@ -160,9 +169,10 @@ def main():
     def prepare(*given):
         made.append(function(*given))
 
-    say(prepare, setup, seconds if memory else MOST_SETUP)
+    say(first, prepare, setup, seconds if memory else MOST_SETUP)
     for line in lines:
-        say(made[0], json.loads(line), seconds)
+        key, given = json.loads(line)
+        say(key, made[0], given, seconds)
 
 
 if __name__ == "__main__":

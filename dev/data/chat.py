@@ -14,7 +14,8 @@ Inputs: files, folders and globs of .jsonl or .ndjson (a conversation in each li
     {"instruction": "...", "input": "...", "output": "..."}                                    Alpaca
 Beside it may stand "system", a text; "tools", where the template knows tools; and what else the template reads, such as
 "enable_thinking". A turn of the assistant with "weight": 0 or "train": false is not learned. Fields that nothing reads
-are counted.
+are counted. Names of special tokens, such as <|im_end|>, are text in messages and tools; beside "special": true they
+are these tokens.
 
 The template writes a conversation as one text, which becomes tokens at once. A token is learned if any character of it
 is. Which characters are learned: those that the template has between {% generation %} and {% endgeneration %}, as in
@@ -34,7 +35,6 @@ import hashlib
 import itertools
 import json
 import os
-import re
 import sys
 import types
 
@@ -55,9 +55,10 @@ import numpy as np
 import tokenizers
 
 import shards
-from chat_template import Renderer, Task, TemplateError, end_of_turn, ends_of_folder, first_token, probe
+from chat_template import Renderer, Task, TemplateError, end_of_turn, ends_of_folder, first_token, pattern_of, probe
 from chat_template import read_template, read_text, with_end
 from checked_json import open_regular, read_object
+from conversations import Bad, conversation_of, forbidden, require_text, tell_unread
 from data_common import Progress, atomic_write, write_shard
 from doctor import cores
 from reader import die_of, find_inputs, once, plan, records
@@ -69,150 +70,6 @@ from dev.data.rows import TOKEN_BEGINS, TOKEN_NOT_LEARNED, best_fit  # noqa: E40
 SUFFIXES = (".jsonl", ".json", ".parquet")
 BATCH = 256  # conversations that are tokenized together
 MOST_PADDING = 0.02  # of the places in rows; beyond it other lengths of rows are proposed
-
-
-class Bad(Exception):
-    """What is wrong with a conversation, and a hint."""
-
-
-# ---- records -> conversations
-
-# where() names it. unread: fields of it that nothing reads.
-Conversation = collections.namedtuple("Conversation", (*Task._fields, "where", "unread"))
-ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
-ROLES |= {"human": "user", "gpt": "assistant"}  # ShareGPT's names
-EXAMPLE = 'a conversation is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}'
-FORMS = {"messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history"}
-FORMS |= {"system", "tools"}
-
-
-def text_of(content, name):
-    """A message's content: a text, or a list of parts that are texts."""
-    if isinstance(content, list) and all(isinstance(c, dict) and isinstance(c.get("text"), str) for c in content):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise Bad(f"{name} has no text", EXAMPLE)
-    return content
-
-
-def call_of(call, name):
-    """A tool call whose arguments are a JSON text, as servers give them, has an object: templates write it as JSON."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        raise Bad(
-            f"{name} has a tool call that is no object", 'a call is {"function": {"name": ..., "arguments": ...}}'
-        )
-    if isinstance(function.get("arguments"), str):
-        try:
-            function["arguments"] = json.loads(function["arguments"])
-        except ValueError:
-            pass  # then it is a text
-    return call
-
-
-def message_of(given, name):
-    if not isinstance(given, dict):
-        raise Bad(f"{name} is no object", EXAMPLE)
-    given = {k: v for k, v in given.items() if v is not None}
-    role, content = given.pop("from", None), given.pop("value", None)
-    role, content = given.get("role", role), given.get("content", content)
-    if not isinstance(role, str) or role not in ROLES:
-        raise Bad(f"{name} has the unknown role {json.dumps(role, default=str)}", f"roles are {', '.join(ROLES)}")
-    calls = given.get("tool_calls") or []
-    calls = [call_of(call, name) for call in (calls if isinstance(calls, list) else [calls])]
-    content = "" if calls and content is None else text_of(content, name)
-    if not content.strip() and not calls:
-        raise Bad(f"{name} is empty: a turn of the {ROLES[role]} without a text", "leave the turn out")
-    return given | {"role": ROLES[role], "content": content} | ({"tool_calls": calls} if calls else {})
-
-
-def is_learned(message, name):
-    """Takes "weight" and "train" out of a message of the assistant."""
-    given = [(key, message.pop(key)) for key in ("weight", "train") if key in message]
-    for key, value in given:
-        if value not in (0, 1):
-            hint = "weight is 0 or 1, train is true or false: a turn is learned or not"
-            raise Bad(f'{name} has "{key}": {json.dumps(value, default=str)[:60]}', hint)
-    if len({bool(value) for _, value in given}) > 1:
-        raise Bad(f'{name} has a "weight" and a "train" that contradict each other', "leave one of them out")
-    return all(value for _, value in given)
-
-
-def texts_in(value):
-    """All texts in a message or in tools: those of tool calls and of reasoning, too."""
-    if isinstance(value, dict):
-        value = [*value, *value.values()]
-    return [t for v in value for t in texts_in(v)] if isinstance(value, list) else [value] * isinstance(value, str)
-
-
-def messages_of(record):
-    """The list of messages in one of the four forms."""
-    if not isinstance(record, dict):
-        raise Bad("no JSON object", EXAMPLE)
-    for key in "messages", "conversations":
-        if record.get(key) is not None:
-            return record[key]
-    if "instruction" in record and "output" in record:
-        return alpaca_messages(record)
-    sides = []
-    for key, role in ("prompt", "user"), ("completion", "assistant"):
-        if key not in record:
-            forms = (
-                'neither "messages" nor "conversations" nor "prompt" and "completion" nor "instruction" and "output"'
-            )
-            raise Bad(forms, EXAMPLE)
-        side = record[key]
-        sides += side if isinstance(side, list) else [{"role": role, "content": side}]
-    return sides
-
-
-def alpaca_messages(record):
-    """history: earlier [instruction, output], as LLaMA-Factory has them."""
-    history = record.get("history") or []
-    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise Bad('"history" is no list of pairs', 'it is [["an instruction", "its output"], ...]')
-    asked = text_of(record["instruction"], '"instruction"')
-    if record.get("input"):
-        asked += "\n\n" + text_of(record["input"], '"input"')
-    pairs = [*history, [asked, record["output"]]]
-    return [{"role": role, "content": t} for pair in pairs for role, t in zip(("user", "assistant"), pair)]
-
-
-def with_system(messages, system):
-    """The messages with the record's "system" in front."""
-    system = text_of(system, '"system"') if system is not None else ""
-    others = [m["content"] for m in messages if m["role"] in ("system", "developer")]
-    if not system.strip() or others == [system]:
-        return messages
-    if others:
-        raise Bad('"system" and a message of the system, which is another', "leave one of them out")
-    return [{"role": "system", "content": system}, *messages]
-
-
-def conversation_of(record, where, template):
-    given, tools = messages_of(record), record.get("tools")
-    if not isinstance(given, list) or not given:
-        raise Bad("no messages", EXAMPLE)
-    messages = [message_of(m, f"message {i}") for i, m in enumerate(given, 1)]
-    learned = [m["role"] == "assistant" and is_learned(m, f"message {i}") for i, m in enumerate(messages, 1)]
-    for i, (one, next_one) in enumerate(itertools.pairwise(messages), 1):
-        if one["role"] == next_one["role"] == "assistant":
-            raise Bad(f"two turns of the assistant in a row, messages {i} and {i + 1}", "join them")
-    if not any(m["role"] == "assistant" for m in messages):
-        raise Bad("no turn of the assistant: nothing would be learned", "add its answer")
-    if not any(learned):
-        raise Bad("no turn of the assistant that is learned", "leave the conversation out")
-    unread = [f"messages' {name}" for m in messages for name in m.keys() - template.fields - {"role", "content"}]
-    messages, count = with_system(messages, record.get("system")), len(messages)
-    shift = len(messages) - count
-    unlearned = [i + shift for i, m in enumerate(messages[shift:]) if m["role"] == "assistant" and not learned[i]]
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools or None
-    except ValueError as e:
-        raise Bad(f"tools that are no JSON: {e}", "tools are a list of objects") from None
-    others = {name: value for name, value in record.items() if name not in FORMS and value is not None}
-    more = {name: value for name, value in others.items() if name in template.variables}
-    return Conversation(messages, tools, more, unlearned, where, unread + [n for n in others if n not in more])
 
 
 # ---- conversations -> text
@@ -251,7 +108,7 @@ class Encoder:
         size = max(self.encode.get_vocab(with_added_tokens=True).values()) + 1
         self.facts = own or types.SimpleNamespace(kind="unknown", vocab_size=size, hash=0, eot=0)
         added = self.encode.get_added_tokens_decoder().values()
-        self.special = [t.content for t in added if t.special]
+        self.special = frozenset(t.content for t in added if t.special)
 
     def __call__(self, texts):
         """(ids, first character, end) of the tokens of each text."""
@@ -259,6 +116,32 @@ class Encoder:
             places = np.array(e.offsets, np.int64).reshape(-1, 2)
             # a token of space alone may lose its place, which lies between those beside it
             yield np.array(e.ids, np.uint32), places[:, 0], np.maximum.accumulate(places[:, 1])
+
+    def of_parts(self, parts):
+        """The same of the parts of a Written, one behind the other."""
+        found, at = [], 0
+        try:
+            for text, special in parts:
+                self.encode.encode_special_tokens = not special
+                [(ids, first, end)] = self([text])
+                found.append((ids, first + at, end + at))
+                at += len(text)
+        finally:
+            self.encode.encode_special_tokens = False
+        return tuple(map(np.concatenate, zip(*found)))
+
+    def written(self, conversations):
+        """(ids, first character, end) of each Written; None where names in it are text, and this tokenizer makes other
+        tokens of parts than of their whole, as one that writes a space in front of every text."""
+        is_whole = lambda w: len(w.parts) == 1 and w.parts[0][1]
+        of_whole = self([w.text for w in conversations if is_whole(w)])
+        for w in conversations:
+            if is_whole(w):
+                yield next(of_whole)
+                continue
+            bare = [(t if special else pattern_of(self.special).sub("", t), special) for t, special in w.parts]
+            [(whole, _, _)] = self(["".join(t for t, _ in bare)])
+            yield self.of_parts(w.parts) if np.array_equal(whole, self.of_parts(bare)[0]) else None
 
 
 def own_tokenizer(folder):
@@ -347,8 +230,7 @@ class Converter:
 
     @functools.cached_property
     def forbidden(self):
-        """Texts that are tokens of the template, and would be so in a message or in tools, too; and NUL."""
-        return re.compile("|".join(map(re.escape, {self.end, *self.encoder.special, "\0"})))
+        return forbidden(self.end, self.encoder.special)
 
     def bad(self, where, what, hint):
         if not self.args.skip_bad:
@@ -359,13 +241,7 @@ class Converter:
         for record, where in records(span, self.bad):
             try:
                 c = conversation_of(record, where, self.renderer)
-                for name, part in [
-                    ("the list of tools", c.tools),
-                    *((f"message {i}", m) for i, m in enumerate(c.messages, 1)),
-                ]:
-                    if found := next(filter(None, map(self.forbidden.search, texts_in(part))), None):
-                        hint = "it would end or begin a turn in the middle of a text: change it"
-                        raise Bad(f"{name} holds {found[0]!r}, which is a token of the template", hint)
+                require_text(c, self.forbidden)
                 self.counts.update(("unread", name) for name in c.unread)
                 yield c
             except Bad as e:
@@ -373,15 +249,22 @@ class Converter:
 
     def encode(self, batch):
         """(conversation, text, marked ids, first characters) of each; None for one that is left out."""
-        written = self.renderer.write([Task(*c[: len(Task._fields)]) for c in batch])
-        for i, error in enumerate(written):
-            if isinstance(error, TemplateError):
-                self.bad(batch[i].where, f": {error}", error.hint)
-                written[i] = None
+        written, results = [None] * len(batch), [None] * len(batch)
+        for special, group in itertools.groupby(range(len(batch)), lambda i: batch[i].special):
+            places = list(group)
+            tasks = [Task(*batch[i][: len(Task._fields)]) for i in places]
+            for i, found in zip(places, self.renderer.write_plain(tasks, () if special else self.encoder.special)):
+                if isinstance(found, TemplateError):
+                    self.bad(batch[i].where, f": {found}", found.hint)
+                else:
+                    written[i] = found
         kept = [i for i, w in enumerate(written) if w]
-        results = [None] * len(batch)
-        for i, (ids, first, end) in zip(kept, self.encoder([written[i][0] for i in kept])):
-            text, spans = written[i]
+        for i, found in zip(kept, self.encoder.written([written[i] for i in kept])):
+            if not found:
+                hint = 'this tokenizer cannot have it as text: change it, or write "special": true beside it'
+                self.bad(batch[i].where, ": the name of a special token in a message", hint)
+                continue
+            (ids, first, end), (text, spans, _) = found, written[i]
             learned, joined = np.zeros(len(ids), bool), False
             for begin, stop in spans:
                 at = np.searchsorted(end, begin, "right")
@@ -416,8 +299,9 @@ class Converter:
         ends = [i for i, m in enumerate(c.messages[:-1], 1) if m["role"] == "assistant" and i > learned[0]]
 
         def tokens(end):
-            text = self.renderer.render(c.messages[:end], c.tools, False, **c.more)
-            return sum(len(ids) for ids, _, _ in self.encoder([text]))
+            task, names = Task(c.messages[:end], c.tools, c.more), () if c.special else self.encoder.special
+            [found] = self.encoder.written([self.renderer.ask(task, names, False)])
+            return len(found[0])
 
         try:
             count = bisect.bisect_right(ends, self.args.seq_len, key=tokens)
@@ -582,10 +466,7 @@ def tell(counts, args):
     ):
         if counts[key]:
             print(f"note: {plural(counts[key], kind + 'conversation')} {what}")
-    unread = sorted((-count, key[1]) for key, count in counts.items() if isinstance(key, tuple))
-    if unread:
-        named = ", ".join(f"{name} ({-count:,})" for count, name in unread[:9]) + ", ..." * (len(unread) > 9)
-        print(f"note: fields that neither this program nor the chat template reads: {named}")
+    tell_unread({key[1]: count for key, count in counts.items() if isinstance(key, tuple)})
 
 
 # ---- options

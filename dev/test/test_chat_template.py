@@ -20,7 +20,7 @@ import chat  # noqa: E402
 import data_common  # noqa: E402
 import tokenizer_json  # noqa: E402
 from chat_template import Renderer, Task, TemplateError, Writer, end_of_turn, ends_of_folder  # noqa: E402
-from chat_template import read_template, with_end  # noqa: E402
+from chat_template import read_template, special_names, with_end  # noqa: E402
 from checked_json import BadFile  # noqa: E402
 
 TRAINER = ROOT / "build/train_gpt2"
@@ -238,6 +238,67 @@ def test_calls_that_are_not_written():
     writes = CHATML.replace("m.content +", "m.content + (m.tool_calls | tojson if m.tool_calls else '') +")
     text, [(begin, end)] = Writer(writes, {}).write(Task(messages, tools))
     assert "Rome" in text[begin:end]
+
+
+# ---- names of special tokens in messages
+
+NAMES = ["<|im_start|>", "<|im_end|>", "<|im", "x"]
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML.replace("m.content", "(m.content | trim | upper | lower)")])
+def test_only_names_that_the_template_writes_are_tokens(template):
+    renderer = Renderer("{{ tools | tojson if tools }}" + template)
+    messages = [
+        {"role": "user", "content": " hi <|im_end|>\n<|im_start|>system "},
+        {"role": "assistant", "content": "a<|im"},
+    ]
+    tools = [{"name": "<|im_end|>", "<|im": 1}]
+    task = Task(messages, tools)
+    [found] = renderer.write_plain([task], NAMES)
+    assert found.text == renderer.render(messages, tools, prompt=False) == "".join(text for text, _ in found.parts)
+    [(begin, end)] = found.spans
+    assert found.text[begin:end] == "a<|im<|im_end|>"
+    names = [name for text, special in found.parts if special for name in re.findall(r"<\|im_\w+\|>", text)]
+    assert names == ["<|im_start|>", "<|im_end|>"] * 2
+    asked = renderer.ask(Task(messages[:1]), NAMES)
+    assert asked.text == renderer.render(messages[:1]) and asked.parts[1][0].strip().startswith("user\n")
+    assert [special for _, special in asked.parts] == [True, False, True]
+    whole = Task([{"role": "user", "content": "hi"}])
+    assert renderer.ask(whole, NAMES).parts == [(renderer.render(whole.messages), True)]
+
+
+def test_a_name_that_the_template_changes():
+    for template in (
+        "{{ m.content | replace('<|im', '') }}",
+        "{{ m.content | length }}",
+        "{{ m.content | tojson(ensure_ascii=True) }}",
+    ):
+        renderer = Renderer(LOOP + template + "{% endfor %}")
+        with pytest.raises(TemplateError, match="the name of a special token in it"):
+            renderer.ask(Task([{"role": "user", "content": "a <|im_end|>"}]), NAMES)
+        assert renderer.ask(Task([{"role": "user", "content": "a"}]), NAMES)
+
+
+def test_the_names_of_a_folder(tmp_path):
+    added = [{"id": 7, "content": "<|im_end|>", "special": True}, {"id": 6, "content": "<think>", "special": False}]
+    decoder = {"9": {"content": "</s>", "special": True}, "8": {"content": "<tool>"}}
+    folder = write_folder(
+        tmp_path / "m",
+        tokenizer__json={"added_tokens": added},
+        tokenizer_config__json={"added_tokens_decoder": decoder},
+    )
+    assert special_names(folder) == {"<|im_end|>", "</s>"}
+    names = [b"<s>", b"<|x|>"]
+    own = data_common.Tokenizer("qwen2", [bytes([b]) for b in range(256)] + names, 256, data_common.PATTERNS["qwen2"])
+    own.write(write_folder(tmp_path / "own"))
+    assert special_names(tmp_path / "own") == {"<s>", "<|x|>"}
+    flags = own.flags[:-1] + bytes([data_common.TOKEN_ADDED])
+    data_common.Tokenizer("qwen2", own.tokens, 256, own.pattern, flags).write(tmp_path / "own")
+    assert special_names(tmp_path / "own") == {"<s>"}
+    data_common.make_tokenizer("bytes").write(tmp_path / "own")
+    assert special_names(tmp_path / "own") == set()
+    (tmp_path / "own/tokenizer.bin").write_bytes(b"damaged")
+    assert special_names(tmp_path / "own") == set() == special_names(tmp_path)
 
 
 # ---- the ids that serve a conversation are the ids that trained it

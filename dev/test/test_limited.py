@@ -14,7 +14,7 @@ from checked_json import BadFile, Object, parse_object, read_object  # noqa: E40
 from limited import Exceeded, Failed, Limited  # noqa: E402
 
 HOSTILE = """
-import os, re
+import os, re, subprocess, sys
 
 def make(name):
     if name == "broken":
@@ -34,6 +34,14 @@ def make(name):
             os._exit(3)
         if what == "print":
             print("this is no answer")
+        if what == "read":
+            return sys.stdin.read() + subprocess.run(["cat"], capture_output=True, text=True).stdout
+        if what == "forge":
+            for descriptor in range(3, 32):
+                try:
+                    os.write(descriptor, b'{"result": "forged"}\\n')
+                except OSError:
+                    pass
         return [name, what]
 
     return call
@@ -60,6 +68,21 @@ def test_what_exceeds_a_limit_is_ended_and_the_next_call_works(child, what):
 def test_answers_are_those_of_their_calls(child):
     assert child("print") == ["name", "print"]
     assert child("half \ud800, é") == ["name", "half \ud800, é"]
+
+
+def test_the_pipes_of_calls_and_answers_are_not_the_codes(child):
+    """Neither it nor a program that it starts reads calls, or waits for them; what it writes there is no answer."""
+    assert child("read") == ""
+    with pytest.raises(Exceeded, match="it writes into the pipe of its answers"):
+        child("forge")
+    assert child("again") == ["name", "again"]
+
+
+def test_any_number_of_seconds(tmp_path):
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    child = Limited("hostile:make", "name", seconds=1e300, memory=None, path=[str(tmp_path)])
+    assert child("call") == ["name", "call"]
+    child.close()
 
 
 def test_a_setup_that_fails_says_so_each_time(tmp_path):
