@@ -1162,7 +1162,7 @@ static void measure_overlap(Model *m) {
             o->measures = repeat >= 0;
             o->regions = 0;
             upload_tokens(m, tokens, tokens, m->plan.N, m->plan.T);
-            micro_step(m, 0, 1, 0, (int)m->plan.N, m->plan.N);
+            micro_step(m, 0, 1, 0, (int)m->plan.N, m->plan.N, 0);
             if (repeat >= 0) overlap_read(o, repeat, m->gpu.compute);
         }
         zero_wait_reduced(&m->links.zero);
