@@ -468,6 +468,19 @@ def cuda_advice(useless, devices, driver, cxx):
     return "make toolkit   (a CUDA toolkit in .toolkit, 1.2 GB, no root needed)" + "; to compile alone" * (not devices)
 
 
+def mpirun_notes(version):
+    """What an mpirun of this version of MPI asks for here, beyond its options. scripts/ and Trainer see to it."""
+    notes, as_root = [], ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    if re.search(r"Open MPI v?[1-4]\.", version) and not shutil.which("ssh") and not shutil.which("rsh"):
+        notes.append(
+            "no ssh: this mpirun may refuse to start ranks, even on this machine alone, without: export "
+            "OMPI_MCA_plm_rsh_agent=false"
+        )
+    if "Open MPI" in version and os.geteuid() == 0 and any(os.environ.get(name) != "1" for name in as_root):
+        notes.append(f"as root mpirun starts nothing without: export {' '.join(name + '=1' for name in as_root)}")
+    return notes
+
+
 def report(build):
     global failure_holds
     failure_holds = 0
@@ -527,19 +540,7 @@ def report(build):
         why and f"{why}: the trainers run as one process",
         "make mpi   (or Debian, Ubuntu: apt install libopenmpi-dev openmpi-bin)",
     )
-    if (
-        ranks
-        and re.search(r"Open MPI v?[1-4]\.", ranks["version"])
-        and not shutil.which("ssh")
-        and not shutil.which("rsh")
-    ):
-        rows.append(
-            (
-                "",
-                "no ssh: this mpirun may refuse to start ranks, even on this machine alone, without: export "
-                "OMPI_MCA_plm_rsh_agent=false",
-            )
-        )
+    rows.extend(("", note) for note in (mpirun_notes(ranks["version"]) if ranks else []))
     _, _, where, why = nccl(cuda)
     row(
         "NCCL",

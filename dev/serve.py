@@ -770,14 +770,14 @@ def commands(args, options):
     """(command, environment) of each child."""
     try:
         program = trainer(args.program)
+        command = [str(program), "-e", args.model, "--serve", str(args.slots), *options]
+        if args.context:
+            command += ["-t", str(args.context)]
+        environment = dict(os.environ)
+        if args.tp > 1:
+            command, environment = under_mpirun(args.tp, [*command, "--tp", str(args.tp)], environment)
     except NoProgram as e:
         stop(*e.args)
-    command = [str(program), "-e", args.model, "--serve", str(args.slots), *options]
-    if args.context:
-        command += ["-t", str(args.context)]
-    environment = dict(os.environ)
-    if args.tp > 1:
-        command, environment = under_mpirun(args.tp, [*command, "--tp", str(args.tp)], environment)
     if not args.gpus:
         return [(command, environment)]
     if len(args.gpus) % args.tp:

@@ -430,8 +430,9 @@ class Trainer:
 
     model: a preset with random weights ("gpt2:124M", "d6,channels=128"), a Hugging Face folder, or a run's folder.
     Without one it is gpt2:124M, or with resume=1 that of the run in output.
-    ranks: processes under mpirun, a GPU each. options: the program's long names with _ for -, such as batch_size,
-    seq_len, total_batch, output, resume, lora, matmul_dtype, zero_stage, tp; True is 1. debug: what --debug takes.
+    ranks: processes under mpirun, a GPU each; as root, too, which a line says. options: the program's long names with
+    _ for -, such as batch_size, seq_len, total_batch, output, resume, lora, matmul_dtype, zero_stage, tp; True is 1.
+    debug: what --debug takes.
     samples: sequences that generate() has at a time, at most 256. verbose: the program's own lines are printed.
     launcher: instead of mpirun, such as ["srun", "-n8"]. Errors: Ended with the program's own text.
 
@@ -441,16 +442,19 @@ class Trainer:
 
     def __init__(self, model=None, ranks=1, *, program=None, verbose=False, launcher=None, environment=None,
                  debug="", samples=64, **options):  # fmt: skip
+        environment = {**os.environ, **{name: str(value) for name, value in (environment or {}).items()}}
+        ranks, before = whole(ranks, "ranks"), words_of(launcher)
+        if ranks < 1:
+            raise Error(f"{ranks} ranks\n  hint: give 1, or a number of GPUs")
         try:
-            command = [str(program_of_dev.trainer(program))]
+            command = [*before, str(program_of_dev.trainer(program))]
+            if ranks > 1 and not before:
+                command, environment = program_of_dev.under_mpirun(ranks, command, environment)
         except program_of_dev.NoProgram as e:
             raise Error("\n  hint: ".join(e.args)) from None
         if model is None and options.get("resume") in (None, False, 0, "0"):
             model = "gpt2:124M"
         command += ["--model", str(model)] if model is not None else []
-        ranks = whole(ranks, "ranks")
-        if ranks < 1:
-            raise Error(f"{ranks} ranks\n  hint: give 1, or a number of GPUs")
         for name in (name for name in CALLERS if options.get(name) is not None):
             raise Error(f"{name} does nothing here\n  hint: leave it out, and {CALLERS[name]}")
         for name, value in (options | {"samples": samples}).items():
@@ -459,14 +463,8 @@ class Trainer:
             if value is not None:
                 command += ["--" + name.replace("_", "-"), str(value)]
         self._output = os.path.abspath(str(options.get("output") or ""))  # Python may go to another folder
-        environment = {**os.environ, **{name: str(value) for name, value in (environment or {}).items()}}
-        before = words_of(launcher)
         folder, listener = listen()
         command += ["--debug", ",".join(filter(None, [debug and str(debug), f"calls={folder}/s"]))]
-        if before:
-            command = [*before, *command]
-        elif ranks > 1:
-            command, environment = program_of_dev.under_mpirun(ranks, command, environment)
         # a terminal has its live line; a notebook is none. stream: of tool_output.py
         inherits = verbose and getattr(sys.stdout, "stream", sys.stdout) is sys.__stdout__
         try:
@@ -487,6 +485,7 @@ class Trainer:
             listener.close()
             shutil.rmtree(folder)
             raise Error(f"cannot start {command[0]}: {e}") from None
+        self._ranks = ranks
         self._life = {"process": process, "channels": [listener], "folder": folder, "patience": 60}
         self._end = weakref.finalize(self, end_program, self._life)
         self._turn = threading.RLock()
@@ -528,7 +527,8 @@ class Trainer:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
         self._errors.join(2)
-        text = of_python(self._errors.error(process.poll()))
+        of_mpirun = program_of_dev.said_by_mpirun(self._errors.lines, self._ranks)
+        text = "\n  hint: ".join(of_mpirun or [of_python(self._errors.error(process.poll()))])
         if text.startswith("another run writes to "):
             text += "; a trainer of this Python, such as that of a cell that is run again, ends by t.close()"
         self.close(patience=0)

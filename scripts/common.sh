@@ -147,20 +147,29 @@ keep_going() {
     trap - HUP INT TERM USR1
 }
 
+# may_start_ranks MPIRUN: it is there, and as root, which a container's user often is, it is told that this is meant
+may_start_ranks() {
+    command -v "$1" > /dev/null || fail "there is no $1 to start $GPUS ranks with" "make mpi, then make train_gpt2cu again; or GPUS=1"
+    [ "$(id -u)" = 0 ] && [ "${OMPI_ALLOW_RUN_AS_ROOT:-}${OMPI_ALLOW_RUN_AS_ROOT_CONFIRM:-}" != 11 ] || return 0
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    echo "note: mpirun may run as root here: OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1" >&2
+}
+
 # train gpu|cpu OPTIONS...: the whole of it, with PROGRAM; gpu: on GPUS GPUs, by mpirun if these are several
 train() {
-    local kind=$1 mpirun steps batch; shift
+    local kind=$1 mpirun= steps batch; shift
     local program=${PROGRAM:-./train_gpt2$([ "$kind" = cpu ] || echo cu)}
     local -a command=("$program" -y 1 "$@")
     if [ "$kind" = gpu ]; then
         choose_gpus
-        [ "$GPUS" = 1 ] || { mpirun=$(sed -n 's/^MPIRUN := //p' build/config.mk 2> /dev/null || true); command=("${mpirun:-mpirun}" -np "$GPUS" "${command[@]}"); }
+        [ "$GPUS" = 1 ] || { mpirun=$(sed -n 's/^MPIRUN := //p' build/config.mk 2> /dev/null || true); command=("${mpirun:=mpirun}" -np "$GPUS" "${command[@]}"); }
         steps=$(last_value '' x max-steps "$@") batch=$(last_value '' d total-batch "$@")
         [[ ! $steps:$batch =~ ^[0-9]+:[0-9]+$ ]] || print_plan $((steps * batch))
     fi
     out=$(last_value '' o output "$@")
     printf '%q ' "${command[@]}"; echo
     [ -z "${DRY_RUN:-}" ] || return 0
+    [ -z "$mpirun" ] || may_start_ranks "$mpirun"
     need_data "$@"
     [ -x "$program" ] || make "${program#./}"
     keep_going "${command[@]}"

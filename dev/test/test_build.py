@@ -619,6 +619,25 @@ def test_doctor_says_what_is_off(tmp_path):
     assert "will train on the CPU" in report.stdout
 
 
+def test_doctor_says_what_root_must_set(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "dev")
+    import doctor
+
+    variables = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
+    for user, value, version, says in (
+        (0, "", "Open MPI v5.0.11", True),
+        (0, "1", "Open MPI v5.0.11", False),
+        (1000, "", "Open MPI v5.0.11", False),
+        (0, "", "MPICH Version: 4.2", False),
+    ):
+        monkeypatch.setattr(doctor.os, "geteuid", lambda user=user: user)
+        for name in variables:
+            monkeypatch.setenv(name, value)
+        wanted = [f"as root mpirun starts nothing without: export {'=1 '.join(variables)}=1"]
+        assert doctor.mpirun_notes(version) == wanted * says
+
+
 @pytest.mark.parametrize("glibc, least", [("2.40", (12, 1)), ("2.41", (13, 1)), ("2.43", (13, 2))])
 def test_glibc_that_clashes_with_a_toolkit_is_named(monkeypatch, glibc, least):
     monkeypatch.syspath_prepend(ROOT / "dev")

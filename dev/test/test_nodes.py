@@ -397,7 +397,7 @@ def test_scripts_are_bash(name):
 RECORDER = f"""#!{sys.executable}
 import os, sys
 with open(os.environ["RECORD"], "a") as f:
-    passed_on = ("NCCL_", "OMPI_MCA_", "PRTE_MCA_", "OMP_", "HWLOC_")
+    passed_on = ("NCCL_", "OMPI_ALLOW_", "OMPI_MCA_", "PRTE_MCA_", "OMP_", "HWLOC_")
     known = {{k: v for k, v in os.environ.items() if k.startswith(passed_on)}}
     f.write(repr((os.path.basename(sys.argv[0]), sys.argv[1:], known)) + "\\n")
 words = sys.argv[1:]
@@ -571,4 +571,13 @@ def test_what_mpirun_is_asked(recorded, tmp_path):
     assert (
         "ServerAliveInterval" in environment["PRTE_MCA_plm_ssh_agent"] and environment["HWLOC_COMPONENTS"] == "-opencl"
     )
+    # as root mpirun starts nothing by itself
+    root, note = os.geteuid() == 0, "note: mpirun may run as root here"
+    allowed = [environment.get("OMPI_ALLOW_RUN_AS_ROOT" + more) == "1" for more in ("", "_CONFIRM")]
+    assert allowed == [root, root] and (note in text) == root
+    both = {"HOSTFILE": tmp_path / "hosts", "OMPI_ALLOW_RUN_AS_ROOT": 1, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1}
+    assert note not in recorded(script, MPIRUN="mpirun", OUTPUT=tmp_path / "none", **both)[1]
+    status, text, calls = recorded(script, MPIRUN=tmp_path / "gone", **both)
+    assert status == 1 and f"there is no {tmp_path}/gone to start ranks with" in text and "hint: make mpi" in text
+    assert not calls
     accepts(TRAINER, words[words.index("./train_gpt2cu") + 1 :])

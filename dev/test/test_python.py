@@ -428,6 +428,41 @@ def test_mpirun(start, straight):
         same(digits(t), straight("gpt2", 3))
 
 
+def test_no_mpirun(monkeypatch, tmp_path):
+    monkeypatch.setattr(llmc.program_of_dev, "ROOT", tmp_path)  # without what a build has found
+    with pytest.raises(llmc.Error, match="there is no mpirun to start 2 ranks with\n  hint: make mpi") as e:
+        llmc.Trainer(MODELS["gpt2"], ranks=2, program=TRAINER, environment={"PATH": str(tmp_path)})
+    assert not e.value.ended
+
+
+def test_mpirun_as_root(monkeypatch, tmp_path, capsys):
+    (tmp_path / "mpirun").touch(0o755)
+    monkeypatch.setattr(llmc.program_of_dev, "ROOT", tmp_path)
+    both = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    for user, given, says in ((0, {}, True), (0, both, False), (1000, {}, False)):
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        command, environment = llmc.program_of_dev.under_mpirun(2, ["x"], {"PATH": str(tmp_path), **given})
+        assert command == [str(tmp_path / "mpirun"), "-np", "2", "x"]
+        assert (both.items() <= environment.items()) == (user == 0)
+        assert ("note: mpirun may run as root here: OMPI_ALLOW" in capsys.readouterr().err) == says
+
+
+@needs_mpi
+def test_mpirun_by_itself(monkeypatch, capfd):
+    """As whoever runs this, who may be root; and with more ranks than there are cores."""
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+        monkeypatch.delenv(name, raising=False)
+    more = {k: v for k, v in ENVIRONMENT.items() if not k.startswith("OMPI_ALLOW")}
+    options = {"environment": more, "program": TRAINER, "batch_size": 1, "seq_len": T}
+    if len(os.sched_getaffinity(0)) > 1:
+        with llmc.Trainer(MODELS["gpt2"], ranks=2, **options) as t:
+            assert t.facts["ranks"] == 2
+    said = "^mpirun has no 1000 places for ranks here.*\n  hint: use fewer ranks, or .*oversubscribe=1\\)$"
+    with pytest.raises(llmc.Ended, match=said):
+        llmc.Trainer(MODELS["gpt2"], ranks=1000, **options)
+    assert ("note: mpirun may run as root here" in capfd.readouterr().err) == (os.geteuid() == 0)
+
+
 # ---- a loop
 
 

@@ -285,6 +285,20 @@ def test_the_last_of_two_options_counts(words, found):
     )
 
 
+@pytest.mark.parametrize("mpirun, allowed", [("sh", ""), ("sh", "1"), ("/none/mpirun", "")])
+def test_ranks_of_root(mpirun, allowed):
+    """mpirun starts none by itself, and a script allows it and says so."""
+    command = f"source scripts/common.sh; GPUS=2; may_start_ranks {mpirun}; env"
+    both = {"OMPI_ALLOW_RUN_AS_ROOT": allowed, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": allowed}
+    run = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, env=os.environ | both)
+    if mpirun != "sh":
+        assert run.returncode == 1 and "there is no /none/mpirun to start 2 ranks with\n  hint: make mpi" in run.stderr
+        return
+    root = os.geteuid() == 0
+    assert run.returncode == 0 and ("note: mpirun may run as root here" in run.stderr) == (root and not allowed)
+    assert all(f"{name}={'1' * (root or allowed == '1')}\n" in run.stdout for name in both)
+
+
 def test_messages(tmp_path):
     def message(script, *arguments, **env):
         status, _, err = finish(run(script, *arguments, **env))

@@ -930,14 +930,20 @@ def test_bad_starts(tmp_path, server):
     assert bare.returncode == 1 and "hint: python3 dev/venv.py serve" in bare.stderr and "Traceback" not in bare.stderr
 
 
-def test_commands():
+def test_commands(tmp_path, monkeypatch):
+    (tmp_path / "mpirun").touch(0o755)
+    monkeypatch.setattr(program, "ROOT", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
     args, options = serve.parse(["m", "--gpus", "0,1,2,3", "--tp", "2", "--program", sys.executable, "--slots", "4",
                                  "--context", "99", "--", "--weights", "int8"])  # fmt: skip
     got = serve.commands(args, options)
     assert [environment["CUDA_VISIBLE_DEVICES"] for _, environment in got] == ["0,1", "2,3"]
     command = got[0][0]
-    assert command[0].endswith("mpirun") and command[1:3] == ["-np", "2"]
+    assert command[:3] == [str(tmp_path / "mpirun"), "-np", "2"]
     assert command[4:] == ["-e", "m", "--serve", "4", "--weights", "int8", "-t", "99", "--tp", "2"]
+    (tmp_path / "mpirun").unlink()
+    with pytest.raises(SystemExit, match="there is no mpirun to start 2 ranks with\n  hint: make mpi"):
+        serve.commands(args, options)
 
 
 @pytest.mark.parametrize(

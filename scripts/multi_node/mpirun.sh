@@ -42,10 +42,16 @@ export PRTE_MCA_plm_ssh_agent=$SSH OMPI_MCA_plm_rsh_agent=$SSH  # Open MPI 5 and
 for open_mpi in PRTE OMPI; do
     export "${open_mpi}_MCA_oob_tcp_keepalive_time=$KEEPALIVE" "${open_mpi}_MCA_oob_tcp_keepalive_intvl=5" "${open_mpi}_MCA_oob_tcp_keepalive_probes=3"
 done
+# As root Open MPI starts nothing without both; in a container there is often no other user.
+if [ "$(id -u)" = 0 ] && [ "${OMPI_ALLOW_RUN_AS_ROOT:-}${OMPI_ALLOW_RUN_AS_ROOT_CONFIRM:-}" != 11 ]; then
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    echo "note: mpirun may run as root here: OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1" >&2
+fi
 pass=()
 for name in $(compgen -e | grep -E '^(NCCL|UCX|OMP)_' || true); do pass+=(-x "$name"); done  # ssh does not carry them
 
 [ -f "$HOSTFILE" ] || { printf "error: there is no host file '%s'\n  hint: write one, a line for each host: NAME slots=NUMBER_OF_GPUS; or HOSTFILE=FILE %s\n" "$HOSTFILE" "$0" >&2; exit 1; }
+command -v "${MPIRUN:-mpirun}" > /dev/null || { printf "error: there is no %s to start ranks with\n  hint: make mpi, then make %s again; or MPIRUN=PATH %s\n" "${MPIRUN:-mpirun}" "${PROGRAM##*/}" "$0" >&2; exit 1; }
 ranks=$(awk '!/^[[:space:]]*(#|$)/ { n = 1; for (i = 2; i <= NF; i++) if (sub(/^slots=/, "", $i)) n = $i; sum += n } END { print sum + 0 }' "$HOSTFILE")
 
 log=$OUTPUT/main.jsonl
