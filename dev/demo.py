@@ -174,9 +174,9 @@ def main():
     print("  make test                        every check that this machine can run")
     print("  make doctor                      what else it could use, and how to turn it on")
     print(f"  {trainer} --help               the options that matter; --help all: every one")
-    print(
-        "  python dev/data/prepare.py --input YOUR_TEXT --output dev/data/mine       train on your own text (README.md)"
-    )
+    python = os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(ROOT) else sys.executable
+    prepare = f"{shlex.quote(python)} dev/data/prepare.py --input YOUR_TEXT --tokenizer bytes --output dev/data/mine"
+    print(f"  {prepare}    your own text, which README.md trains on")
     print(f"\ntalk to what was trained (Ctrl-D ends):\n  {trainer} -e {shlex.quote(args.output)} --generate -g 200")
 
 

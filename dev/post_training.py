@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import glob
+import json
 import math
 import os
 import re
@@ -204,12 +205,29 @@ class Prompt:
 
 
 def read_lines(path, expected):
-    """(file:line, object) of each line that has one. expected: what a line is, for errors. BadFile, OSError."""
+    """(file:line, object) of each line that has one; of a .json, .parquet or packed file (where, object) of each row.
+    expected: what a line is, for errors. BadFile, OSError."""
+    if os.path.splitext(path)[1].lower() in (".json", ".parquet", ".gz", ".bz2", ".xz", ".zst"):
+        yield from read_rows(path, expected)
+        return
     with open_regular(path) as f:
         for i, line in enumerate(f, 1):
             if line.strip():
                 with expecting(expected):
                     yield f"{path}:{i}", parse_object(line.strip(), f"{path}:{i}")
+
+
+def read_rows(path, expected):
+    """read_lines() of what prepare.py's reader opens."""
+    sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "data"))
+    from reader import rows
+
+    try:
+        for record, where in rows(path):
+            with expecting(expected):
+                yield where, parse_object(json.dumps(record, default=str), where)
+    except SystemExit as e:
+        raise BadFile(str(e.code).removeprefix("error: ")) from None
 
 
 @contextlib.contextmanager

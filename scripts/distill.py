@@ -64,7 +64,7 @@ def make_step(t, teacher, a, prompts, step):
 
 def add_arguments(p):
     p.add_argument("--teacher", required=True, help="a model's folder, with the student's tokenizer")
-    p.add_argument("--prompts", required=True, help="the .jsonl file")
+    p.add_argument("--prompts", required=True, help="a .jsonl, .json or .parquet file, also packed")
     add_schedule(p)
 
 

@@ -115,7 +115,7 @@ def make_step(t, a, pairs, reference, adapters, step):
 
 
 def add_arguments(p):
-    p.add_argument("--data", required=True, help="the .jsonl file")
+    p.add_argument("--data", required=True, help="a .jsonl, .json or .parquet file, also packed")
     p.add_argument("--loss", choices=BETAS, default="dpo")
     add_schedule(p)
 

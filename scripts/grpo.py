@@ -132,7 +132,7 @@ def numbers(text):
 
 
 def add_arguments(p):
-    p.add_argument("--prompts", required=True, help="the .jsonl file")
+    p.add_argument("--prompts", required=True, help="a .jsonl, .json or .parquet file, also packed")
     p.add_argument("--rewards", required=True, help="the .py file")
     p.add_argument("--weights", type=numbers, help="of its functions: 1,0.5")
     p.add_argument("--on-bad-reward", choices=("skip", "stop"), default="skip", help="leave that sample out, or end")

@@ -44,6 +44,7 @@ from tokenizer_json import read_tokenizer_json, tokenizer_json, write_tokenizer_
 END = "<|endoftext|>"
 KIND_OF_PATTERN = {"marks": "marks", "gpt2": "gpt2", "llama3": "llama3", "qwen": "qwen2"}
 LONGEST_TOKEN = 255  # bytes: its length is one byte in tokenizer.bin
+MOST_TOKENS = 1 << 24  # that the trainers read
 LEAST_COUNT = 2  # a pair that stands in the text once is no pattern
 HELD_OUT_ONE_IN, HELD_OUT_BYTES = 50, 1 << 20
 # The package keeps each different word with some 100 bytes for every byte of it. Where a language has no spaces between
@@ -87,6 +88,8 @@ def check_vocabulary(size, special, kind):
             die(f"the special token '{token}' is not printable, or too long", f"at most {LONGEST_TOKEN} bytes of UTF-8")
         if len(words.pre_tokenize_str(token)) < 2:
             die(f"the special token '{token}' could be a word of a text", "put it between signs, as in '<|name|>'")
+    if size > MOST_TOKENS:
+        die(f"--vocab-size {size} is too large", f"at most {MOST_TOKENS:,}; tens of thousands are usual")
     least = 256 + len(special)
     if size < least:
         hint = f"at least {least}: 256 bytes and special tokens ({len(special)}); each token beyond joins two others"

@@ -1268,7 +1268,8 @@ def test_likely_mistakes_are_noted_at_the_start(trainer, tmp_path):
         "7 steps in all": (["-x", 7], ["-x", 50]),
         "43% of --ema's average": (["-x", 60, "--ema", 0.985], ["-x", 60, "--ema", 0.9]),
         "first checkpoint is that of the end": (["-x", 60, "-o", tmp_path / "end"], ["-x", 60, "-n", 30, "-o", "many"]),
-        "one document": (["-x", 60, "-v", 1000, "-j", one], ["-x", 60, "-v", 1000, "-j", two]),
+        "one document": (["-x", 60, "-v", 1000, "-i", two, "-j", one], ["-x", 60, "-v", 1000, "-i", two, "-j", two]),
+        "is one document": (["-x", 60, "-v", 1000, "-i", two, "-j", one], ["-x", 60, "-v", 1000, "-i", one, "-j", one]),
     }
     small = ["-e", "d1,channels=8,heads=1,vocab=256,seq=32", "-b", 1]
     for words, (mistake, good) in kinds.items():

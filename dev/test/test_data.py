@@ -1144,6 +1144,10 @@ demo.main()"""
     assert last["event"] == "end" and 8 < last["elapsed"] < 22 + 15  # a step, and a checkpoint, on a busy machine
     assert (tmp_path / "loss.png").stat().st_size > 10000 and "---- sample of step" in run.stdout
     assert (tmp_path / f"step_{int(steps[1]):08d}/config.json").exists()
+    words = shlex.split(re.search(r"^  (.* YOUR_TEXT .*)    your own text", run.stdout, re.M)[1])
+    places = {"YOUR_TEXT": "README.md", "dev/data/mine": str(tmp_path / "mine")}
+    subprocess.run([places.get(word, word) for word in words], cwd=ROOT, check=True, env={"PATH": "/usr/bin:/bin"})
+    assert data_common.read_shard(tmp_path / "mine/mine_train_000001.bin")[0]["vocab_size"] == 256  # as in README.md
 
 
 @needs_trainer

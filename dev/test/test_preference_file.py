@@ -1,5 +1,7 @@
 """Files of preferences, as scripts/dpo.py reads them: rows of token ids, what is cut or left out, bad lines."""
 
+import gzip
+import importlib.util
 import json
 import shutil
 
@@ -8,7 +10,7 @@ from test_dpo import CPU, llmc, run_dpo, start, write_lines  # noqa: F401
 
 from checked_json import BadFile
 from post_training import read_prompts, tokenised
-from preference_file import arrays, read_pairs
+from preference_file import arrays, read_pairs, read_texts
 
 
 def message(role, content):
@@ -52,6 +54,28 @@ def test_pairs(chat_model, tmp_path, capfd):
     tokens, targets = arrays(pairs[:1], 64)
     assert tokens.tolist() == [[eot, *b"abc", 0], [eot, *b"abde"]]
     assert targets.tolist() == [[-1, -1, *b"c.", -1], [-1, -1, *b"de."]]
+
+
+def test_kinds_of_files(tmp_path):
+    """A list, columns, what is packed: the same pairs as in lines; what is damaged names its file."""
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "\u2028", "chosen": "e", "rejected": "f"}]
+    lines = write_lines(tmp_path / "pairs.jsonl", pairs)
+    expected = [read[1:] for read in read_texts(lines, "none")]
+    (tmp_path / "pairs.json").write_text(json.dumps(pairs))
+    (tmp_path / "pairs.jsonl.GZ").write_bytes(gzip.compress((tmp_path / "pairs.jsonl").read_bytes()))
+    names = ["pairs.json", "pairs.jsonl.GZ"]
+    if importlib.util.find_spec("pyarrow"):
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(pairs), tmp_path / "pairs.parquet")
+        names.append("pairs.parquet")
+    for name in names:
+        assert [read[1:] for read in read_texts(str(tmp_path / name), "none")] == expected and len(expected) == 2
+    (tmp_path / "cut.jsonl.gz").write_bytes((tmp_path / "pairs.jsonl.GZ").read_bytes()[:-9])
+    for name, said in ("cut.jsonl.gz", "cannot be unpacked"), ("words.json", "entry 2 holds no JSON object"):
+        (tmp_path / "words.json").write_text(json.dumps([pairs[0], "word"]))
+        with pytest.raises(BadFile, match=said):
+            read_texts(str(tmp_path / name), "none")
 
 
 def test_bad_pairs(start, chat_model, tmp_path, capfd):

@@ -179,6 +179,7 @@ def test_a_small_text(tmp_path):
 
 WRONG = {
     "256 tokens": (["--vocab-size", 256], "--vocab-size 256 is too small"),
+    "more than memory has": (["--vocab-size", 10**11], "--vocab-size 100000000000 is too large"),
     "no room for special tokens": (["--vocab-size", 258, "--special", *CHAT], "--vocab-size 258 is too small"),
     "twice": (["--special", "<|a|>", "<|b|>", "<|a|>"], "'<|a|>' is named twice"),
     "end of text twice": (["--special", END], f"'{END}' is named twice"),

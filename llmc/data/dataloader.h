@@ -206,7 +206,7 @@ static int64_t shard_pack(DataLoader *d, const Shard *s, int fd, Packing *p) {
 static int dataloader_is_one_document(const DataLoader *d) {
     enum { MOST_TOKENS = 1 << 24 };
     const Shard *s = d->shards;
-    if (d->num_shards > 1 || s->tokens > MOST_TOKENS || !d->vocab_size) return 0;
+    if (d->num_shards != 1 || s->tokens > MOST_TOKENS || !d->vocab_size) return 0;
     const int fd = open_or_die(s->path, O_RDONLY, DATA_HINT);
     char *tokens = new_array(char, s->tokens * d->token_bytes);
     int64_t i = 1;

@@ -19,7 +19,8 @@ static void print_notes(const Trainer *t) {
     if (first > 0.01)
         printf("note: at the end %.0f%% of --ema's average are still the first weights: use a smaller --ema\n",
                100 * first);
-    if (t->eval.has_val && dataloader_is_one_document(&t->eval.val))
+    // of a text alone it is a part
+    if (t->eval.has_val && dataloader_is_one_document(&t->eval.val) && !dataloader_is_one_document(&t->train))
         printf("note: the validation data is one document, whose loss says little of other texts\n");
 }
 // What a run takes of each set of a mixture up to a row. all = 0: of those sets alone that ran out since the last call,
