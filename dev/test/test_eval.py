@@ -482,8 +482,11 @@ def test_a_model_with_nan_has_no_accuracy(world, tmp_path):
     with torch.no_grad():
         next(model.parameters())[3] = float("nan")
     ref.write_weights(model, str(tmp_path / "nan"))
-    said, _ = in_c(world, tmp_path / "c", **{"-e": tmp_path / "nan", "-j": ""})
-    assert "mixed acc nan, by token nan of 13" in said
+    for changes, words in (({"-j": ""}, "mixed acc nan, by token nan of 13"), ({"--choice-data": ""}, "val loss nan")):
+        said, _ = in_c(
+            world, tmp_path / "c", fails="what was evaluated is nan", **{"-e": tmp_path / "nan", **changes}
+        )
+        assert words in said
 
 
 @needs_trainer
