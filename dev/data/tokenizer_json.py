@@ -279,7 +279,8 @@ def completed(file, path):
         if number is None:
             unnumbered.add(content)
         known[content], free, changed = len(tokens), max(free, own + 1), True
-        tokens.append(Object({"id": own, "content": content} | flags, f"{path}: {content!r}"))
+        token = Object({"id": own, "content": content} | flags, f"{path}: {content!r}")
+        tokens.append(Object(token | flags_of(token), token.where))  # all fields, which the package tokenizers needs
     return Object(file | {"added_tokens": tokens} if changed else file, file.where), changed, unnumbered
 
 
@@ -287,8 +288,6 @@ def complete(path):
     """Writes the tokens that only files beside a tokenizer.json have into it, for programs that read it alone."""
     file, changed, _ = completed(read_object(path), path)
     if changed:
-        for token in file["added_tokens"]:
-            token |= flags_of(token)
         atomic_write(path, json.dumps(file, ensure_ascii=False).encode())
 
 

@@ -319,7 +319,9 @@ def test_perplexity_of_models_that_predict_nothing(world, tmp_path):
             if not (folder / path.name).exists():
                 (folder / path.name).write_bytes(path.read_bytes())
         fails = None if words else [f"the loss of '{tmp_path / 'text'}' is nan"]
-        said = command(perplexity, folder, tmp_path / "text", "--program", TRAINER, **({"fails": fails} if fails else {}))
+        said = command(
+            perplexity, folder, tmp_path / "text", "--program", TRAINER, **({"fails": fails} if fails else {})
+        )
         assert not words or words in said
 
 

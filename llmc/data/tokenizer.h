@@ -1,9 +1,10 @@
 // Token ids <-> text, from the tokenizer.bin that dev/data/*.py write beside the shards.
 //
-// The file is llm.c's: 256 int32 {20240328, 2, vocab_size, eot, kind, first, 0...} (kind 0: unknown; first is for
-// dev/data), then for each token one byte with its length and its bytes. Text is split into chunks by the tokenizer's pattern. A chunk that is a token is
-// that token. Else the adjacent pair whose joined bytes have the lowest id is merged, until no pair is a token
-// (byte-pair encoding, Sennrich et al. 2016). Ids from eot on are special and never come from text.
+// The file is llm.c's: 256 int32 {20240328, 2, vocab_size, eot, kind, first, 0...} (kind 0: unknown; first: of
+// data_common.py), then for each token one byte with its length and its bytes. Text is split into chunks by the
+// tokenizer's pattern. A chunk that is a token is that token. Else the adjacent pair whose joined bytes have the lowest
+// id is merged, until no pair is a token (byte-pair encoding, Sennrich et al. 2016). Ids from eot on are special and
+// never come from text.
 // Version 3 says what no order of ids can. Behind the tokens stand, for each token, one byte of TOKEN_* flags; a byte
 // of MERGE_* flags; and with MERGE_LISTED the merges, as {id << 8 | bytes of the left part, rank} of uint32, in this
 // order: the pair of the lowest rank is merged first, and no other pair is. eot may be any token.

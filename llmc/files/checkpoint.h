@@ -512,7 +512,7 @@ static int checkpoint_latest(const Comm *comm, const char *output, int files, Pa
         warning("all whole checkpoints in '%s' are marked so: the newest is taken\n", output);
     require(found || count <= 0,
             "none of the %d checkpoints in '%s' is whole\n"
-            "put back what was damaged or edited, or start anew in another folder; the warnings above name the files",
+            "put back the files that the warnings above name, or start anew in another folder",
             count, output);
     *folder = next.folder;
     free_names(names, count);
@@ -671,8 +671,8 @@ static void checkpoint_make_folder(Checkpoint *c) {
     const Path newest = path_in(output, count > 0 ? names[count - 1]->d_name : ".");
     const char *const folders[] = {c->state.data_folder.text, newest.text,
                                    model && is_directory(model) ? model : newest.text};
-    // A tokenizer's files are of one folder, the last that has them. Those of the data are not for a model of type qwen2,
-    // which transformers gives Qwen's own splitting.
+    // A tokenizer's files are of one folder, the last that has them. Those of the data are not for a model of type
+    // qwen2, which transformers gives Qwen's own splitting.
     int published = 2, k = config_is(facts_of(c->m).config, "qwen2") && c->state.tokenizer.kind != TOKENIZER_QWEN2;
     for (; k < 3; k++)
         if (*folders[k] && file_bytes(folders[k], "tokenizer.json") >= 0) published = k;
@@ -875,8 +875,8 @@ static void checkpoint_require_precision(const Model *m, const char *folder, con
     require(
         strcmp(s->precision, precision) == 0,
         "checkpoint '%s' is %s; this run is %s\n"
-        "resume with the same --optimizer, --state-dtype and kind of build, or with --reset-optimizer 1, which takes "
-        "its weights and begins with empty states; or start a new run from its weights with --model '%s'",
+        "resume with the same --optimizer, --state-dtype and kind of build, or with --reset-optimizer 1, which begins "
+        "with empty states; or start a new run from its weights with --model '%s'",
         folder, s->precision, precision, folder);
 }
 // Weights, masters, m and v, bit for bit: only into the dtypes and kind of masters that were saved. `s`: the state that

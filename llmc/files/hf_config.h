@@ -222,7 +222,7 @@ static void config_read_rope(const ConfigFile *f, Config *c) {
     CONFIG_EACH(k, config_rope_scaling) config_read_key(f, rope, c, k);
     int outside = c->rope_original_len;  // transformers 5 takes it, 4 does not
     config_read_int(f, 0, "original_max_position_embeddings", &outside);
-    CONFIG_REQUIRE(outside == c->rope_original_len, "original_max_position_embeddings is %d outside of rope's", outside);
+    CONFIG_REQUIRE(outside == c->rope_original_len, "original_max_position_embeddings is %d outside of rope", outside);
     require(c->rope_factor > 0 && c->rope_low_freq_factor > 0 && c->rope_high_freq_factor > c->rope_low_freq_factor &&
                 c->rope_original_len > 0,
             "'%s': the llama3 rope scaling makes no sense\ncorrect its four numbers", f->path);
