@@ -512,7 +512,7 @@ static int checkpoint_latest(const Comm *comm, const char *output, int files, Pa
         warning("all whole checkpoints in '%s' are marked so: the newest is taken\n", output);
     require(found || count <= 0,
             "none of the %d checkpoints in '%s' is whole\n"
-            "put back the files that the warnings above name, or start anew in another folder",
+            "put back what was damaged or edited, or start anew in another folder; the warnings above name the files",
             count, output);
     *folder = next.folder;
     free_names(names, count);
