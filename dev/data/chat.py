@@ -402,7 +402,8 @@ def write(converter, results, companions):
             write_shard(beside, part, encoder.facts, marked=True)
         with shards.unfinished(prefix):
             if encoder.own:
-                shards.write_tokenizer(encoder.own, args.output, args.overwrite)
+                encoder.own.source = args.model or None
+                shards.write_tokenizer(encoder.own, args.output, args.overwrite, bool(args.model))
             for path, content in companions.items():
                 atomic_write(path, content)
             stale = set(existing(prefix)) - set(written)

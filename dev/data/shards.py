@@ -56,7 +56,7 @@ from data_common import (
 )
 from doctor import cores
 from reader import once, plan
-from tokenizer_json import add_tokenizer_arguments, tokenizer_suffix
+from tokenizer_json import PUBLISHED, add_tokenizer_arguments, publish, tokenizer_suffix
 
 FORMAT = 3  # raise it when the same settings give other shards
 ROW_TOKENS = 1024  # --seq-len of the trainers, unless given
@@ -601,16 +601,20 @@ class Job:
         shutil.rmtree(self.work)
         if self.is_new:
             with contextlib.suppress(OSError):
-                os.remove(os.path.join(self.args.output, "tokenizer.bin"))
+                for name in ("tokenizer.bin", *PUBLISHED):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.remove(os.path.join(self.args.output, name))
                 os.rmdir(self.args.output)
 
 
-def write_tokenizer(tokenizer, folder, overwrite):
+def write_tokenizer(tokenizer, folder, overwrite, published=True):
+    """tokenizer.bin, and where `published` what others read of it."""
     path = os.path.join(folder, "tokenizer.bin")
+    lacks = published and not all(os.path.exists(os.path.join(folder, name)) for name in PUBLISHED)
     try:
         there = os.path.exists(path) and read_tokenizer(path)
         same = there and tokenizer_hash(path) == tokenizer.hash
-        if same and there[0] == KINDS[tokenizer.kind]:
+        if same and there[0] == KINDS[tokenizer.kind] and not lacks:
             return
         if there and not same and not overwrite:
             die(
@@ -619,6 +623,8 @@ def write_tokenizer(tokenizer, folder, overwrite):
             )
     except ValueError:
         pass  # a damaged one is replaced
+    if published:
+        publish(tokenizer, folder, tokenizer.source)
     tokenizer.write(folder)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from data_common import Parser, die, make_folder, make_tokenizer, outlive_reader, write_shard
 from shards import new_name
-from tokenizer_json import add_tokenizer_arguments, tokenizer_suffix
+from tokenizer_json import add_tokenizer_arguments, publish, tokenizer_suffix
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -65,6 +65,7 @@ def main():
     write_shard(new_name(train), tokens[VAL_TOKENS:], tokenizer)
     with contextlib.suppress(FileNotFoundError):
         os.remove(train)  # so that nothing is trained on with another's validation shard or tokenizer
+    publish(tokenizer, folder, tokenizer.source)
     tokenizer.write(folder)
     write_shard(val, tokens[:VAL_TOKENS], tokenizer)
     os.replace(new_name(train), train)

@@ -34,6 +34,7 @@ from checked_json import BadFile, Object, read_object  # noqa: E402
 
 # in the order in which transformers adds them
 SPECIAL_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+PUBLISHED = ("tokenizer.json", "tokenizer_config.json")  # beside the shards
 KNOWN = "only the byte-level BPE of GPT-2, Llama 3 and Qwen2.5 can be used"
 
 
@@ -278,7 +279,8 @@ def completed(file, path):
         if number is None:
             unnumbered.add(content)
         known[content], free, changed = len(tokens), max(free, own + 1), True
-        tokens.append(Object({"id": own, "content": content} | flags, f"{path}: {content!r}"))
+        token = Object({"id": own, "content": content} | flags, f"{path}: {content!r}")
+        tokens.append(Object(token | flags_of(token), token.where))  # all fields, which the package tokenizers needs
     return Object(file | {"added_tokens": tokens} if changed else file, file.where), changed, unnumbered
 
 
@@ -286,8 +288,6 @@ def complete(path):
     """Writes the tokens that only files beside a tokenizer.json have into it, for programs that read it alone."""
     file, changed, _ = completed(read_object(path), path)
     if changed:
-        for token in file["added_tokens"]:
-            token |= flags_of(token)
         atomic_write(path, json.dumps(file, ensure_ascii=False).encode())
 
 
@@ -524,6 +524,43 @@ def files_folder(folder, model_type, kind):
     return os.path.join(folder, "tokenizer") if model_type == "qwen2" and kind != "qwen2" else folder
 
 
+def settings_of(tokenizer):
+    """The dict of a tokenizer_config.json."""
+    settings = {
+        "tokenizer_class": "GPT2Tokenizer" if tokenizer.kind == "gpt2" else "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    if tokenizer.kind != "bytes":  # its separator is the byte 0, no token beside the text's
+        first = tokenizer.tokens[tokenizer.eot].decode()
+        last = "<|end_of_text|>" if first == "<|begin_of_text|>" and b"<|end_of_text|>" in tokenizer.tokens else first
+        settings |= {"bos_token": first, "eos_token": last}
+    if tokenizer.kind == "gpt2":
+        settings |= {"unk_token": settings["eos_token"], "add_prefix_space": False}
+    return settings
+
+
+def publish(tokenizer, folder, source):
+    """Puts tokenizer.json and tokenizer_config.json beside the tokenizer.bin of a folder of data, whence they come into
+    the checkpoints of runs. source: the model's folder, or its tokenizer.json, that the tokenizer is of; or None.
+    Without a chat template: the data says whether a model talks. Both files are made before the first is replaced."""
+    published = source if source and source.endswith(".json") else os.path.join(source or folder, "tokenizer.json")
+    if source and os.path.exists(published):
+        beside = os.path.dirname(published)
+        file = completed(read_object(published), published)[0]
+        names = ("special_tokens_map.json", "tokenizer_config.json")
+        special_map, config = (read_object(os.path.join(beside, name)) for name in names)
+        settings = special_map | {k: v for k, v in config.items() if k != "chat_template"}
+    else:
+        file, settings = tokenizer_json(tokenizer), settings_of(tokenizer)
+    made = dict(zip(PUBLISHED, [json.dumps(file, ensure_ascii=False), json.dumps(settings, indent=2) + "\n"]))
+    paths = {name: os.path.join(folder, name) for name in made}
+    beside = {name: os.path.join(folder, "tokenizer.bin." + name) for name in made}
+    for name, text in made.items():
+        atomic_write(beside[name], text.encode())
+    for name in made:
+        os.replace(beside[name], paths[name])
+
+
 def write_tokenizer_json(tokenizer, folder, context, model_type, listed=None):
     """What transformers, vLLM and llama.cpp read of a model of `context` positions; for GPT-2 two old files, too.
     listed: see tokenizer_json()."""
@@ -533,18 +570,8 @@ def write_tokenizer_json(tokenizer, folder, context, model_type, listed=None):
     def write(name, content):
         atomic_write(os.path.join(folder, name), content.encode())
 
-    file = tokenizer_json(tokenizer, listed)
-    settings = {
-        "tokenizer_class": "GPT2Tokenizer" if tokenizer.kind == "gpt2" else "PreTrainedTokenizerFast",
-        "model_max_length": context,
-        "clean_up_tokenization_spaces": False,
-    }
-    if tokenizer.kind != "bytes":  # its separator is the byte 0, no token beside the text's
-        first = tokenizer.tokens[tokenizer.eot].decode()
-        last = "<|end_of_text|>" if first == "<|begin_of_text|>" and b"<|end_of_text|>" in tokenizer.tokens else first
-        settings |= {"bos_token": first, "eos_token": last}
+    file, settings = tokenizer_json(tokenizer, listed), settings_of(tokenizer) | {"model_max_length": context}
     if tokenizer.kind == "gpt2":
-        settings |= {"unk_token": settings["eos_token"], "add_prefix_space": False}
         vocab = file["model"]["vocab"] | {t["content"]: t["id"] for t in file["added_tokens"]}
         write("vocab.json", json.dumps(vocab, ensure_ascii=False))
         write("merges.txt", "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in file["model"]["merges"]))

@@ -9,12 +9,13 @@ import contextlib
 import functools
 import math
 import os
+import re
 import shlex
 
 import numpy as np
 
 from chat_template import Renderer, TemplateError, ends_of_folder, read_template
-from data_common import die
+from data_common import TOKEN_ADDED, die
 from llmc_bin import swap_rope
 from tokenizer_json import folder_tokenizer, tokenizer_json, tokenizer_path
 from weights import convert, model_weights, read_config
@@ -198,6 +199,9 @@ def add_ends(writer, folder, tokenizer):
         with contextlib.suppress(TemplateError):
             renderer = Renderer(template, names)
     ids, texts = ends_of_folder(folder, renderer)
+    names = {tokenizer.tokens[i].decode(): i for i in tokenizer.with_flags(TOKEN_ADDED)}
+    ids = [*dict.fromkeys([*ids, *(names[text] for text in texts if text in names)])]  # where no tokenizer.json lies
+    texts = [text for text in texts if text not in names]
     ids = [i for i in ids if i < tokenizer.vocab_size] or [tokenizer.eot]
     for add, i in zip(ENDS, ids):
         getattr(writer, add)(i)
@@ -235,6 +239,12 @@ def write_file(gguf, writer, path, tensors):
             os.remove(temporary)
 
 
+def name_of(folder):
+    """Of a model's folder; a checkpoint has the name of its run."""
+    parent, name = os.path.split(os.path.realpath(folder))
+    return os.path.basename(parent) or name if re.fullmatch(r"step_\d+", name) else name
+
+
 def export_gguf(folder, path, kind):
     """kind: one of TYPES; None: BF16 where the weights are, else F16. Returns what to say."""
     gguf = package()
@@ -248,7 +258,7 @@ def export_gguf(folder, path, kind):
     tensors = tensors_of(gguf, folder, config, kind)
     writer = gguf.GGUFWriter(None, ARCHITECTURES[config["model_type"]])
     writer.add_type("model")
-    writer.add_name(os.path.basename(os.path.abspath(folder)))
+    writer.add_name(name_of(folder))
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_model(writer, config)

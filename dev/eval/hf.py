@@ -30,6 +30,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 
 from weights import (
@@ -38,7 +39,9 @@ from weights import (
     convert,
     model_weights,
     opened,
+    program,
     read_config,
+    read_tensors,
     write_safetensors,
 )  # first: it finds dev/data
 
@@ -231,6 +234,9 @@ def add_tokenizer(folder, given, source):
             complete(os.path.join(theirs if given != own else folder, "tokenizer.json"))
         if theirs != folder:
             copy_files(["chat_template.jinja"], folder, theirs)
+    elif given == own and os.path.isfile(ours):
+        with contextlib.suppress(ValueError):
+            tokenizer = open_tokenizer(ours)
     return "\n  ".join(filter(None, [missing, add_ends(folder, config, tokenizer)])) or None
 
 
@@ -271,6 +277,21 @@ def add_ends(folder, config, tokenizer):
     return problem
 
 
+# ---- weights
+
+
+def require_model(folder):
+    """Stops where the trainers would not open a folder."""
+    run = subprocess.run([program(), "check", folder], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    fused = re.compile(r"\.experts\.(gate_up|down)_proj$")
+    if b"does not hold this model" in run.stderr and any(map(fused.search, read_tensors(folder)[1])):
+        hint = "write them apart: transformers.AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+        die(f"'{folder}': the experts of a layer are one tensor, as transformers 5 has them in memory", hint)
+    sys.stderr.buffer.write(run.stderr)
+    if run.returncode:
+        sys.exit(1)
+
+
 # ---- logits
 
 
@@ -296,7 +317,8 @@ def reference_logits(folder, tokens):
             return "train_gpt2.py", model(ids, model.rope_table(len(tokens), "cpu"))[0].numpy()
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).float().eval()
+        how = dict(local_files_only=True, dtype=torch.float32)  # not config.json's dtype, which rounds others
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval()
         return f"transformers {transformers.__version__}", model(ids).logits[0].numpy()
 
 
@@ -362,7 +384,7 @@ def import_model(args):
             import_hub(args.source, partial, args.revision)
         else:
             (import_folder if os.path.isdir(args.source) else import_bin)(args.source, partial, DTYPES[args.dtype])
-        ask("check", partial)
+        require_model(partial)
         ask("finite", partial, "warn")  # it is copied as it is; check, merge and the trainers' samples refuse it
         return add_tokenizer(partial, args.tokenizer, args.source)
 
@@ -394,6 +416,7 @@ def export(args):
             f"'{args.folder}' holds LoRA adapters",
             f"make a model of them: hf.py merge {shlex.quote(args.folder)} NEW_FOLDER",
         )
+    ask("finite", args.folder)
     if args.file.endswith(".gguf"):
         if args.dtype:
             die("--dtype is for a .bin", "--type F16, BF16 or Q8_0")
@@ -406,7 +429,7 @@ def export(args):
 
 def check(args):
     if not adapter.is_adapter(args.folder):
-        ask("check", args.folder)
+        require_model(args.folder)
         ask("finite", args.folder)
         return
     if args.verify:

@@ -19,6 +19,7 @@ from data_common import Parser, die, outlive_reader
 from reader import pieces_of
 
 WINDOWS = 256  # of a call
+MOST_EXPONENT = 709  # of math.exp
 
 
 def windows_of(count, T, stride):
@@ -73,9 +74,13 @@ def main():
     except OSError as e:
         die(f"'{e.filename}': {e.strerror}", "name a file that is there and may be read")
     mean = loss / len(tokens)
+    if not math.isfinite(mean):
+        hint = "the model's weights hold NaN, infinity or huge numbers: python dev/eval/hf.py check"
+        die(f"the loss of '{args.file}' is {mean}", hint)
+    perplexity = f"{math.exp(mean):.3f}" if mean < MOST_EXPONENT else "above 1e308"
     print(
         f"{len(tokens):,} tokens, {len(text):,} bytes, windows of {scorer.seq_len} by {stride}: loss {mean:.4f} nats a "
-        f"token, perplexity {math.exp(mean):.3f}, {loss / math.log(2) / len(text):.4f} bits a byte"
+        f"token, perplexity {perplexity}, {loss / math.log(2) / len(text):.4f} bits a byte"
     )
 
 

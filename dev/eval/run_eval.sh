@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Scores a checkpoint with EleutherAI's lm-evaluation-harness, in a virtual environment of its own (dev/eval/.venv, about 3 GB).
 #   dev/eval/run_eval.sh FOLDER [TASK ...] [-- more options of lm_eval]     e.g. log/mine hellaswag arc_easy -- --limit 100
-# Results: FOLDER/lm_eval/TASK/. Started again, it leaves out the tasks that are done, unless weights or options have changed.
+# Results: FOLDER/lm_eval/TASK/, of a checkpoint RUN/lm_eval/step_N/TASK/, where they stay when it is removed. Started again, it leaves out the tasks that are done, unless weights or options have changed.
 #   PYTHON=python3.12            makes the environment with a certain Python
 #   LM_EVAL_PYTHON=/my/python    uses one that has lm-eval, transformers and torch, and installs nothing
 #   BATCH_SIZE=64                sequences at a time (16)
@@ -41,13 +41,18 @@ elif [ ! -f "$here/.venv/complete" ]; then  # written last: an interrupted insta
     touch "$here/.venv/complete"
 fi
 
+results=$folder/lm_eval
+if [ -f "$folder/train_state.json" ]; then
+    checkpoint=$(cd "$folder" && pwd -P)
+    results=${checkpoint%/*}/lm_eval/${checkpoint##*/}
+fi
 for task in "${tasks[@]}"; do
-    out=$folder/lm_eval/$task
+    out=$results/$task
     asked="$task $* | $("${PYTHON:-python3}" -c 'import os, sys
 for f in sys.argv[1:]: print(f, os.stat(f).st_size, int(os.stat(f).st_mtime), end=" ")' "${weights[@]}")"
     if [ -f "$out/asked" ] && [ "$(cat "$out/asked")" = "$asked" ]; then echo "$task: done before"; continue; fi
     rm -rf "$out" "$out.partial"
-    mkdir -p "$out.partial" || fail "cannot write into '$folder'" "copy the checkpoint to a folder that you may write to"
+    mkdir -p "$out.partial" || fail "cannot write into '$results'" "copy the checkpoint to a folder that you may write to"
     "$python" -m lm_eval --model hf --model_args "pretrained=$folder" --tasks "$task" --batch_size "${BATCH_SIZE:-16}" --output_path "$out.partial" "$@" ||
         fail "lm-eval failed on $task: see above" "without a network the data set must be in the hub's cache: fetch it elsewhere, HF_HOME names the cache, HF_HUB_OFFLINE=1"
     [ -n "$(find "$out.partial" -name 'results*.json')" ] || fail "lm-eval wrote no results of $task" "see above"
@@ -55,11 +60,11 @@ for f in sys.argv[1:]: print(f, os.stat(f).st_size, int(os.stat(f).st_mtime), en
     mv "$out.partial" "$out"
 done
 
-"$python" - "$folder" "${tasks[@]}" <<'EOF'
+"$python" - "$results" "${tasks[@]}" <<'EOF'
 import glob, json, sys
 folder, *tasks = sys.argv[1:]
 for task in tasks:
-    path = max(glob.glob(f"{glob.escape(folder)}/lm_eval/{task}/**/results*.json", recursive=True))
+    path = max(glob.glob(f"{glob.escape(folder)}/{task}/**/results*.json", recursive=True))
     for name, result in json.load(open(path))["results"].items():
         print(f"{name:<32}" + "  ".join(f"{key.split(',')[0]} {value:.4f}" for key, value in result.items() if isinstance(value, float) and "stderr" not in key))
 EOF

@@ -72,8 +72,8 @@ class Transformers:
         transformers.utils.logging.disable_progress_bar()
         self.torch, self.rows = torch, batch_size or 1
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-        self.model = model.float().to(self.device).eval()
+        how = dict(local_files_only=True, dtype=torch.float32)  # not config.json's dtype, which rounds others
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, **how).to(self.device).eval()
 
     def parts(self, tokens):
         """(rows, their logits (R,T,V)) of some rows at a time."""

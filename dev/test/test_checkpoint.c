@@ -751,6 +751,16 @@ static void test_companions(Model *m) {
     companions_noticed(m);
     save(m, at("without"), 1, 1, 0);
     check(file_bytes(at("without/step_00000001"), "tokenizer.json") < 0, "a preset has none");
+    make_directory(at("data_of"));
+    write_text(at("data_of/tokenizer.json"), "of data");
+    for (int step = 2; step <= 3; step++) {
+        TrainState s = example_state(step);
+        s.data_folder = path_of("%s", step == 2 ? at("data_of") : "");
+        check(checkpoint_save(m, at("without"), &s, 3, 0) == 0 &&
+                  file_bytes(checkpoint_folder(at("without"), step, "").text, "tokenizer.json") == 7,
+              "a preset has that of its %s", step == 2 ? "data" : "newest checkpoint");
+        state_free(&s);
+    }
 }
 static void save_third_attempt(void *step) {
     save((Model *)((void **)step)[0], (const char *)((void **)step)[1], 3, 1, 0);

@@ -482,8 +482,9 @@ def test_a_model_with_nan_has_no_accuracy(world, tmp_path):
     with torch.no_grad():
         next(model.parameters())[3] = float("nan")
     ref.write_weights(model, str(tmp_path / "nan"))
-    said, _ = in_c(world, tmp_path / "c", **{"-e": tmp_path / "nan", "-j": ""})
-    assert "mixed acc nan, by token nan of 13" in said
+    for changes, words in (({"-j": ""}, "mixed acc nan, by token nan of 13"), ({"--choice-data": ""}, "val loss nan")):
+        said, _ = in_c(world, tmp_path / "c", fails="what was evaluated is nan", **{"-e": tmp_path / "nan", **changes})
+        assert words in said
 
 
 @needs_trainer
@@ -740,6 +741,16 @@ def test_run_eval(tmp_path):
     assert "pretrained=runs/step_00000002 " in asked()[-1]
     folder.rename(tmp_path / "a [1]")  # which as a pattern is another folder
     assert "acc 0.2500  acc_norm 0.5000" in run_eval("a [1]", "piqa", **more)
+    checkpoint = tmp_path / "run/step_00000010"
+    checkpoint.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "train_state.json"):
+        (checkpoint / name).write_text("{}")
+    (tmp_path / "run/best").symlink_to(checkpoint.name)
+    before = sorted(os.listdir(checkpoint))
+    for name in (checkpoint, tmp_path / "run/best"):  # nothing is left where the trainer removes old checkpoints
+        assert "acc 0.2500" in run_eval(name, "piqa", "--", "--limit", "3", **more)
+    assert sorted(os.listdir(checkpoint)) == before
+    assert os.listdir(tmp_path / "run/lm_eval/step_00000010") == ["piqa"]
 
 
 def test_data_and_output_of_odd_kinds(tmp_path):

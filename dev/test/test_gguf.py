@@ -239,6 +239,10 @@ def test_refusals(folders, tmp_path, monkeypatch, capfd):
     weights["transformer.h.1.mlp.c_fc.weight"][3, 4] = 1e5
     save_file(weights, bare / "model.safetensors", {"format": "pt"})
     refuses(monkeypatch, capfd, ["h.1.mlp.c_fc.weight", "65504", "--type BF16"], bare, out, "--type", "F16")
+    weights["transformer.h.1.mlp.c_fc.weight"][3, 4] = float("nan")
+    save_file(weights, bare / "model.safetensors", {"format": "pt"})
+    for file in (out, tmp_path / "m.bin"):
+        refuses(monkeypatch, capfd, ["h.1.mlp.c_fc.weight", "holds NaN or infinity"], bare, file)
     config = json.loads((folders["qwen3"] / "config.json").read_text())
     config["rope_parameters"] |= LLAMA3_ROPE | {"original_max_position_embeddings": 64}
     scaled = tmp_path / "scaled"
@@ -256,6 +260,13 @@ def test_refusals(folders, tmp_path, monkeypatch, capfd):
     refuses(monkeypatch, capfd, ["cannot write"], model, tmp_path / "bare" / "none" / "m.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
     refuses(monkeypatch, capfd, ["the package gguf is not installed"], model, out)
+
+
+def test_name_of_a_checkpoint(tmp_path):
+    (tmp_path / "mine/step_00000010").mkdir(parents=True)
+    (tmp_path / "mine/best").symlink_to("step_00000010")
+    for folder in ("mine/step_00000010", "mine/best", "mine"):
+        assert gguf_file.name_of(tmp_path / folder) == "mine"
 
 
 def test_modern_is_refused_by_name():

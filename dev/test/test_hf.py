@@ -1255,6 +1255,34 @@ def test_verify_of_weights_that_are_not_finite(program, tmp_path, monkeypatch, c
     refuses(monkeypatch, capfd, ["transformer.ln_f.weight", "holds NaN or infinity"], "check", folder, "--verify")
 
 
+def test_weights_of_more_bits_than_the_config_says(tmp_path, capfd):
+    """transformers would round F32 weights to the dtype of config.json."""
+    transformers()
+    random_model = transformers().AutoModelForCausalLM.from_config(
+        transformers().LlamaConfig(vocab_size=80, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                                   num_attention_heads=2, max_position_embeddings=64)
+    )  # fmt: skip
+    random_model.save_pretrained(tmp_path)
+    assert {t.dtype for t in load(tmp_path).values()} == {torch.float32}
+    edit(tmp_path / "config.json", {"dtype": "bfloat16", "torch_dtype": "bfloat16"})
+    hf.verify(str(tmp_path))
+    assert "they agree" in capfd.readouterr().out
+
+
+def test_experts_in_one_tensor(tmp_path, monkeypatch, capfd):
+    """As transformers 5 has them in memory, and torch.save of its parameters writes them."""
+    module = transformers()
+    sizes = dict(hidden_size=32, moe_intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, head_dim=8)
+    more = dict(vocab_size=64, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2)
+    model = module.AutoModelForCausalLM.from_config(module.Qwen3MoeConfig(**sizes, **more))
+    if not any(name.endswith("experts.gate_up_proj") for name in model.state_dict()):
+        pytest.skip("this version of transformers keeps experts apart")
+    model.save_pretrained(tmp_path)
+    main(monkeypatch, "check", tmp_path)
+    save_file({n: t.clone() for n, t in model.state_dict().items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    refuses(monkeypatch, capfd, ["the experts of a layer are one tensor", "save_pretrained"], "check", tmp_path)
+
+
 def test_verify_without_transformers(program, tmp_path, monkeypatch, capfd):  # noqa: F811
     monkeypatch.setitem(sys.modules, "transformers", None)
     for model in [*FAMILIES, "modern"]:

@@ -306,6 +306,25 @@ def test_perplexity_refuses(world, tmp_path):
         command(perplexity, world / "gpt2", tmp_path / name, fails=[words])
 
 
+def test_perplexity_of_models_that_predict_nothing(world, tmp_path):
+    """Losses above 709 nats, whose exponential no double holds; and NaN, which is no result."""
+    (tmp_path / "text").write_text("tea or coffee " * 9)
+    for factor, words in ((1e6, "perplexity above 1e308"), (float("nan"), None)):
+        folder = tmp_path / str(factor)
+        model = transformers.AutoModelForCausalLM.from_pretrained(world / "gpt2", local_files_only=True)
+        with torch.no_grad():
+            model.transformer.ln_f.weight.mul_(factor)
+        model.save_pretrained(folder)
+        for path in (world / "gpt2").iterdir():
+            if not (folder / path.name).exists():
+                (folder / path.name).write_bytes(path.read_bytes())
+        fails = None if words else [f"the loss of '{tmp_path / 'text'}' is nan"]
+        said = command(
+            perplexity, folder, tmp_path / "text", "--program", TRAINER, **({"fails": fails} if fails else {})
+        )
+        assert not words or words in said
+
+
 # ---- lm-eval's interface
 
 

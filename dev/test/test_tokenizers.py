@@ -482,6 +482,30 @@ def test_a_folder_has_one_tokenizer(tmp_path, good):
         prepare(*args, "c", fails="tokenizer.bin of another tokenizer")
 
 
+@pytest.mark.parametrize("source", ["bytes", "folder"])
+def test_what_others_read_beside_shards(tmp_path, good, source):
+    """AutoTokenizer gives the ids of the shards; a folder's own special tokens stay, its chat template does not."""
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "a.txt").write_text(SAID["latin"] * 20)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(good))
+    config = {"eos_token": "<|im_end|>", "chat_template": "x", "extra_special_tokens": ["<more>"]}
+    (folder / CONFIG).write_text(json.dumps(config))
+    tokenizer = folder if source == "folder" else source
+    args = ["--input", tmp_path / "a.txt", "--tokenizer", tokenizer, "--output", tmp_path / "out", "--val-fraction", 0]
+    prepare(*args)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
+    [shard] = (tmp_path / "out").glob("*_train_*.bin")
+    fields, ids = data_common.read_shard(shard)
+    assert ids.tolist()[1:] == theirs((tmp_path / "a.txt").read_text(), add_special_tokens=False).input_ids
+    assert len(theirs) == fields["vocab_size"] and theirs.chat_template is None
+    assert theirs.eos_token == ("<|im_end|>" if source == "folder" else None)
+    (tmp_path / "out/tokenizer.json").unlink()  # as in data that was made before
+    prepare(*args)
+    assert (tmp_path / "out/tokenizer.json").exists()
+
+
 def test_a_run_whose_data_named_no_tokenizer(tmp_path):
     for data in ("", "gone/train.bin"):
         (tmp_path / "train_state.json").write_text(json.dumps({"options": {"train-data": data}}))

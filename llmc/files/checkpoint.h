@@ -116,7 +116,8 @@ static const char *checkpoint_file(const char *folder, int i) {
 }
 #define DIVERGED_MARK "diverged"
 // What a Hugging Face folder has beside config and weights. A checkpoint has copies of those in its --model's folder,
-// or if that has gone of those in the newest checkpoint, so that whoever opens it finds tokenizer and chat template.
+// or if that has gone of those in the newest checkpoint, or of those beside its data, so that whoever opens it finds
+// tokenizer and chat template.
 // The last two are what the run teaches. They and tokenizer.bin are first those beside its data, where dev/data writes
 // them, then those of the newest checkpoint.
 // The first four are the average's, which the checkpoint has alone: of weights, of adapters. It gets copies of the
@@ -670,6 +671,11 @@ static void checkpoint_make_folder(Checkpoint *c) {
     const Path newest = path_in(output, count > 0 ? names[count - 1]->d_name : ".");
     const char *const folders[] = {c->state.data_folder.text, newest.text,
                                    model && is_directory(model) ? model : newest.text};
+    // A tokenizer's files are of one folder, the last that has them. Those of the data are not for a model of type
+    // qwen2, which transformers gives Qwen's own splitting.
+    int published = 2, k = config_is(facts_of(c->m).config, "qwen2") && c->state.tokenizer.kind != TOKENIZER_QWEN2;
+    for (; k < 3; k++)
+        if (*folders[k] && file_bytes(folders[k], "tokenizer.json") >= 0) published = k;
     free_names(names, count);
     if (mkdir(c->writing.text, 0777) != 0 && errno != EEXIST)
         c->error = st_failed(c->writing.text);
@@ -681,7 +687,7 @@ static void checkpoint_make_folder(Checkpoint *c) {
                                                                 : write_config(c->m, average.text, model, NULL);
     for (int i = NUM_AVERAGE_FILES; i < NUM_COMPANION_FILES && !c->error; i++) {
         const char *name = companion_files[i];
-        int from = i < NUM_COMPANION_FILES - NUM_DATA_FILES ? 2 : 0;
+        int from = i < NUM_COMPANION_FILES - NUM_DATA_FILES ? published : 0;
         while (from < 2 && (!*folders[from] || file_bytes(folders[from], name) < 0)) from++;
         c->error = copy_companion(path_in(folders[from], name).text, path_in(c->writing.text, name).text);
     }
@@ -869,8 +875,8 @@ static void checkpoint_require_precision(const Model *m, const char *folder, con
     require(
         strcmp(s->precision, precision) == 0,
         "checkpoint '%s' is %s; this run is %s\n"
-        "resume with the same --optimizer, --state-dtype and kind of build, or with --reset-optimizer 1, which takes "
-        "its weights and begins with empty states; or start a new run from its weights with --model '%s'",
+        "resume with the same --optimizer, --state-dtype and kind of build, or with --reset-optimizer 1, which begins "
+        "with empty states; or start a new run from its weights with --model '%s'",
         folder, s->precision, precision, folder);
 }
 // Weights, masters, m and v, bit for bit: only into the dtypes and kind of masters that were saved. `s`: the state that

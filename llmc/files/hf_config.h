@@ -128,19 +128,15 @@ static void config_write(const Config *c, const char *dtype, FILE *f, const char
         CONFIG_EACH(k, config_rope_scaling) config_write_key(c, f, " ", k);
         fputc('}', f);
     }
-    const int may_slide = config_is(c, "mistral") || config_is(c, "mixtral");
-    if (may_slide && c->window)
+    if (c->window)
         WRITE_KEY("sliding_window", "%d", c->window);
-    else if (may_slide)
+    else if (config_is(c, "mistral") || config_is(c, "mixtral"))
         WRITE_KEY("sliding_window", "null");
     if (config_is(c, "qwen2") || c->qk_norm == QK_NORM_GAINS) WRITE_KEY("use_sliding_window", "false");
     if (c->qk_norm == QK_NORM_GAINS) WRITE_KEY("attention_bias", "false");
-    if (ends) {
-        WRITE_KEY("bos_token_id", "%d", ends[0]);
-        WRITE_KEY("eos_token_id", "%d", ends[1]);
-    } else {
-        WRITE_KEY("bos_token_id", "null");
-        WRITE_KEY("eos_token_id", "null");
+    for (int i = 0; i < 2; i++) {
+        fprintf(f, ",%s\"%s_token_id\": ", separator, i ? "eos" : "bos");
+        ends ? fprintf(f, "%d", ends[i]) : fputs("null", f);
     }
     WRITE_KEY("tie_word_embeddings", "%s", c->tied ? "true" : "false");
     WRITE_KEY("torch_dtype", "\"%s\"", strcmp(dtype, "bf16") == 0 ? "bfloat16" : "float32");
@@ -226,7 +222,7 @@ static void config_read_rope(const ConfigFile *f, Config *c) {
     CONFIG_EACH(k, config_rope_scaling) config_read_key(f, rope, c, k);
     int outside = c->rope_original_len;  // transformers 5 takes it, 4 does not
     config_read_int(f, 0, "original_max_position_embeddings", &outside);
-    CONFIG_REQUIRE(outside == c->rope_original_len, "original_max_position_embeddings is %d outside of rope's", outside);
+    CONFIG_REQUIRE(outside == c->rope_original_len, "original_max_position_embeddings is %d outside of rope", outside);
     require(c->rope_factor > 0 && c->rope_low_freq_factor > 0 && c->rope_high_freq_factor > c->rope_low_freq_factor &&
                 c->rope_original_len > 0,
             "'%s': the llama3 rope scaling makes no sense\ncorrect its four numbers", f->path);

@@ -25,8 +25,7 @@ static Path adapter_base(const char *folder) {
     const char *base = json_text(&j, 0, "base_model_name_or_path");
     require(base && is_directory(base),
             "'%s': its base '%s' is no folder here\n"
-            "write the folder of the base to base_model_name_or_path in it; of a checkpoint, in a copy without "
-            "train_state.json",
+            "write its folder to base_model_name_or_path; of a checkpoint, in a copy without train_state.json",
             path.text, base ? base : "");
     const Path found = path_of("%s", base);
     json_free(&j);
@@ -45,7 +44,9 @@ static void adapter_require_plain(const Json *j, const char *path, int key) {
     if (json_bool(j, key + 1, &used)) used &= !is_init;
     if (text) used = *text && !has_word(is_init ? " gaussian eva orthogonal " : " none ", text);
     require(!used || has_word(adapter_keys, name),
-            "'%s' uses %s, which these adapters have not\nmerge it with peft's merge_and_unload instead", path, name);
+            "'%s' uses %s, which these adapters have not\n"
+            "merge it: dev/eval/hf.py merge, or peft's merge_and_unload",
+            path, name);
 }
 static Lora adapter_config_read(const char *folder, const Config *c) {
     Json j;
@@ -70,12 +71,11 @@ static Lora adapter_config_read(const char *folder, const Config *c) {
     const int targets = json_get(&j, 0, "target_modules");
     const char *all = targets == JSON_NONE ? NULL : json_string(&j, targets);
     require((all && !strcmp(all, "all-linear")) || (json_is(&j, targets, JSON_ARRAY) && json_items(&j, targets)),
-            "'%s': target_modules is no list of names\nwrite the names of the modules as a list", path.text);
+            "'%s': target_modules is no list of names\ncorrect it", path.text);
     if (all) l.targets = lora_targets(c, "all", path.text);
     JSON_EACH(&j, name, targets) {
         const char *text = json_string(&j, name);
-        require(text && *text, "'%s': target_modules is no list of names\ncorrect it", path.text);
-        l.targets |= lora_targets(c, text, path.text);
+        l.targets |= lora_targets(c, text ? text : "", path.text);
     }
     json_free(&j);
     return l;

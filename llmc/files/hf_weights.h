@@ -351,8 +351,7 @@ static void model_load_merged(Model *m, const char *base, const char *folder) {
                 p->name, p->rows, p->cols);
         st_read_floats(&r, t, 0, p->size, a.values + p->offset);
         require(floats_are_finite(a.values + p->offset, p->size),
-                "'%s': tensor '%.100s' holds NaN or infinity\n"
-                "the run has diverged, or the file is damaged: take an earlier checkpoint, or download it again",
+                "'%s': tensor '%.100s' holds NaN or infinity\ntake an earlier checkpoint, or download it again",
                 adapter_file(folder).text, t->name);
     }
     a.lora.base = base_of_adapters(&r);

@@ -14,6 +14,7 @@ typedef struct {
     EvalSet *sets;        // multiple choice
     int together;         // all ranks go through each pass: computes_together
     int stopped;          // a signal has ended the evaluation: it has no result
+    int is_nan;           // a loss or an accuracy
 } Evaluation;
 
 typedef struct { double loss, bpb; } ValScore;  // nats a token; bits a byte of text, NAN without a tokenizer
@@ -265,6 +266,7 @@ static void score_choices(Evaluation *e, const EvalSet *s, Model *m, Logger *log
     free(sums);
     for (int k = 0; k < 5; k++) total[k] = comm_sum(dp, total[k]);
     if (e->stopped) return;
+    e->is_nan |= isnan(total[0]);
     const double by_character = s->choices->characters ? total[2] / n : NAN, loss = total[3] / total[4];
     printf("eval %6ld | %s acc %.4f, by token %.4f", at->step, s->name, total[0] / n, total[1] / n);
     if (!isnan(by_character)) printf(", by character %.4f", by_character);
@@ -292,6 +294,7 @@ static double evaluate(Evaluation *e, Model *m, int average, const Tokenizer *to
         if (val->count > 1 && !average) report_val(log, val->patterns[i], 0, at, v, begin);
     }
     if (e->has_val) report_val(log, NULL, average, at, mean, begin);
+    e->is_nan |= e->has_val && isnan(mean.loss);
     EVALUATION_EACH(s, e) {
         if (!average) score_choices(e, s, m, log, at);
         if (e->stopped) return NAN;

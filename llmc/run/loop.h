@@ -16,6 +16,8 @@ static void score(Trainer *t) {
         evaluate(&t->eval, t->model, 1, tokenizer, &t->log, s);
         model_average(t->model, -1);
     }
+    comm_require(&t->comm, !t->o.evaluate || !t->eval.is_nan,
+                 "what was evaluated is nan\nthe weights hold NaN or huge numbers: use another checkpoint");
     // a resumed run evaluates the same weights again
     if (!t->o.patience || s->step <= s->evaluated_step || isnan(loss)) return;
     s->evaluated_step = s->step;
