@@ -242,9 +242,13 @@ MESSAGE = {
     "role": (REQUIRED, lambda v: v in ("system", "user", "assistant"), "system, user or assistant"),
     "content": (REQUIRED, lambda v: is_text(v) or is_list(v, is_part), "text, or a list of parts of type text"),
 }
-# Fields of OpenAI's that this server does not have. The value that asks for nothing is allowed.
-NEUTRAL = dict(best_of=1, presence_penalty=0, frequency_penalty=0, logit_bias={}, suffix="", store=False)
-NEUTRAL |= dict(tools=[], tool_choice="none", response_format={"type": "text"})
+# Fields of OpenAI's that this server does not have, and their values that ask for nothing: those are allowed. The last
+# ones are of messages, as clients send an answer back.
+NEUTRAL = dict(best_of=[1], presence_penalty=[0], frequency_penalty=[0], logit_bias=[{}], suffix=[""], store=[False])
+NEUTRAL |= dict(tools=[[]], tool_choice=["none", "auto"], parallel_tool_calls=[False, True], functions=[[]])
+NEUTRAL |= dict(function_call=["none", "auto"], response_format=[{"type": "text"}], modalities=[["text"]])
+NEUTRAL |= dict(service_tier=["auto", "default"], metadata=[{}], verbosity=["medium"])
+NEUTRAL |= dict(tool_calls=[[]], annotations=[[]])
 
 
 def fields(context, vocab):
@@ -263,11 +267,12 @@ def fields(context, vocab):
         "stop": ([], is_stop, f"a string or at most {MOST_STOPS}, each of 1 to {MOST_STOP} characters"),
         "stream": (False, *BOOLEAN),
         "stream_options": (None, lambda v: True, ""),
+        "prompt_cache_key": ("", *TEXT),
     }
     completion = {
         "prompt": ("", prompt, f"a text, at most {context} tokens (0 to {vocab - 1}), or at most 128 of one kind"),
         "max_tokens": (16, *limit),
-        "logprobs": (None, *whole(0, 20)),
+        "logprobs": (None, lambda v: v is False or whole(0, 20)[0](v), whole(0, 20)[1]),
         "echo": (False, *BOOLEAN),
     }
     chat = {
@@ -295,7 +300,7 @@ def check(given, table, where=""):
                 raise Refusal(400, f"{path} is {text}", f"{name} must be {meaning}", path)
         elif name not in NEUTRAL:
             raise Refusal(400, f"{path} is unknown", "leave it out; doc/serve.md lists what there is", path)
-        elif value != NEUTRAL[name]:
+        elif value not in NEUTRAL[name]:
             raise Refusal(400, f"{path} is not supported", "leave it out", path)
     for name, (default, _, meaning) in table.items():
         if given.setdefault(name, default) is REQUIRED:
@@ -309,27 +314,28 @@ def understand(body, chat, server):
     f = check(body, server.fields[chat])
     if f["model"] not in (None, server.name):
         raise Refusal(404, f"there is no model '{f['model'][:60]}'", f"this server has '{server.name}'", "model")
-    if f["stream_options"] is not None and not f["stream"]:
+    f |= check({} if f["stream_options"] is None else f["stream_options"], STREAM_OPTIONS, "stream_options.")
+    if f["include_usage"] and not f["stream"]:
         raise Refusal(400, "stream_options is given without stream", "leave it out", "stream_options")
-    f |= check(f["stream_options"] or {}, STREAM_OPTIONS, "stream_options.")
     ends = server.template if chat else server
     f["ends"], f["stops"] = ends.ends, ([f["stop"]] if isinstance(f["stop"], str) else f["stop"]) + ends.stops
     # the program reads numbers as doubles
     f["seed"] = (random.getrandbits(53) if f["seed"] is None else f["seed"]) % (1 << 53)
     understand_chat(f) if chat else understand_completion(f)
-    names = ("max_tokens", "temperature", "top_k", "top_p", "n", "seed", "logprobs", "special", "ends")
+    names = ("max_tokens", "temperature", "top_k", "top_p", "n", "seed", "logprobs", "ends")
     f["options"] = {name: f[name] for name in names if f.get(name) not in (None, [])}
     return f
 
 
 def understand_completion(f):
+    f["logprobs"] = None if f["logprobs"] is False else f["logprobs"]
     f["prompts"] = f["prompt"] if is_list(f["prompt"], lambda one: not isinstance(one, int)) else [f["prompt"]]
     if f["echo"] and (f["logprobs"] is not None or not isinstance(f["prompts"][0], str)):
         raise Refusal(400, "echo goes with prompts of text alone, without logprobs", "leave one of them out", "echo")
 
 
 def understand_chat(f):
-    if f["top_logprobs"] is not None and not f["logprobs"]:
+    if f["top_logprobs"] and not f["logprobs"]:
         problem = f"top_logprobs is {f['top_logprobs']} and logprobs is not true"
         raise Refusal(400, problem, "set logprobs to true", "top_logprobs")
     f["logprobs"] = (f["top_logprobs"] or 0) if f["logprobs"] else None
@@ -338,15 +344,45 @@ def understand_chat(f):
     for message in f["messages"]:
         if isinstance(message["content"], list):
             message["content"] = "".join(part["text"] for part in message["content"])
-    f["special"] = True
+
+
+class PlainContent:
+    """Keeps names of special tokens in contents apart from those that a template writes: a content must not end its
+    turn, or begin one of another role. names: of the tokens."""
+
+    PRIVATE = range(0xF0000, 0xFFFFE)  # code points that belong to nobody
+
+    def __init__(self, names):
+        self.pattern = "|".join(map(re.escape, sorted(filter(None, names), key=len, reverse=True)))
+
+    def hide(self, messages):
+        """The messages, in which a private character stands for each name; and {character: name}."""
+        used, hidden = set().union(*(message["content"] for message in messages)), {}
+        free = (c for c in map(chr, self.PRIVATE) if c not in used)
+        put = lambda match: hidden.get(match[0]) or hidden.setdefault(match[0], next(free))
+        if self.pattern:
+            messages = [m | {"content": re.sub(self.pattern, put, m["content"])} for m in messages]
+        return messages, {character: name for name, character in hidden.items()}
+
+    def places(self, text, hidden):
+        """What a template made of them, with all names; and from and to which of its bytes names are tokens."""
+        parts, places, at, length = [], [], 0, 0
+        pattern = "|".join(filter(None, [self.pattern, *hidden]))
+        for match in re.finditer(pattern, text) if pattern else ():
+            parts += [text[at : match.start()], hidden.get(match[0], match[0])]
+            at, name = match.end(), len(parts[-1].encode())
+            length += len(parts[-2].encode()) + name
+            places += [length - name, length] if match[0] not in hidden else []
+        return "".join([*parts, text[at:]]), places
 
 
 class ChatTemplate:
     """The folder's own way to write a conversation, and what ends an answer in it. It runs in a process of its own, for
-    which a thread waits. stops: texts that end any answer of this model."""
+    which a thread waits. stops: texts that end any answer of this model; plain: PlainContent, or None where names of
+    special tokens in contents are these tokens."""
 
-    def __init__(self, folder, vocab, stops):
-        self.thread = concurrent.futures.ThreadPoolExecutor(1)
+    def __init__(self, folder, vocab, stops, plain=None):
+        self.thread, self.plain = concurrent.futures.ThreadPoolExecutor(1), plain
         self.folder, self.vocab, self.ends, self.stops, self.renderer = folder, vocab, [], stops, None
         self.problem = f"this model has no chat template: {folder} has no chat_template.jinja and no tokenizer_config."
         self.problem += "json with a chat_template"
@@ -368,11 +404,14 @@ class ChatTemplate:
             self.renderer.close()  # until there is a conversation
 
     async def render(self, messages):
+        """The prompt, and what the program is told as `special`."""
         if self.problem:
             raise Refusal(400, self.problem, "use /v1/completions, or a model that was tuned to chat", "messages")
+        messages, hidden = self.plain.hide(messages) if self.plain else (messages, {})
         work = asyncio.get_running_loop().run_in_executor(self.thread, self.renderer.render, messages)
         try:
-            return await asyncio.wait_for(work, RENDER_SECONDS)
+            text = await asyncio.wait_for(work, RENDER_SECONDS)
+            return self.plain.places(text, hidden) if self.plain else (text, True)
         except asyncio.TimeoutError:
             raise Refusal(503, "the chat template is busy with other conversations", "try again later") from None
         except TemplateError as e:
@@ -576,6 +615,10 @@ def name_of(folder):
     return (path.parent if is_checkpoint else path).name or folder
 
 
+def credentials(request):
+    return request.headers.get("Authorization", "").encode(errors="surrogateescape")
+
+
 class Server:
     # The page loads nothing and sends only to this server.
     POLICY = (
@@ -583,8 +626,9 @@ class Server:
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
-    def __init__(self, args, key, commands):
-        self.args, self.key, self.children = args, key, [Child(*command, args.patience) for command in commands]
+    def __init__(self, args, keys, commands):
+        self.args, self.keys, self.children = args, keys, [Child(*command, args.patience) for command in commands]
+        self.secret = os.urandom(32)
         self.name = args.name or name_of(args.model)
         self.fresh = {}  # connections without a request -> what hangs them up
 
@@ -606,7 +650,8 @@ class Server:
             facts = self.children[0].facts
             self.fields = fields(facts["context"], facts["vocab"])
             self.ends, self.stops = [], merged(facts.get("stop_strings", []))
-            self.template = ChatTemplate(Path(facts["model"]), facts["vocab"], self.stops)
+            plain = None if self.args.special_in_content else PlainContent(facts["special"])
+            self.template = ChatTemplate(Path(facts["model"]), facts["vocab"], self.stops, plain)
             await self.template.open()
             self.model = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "llm.cu"}
             self.model |= {"context": facts["context"], "chat": self.template.problem is None}
@@ -640,6 +685,12 @@ class Server:
                     site.close()
             finally:
                 await runner.cleanup()
+
+    def salt(self, request, cache_key):
+        """What prompts begin with alike is computed once among requests of one salt: nobody who has another key, or
+        names another prompt_cache_key, can tell by the time that it was computed before."""
+        what = credentials(request) + b"\0" + cache_key.encode()
+        return int.from_bytes(hmac.digest(self.secret, what, "sha256")[:6], "big")
 
     def connection(self, protocol):
         """A new one: without a request it ends after a time."""
@@ -679,8 +730,9 @@ class Server:
             if self.args.hosts and host not in self.args.hosts:
                 hint = f"open {self.args.url}, give this name as --host, or set {KEY_VARIABLE}"
                 raise Refusal(403, f"this server does not answer as {host[:60]!r}", hint)
-            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-            if self.key and request.path.startswith("/v1/") and not hmac.compare_digest(given, b"Bearer " + self.key):
+            given = credentials(request)
+            is_known = sum([hmac.compare_digest(given, b"Bearer " + key) for key in self.keys])
+            if self.keys and request.path.startswith("/v1/") and not is_known:
                 raise Refusal(401, "the API key is missing or wrong", "send the header Authorization: Bearer KEY")
             return await handler(request)
         except Refusal as e:
@@ -731,8 +783,10 @@ class Server:
     async def complete(self, request):
         chat = request.path == "/v1/chat/completions"
         asked = understand(await self.read(request), chat, self)
+        asked["options"]["salt"] = self.salt(request, asked["prompt_cache_key"])
         if chat:
-            asked["prompts"] = [await self.template.render(asked.pop("messages"))]
+            prompt, asked["options"]["special"] = await self.template.render(asked.pop("messages"))
+            asked["prompts"] = [prompt]
         if request.transport is None:  # before Python 3.12 wait_for() can lose that this task was cancelled
             raise ConnectionResetError
         answer = Answer(asked, chat, self)
@@ -792,7 +846,11 @@ def parse(arguments):
     p.add_argument("model", help="a checkpoint, a folder with checkpoints, or another model folder (-e of the program)")
     p.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     p.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any that is free")
-    p.add_argument("--api-key", help=f"what clients must send; better in {KEY_VARIABLE}, which other users cannot see")
+    p.add_argument("--api-key", help=f"what clients must send, or several of them, a line each; better in "
+                   f"{KEY_VARIABLE}, which other users cannot see")  # fmt: skip
+    p.add_argument("--special-in-content", action="store_true",
+                   help="names of special tokens in a message are these tokens: it can then end its turn and begin one "
+                   "of another role (default: they are plain text)")  # fmt: skip
     p.add_argument("--name", help="the model's name (default: that of its folder, or of its run)")
     p.add_argument("--slots", type=whole_from(1), default=16, help="sequences at a time on each copy (default: 16)")
     p.add_argument("--context", type=whole_from(2), help="tokens of prompt and answer (default: the model's)")
@@ -814,7 +872,8 @@ def main():
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # a traceback for each client that sends nonsense
     key = os.environ.pop(KEY_VARIABLE, None)  # child processes do not get it
     key = args.api_key if args.api_key is not None else key
-    if key == "":
+    keys = [line.encode() for line in (key or "").split("\n") if line]
+    if key is not None and not keys:
         stop("the API key is empty", f"give --api-key or {KEY_VARIABLE} a value, or leave it out")
     try:  # before the model is loaded, which takes long
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
@@ -830,7 +889,7 @@ def main():
     args.hosts = names if local and not key else None
     if not key and not local:
         log.warning("anybody who reaches %s can use this model: %s is not set", args.url, KEY_VARIABLE)
-    server = Server(args, key and key.encode(), commands(args, options))
+    server = Server(args, keys, commands(args, options))
     try:
         asyncio.run(server.listen(listener))
     except (OSError, RuntimeError) as e:  # the program's own words are above

@@ -18,7 +18,7 @@ import time
 
 CONTEXT, EOT = 512, 256
 DEFAULTS = {"max_tokens": CONTEXT, "n": 1, "logprobs": None, "seed": 0, "temperature": 1, "special": False, "ends": []}
-KNOWN = {"id", "prompt", "tokens", "top_k", "top_p", *DEFAULTS}
+KNOWN = {"id", "prompt", "tokens", "top_k", "top_p", "salt", *DEFAULTS}
 
 
 def tell(event, **more):
@@ -92,6 +92,7 @@ def main():
     model = sys.argv[sys.argv.index("-e") + 1]
     stops = list(filter(None, [os.environ.get("SERVE_CHILD_STOPS")]))
     facts = dict(context=CONTEXT, vocab=257, slots=slots, waiting=1024, eot=EOT, ends=[EOT], stop_strings=stops)
+    facts["special"] = ["<|user|>", "<|end|>"]
     tell("ready", model=model, **facts)
     lines, running, waiting = queue.Queue(), [], []
 

@@ -542,6 +542,7 @@ def test_what_the_server_says(runs):
         "slots": 2,
         "waiting": 1024,
         "eot": 256,
+        "special": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         "ends": [256],
         "stop_strings": [],
     }
@@ -580,6 +581,15 @@ def test_what_the_server_says(runs):
         server.send({"id": "same", "max_tokens": 5, "temperature": 0} | prompt)
         texts[len(prompt)] = sequences(server.until_ended(1))
     assert texts[1] == texts[2]
+    # from and to so many bytes they are tokens, elsewhere text
+    same = {"id": "same", "max_tokens": 5, "temperature": 0, "n": 2}
+    text, tokens = "<|im_end|>é<|im_end|>", [*"<|im_end|>é".encode(), 258]
+    for prompt in ({"prompt": text, "special": [12, 22]}, {"tokens": tokens}, {"prompt": text, "special": [12]}):
+        server.send(same | prompt)
+        events = server.until_ended(2)
+        assert events[0]["prompt_tokens"] == 13 and sequences(events) == texts.setdefault("places", sequences(events))
+    server.send({"id": "none", "prompt": "x<|im_end|>", "max_tokens": 1, "special": []})
+    assert server.until_ended(1)[0]["prompt_tokens"] == 11
     server.send(
         {"id": "f", "prompt": "x", "n": 3}, {"id": "f", "cancel": True, "index": 2}, {"id": "no", "cancel": True}
     )
@@ -588,7 +598,7 @@ def test_what_the_server_says(runs):
     server.send({"id": "g", "prompt": "x"}, {"id": "h", "prompt": "x"}, {"id": "i", "prompt": "x"})
     events = server.close()
     assert [e["reason"] for e in events if e["event"] == "end"] == ["cancelled"] * 3
-    assert "served 14 requests" in server.process.stderr.read().decode()
+    assert "served 18 requests" in server.process.stderr.read().decode()
 
 
 def test_requests_that_are_cancelled_while_they_wait(runs):
@@ -658,6 +668,7 @@ BAD = [
     ({"id": "x", "prompt": "x", "stop": "y"}, "x", "unknown field 'stop'"),
     ({"id": "x", "prompt": "x", "index": 0}, "x", '"index" belongs to "cancel"'),
     ({"id": "x", "prompt": "x", "ends": [1000]}, "x", '"ends" is not in the vocabulary'),
+    *(({"id": "x", "prompt": "xyz", "special": s}, "x", '"special" does not list') for s in ([4], [2, 1], [-1], ["a"])),
     (b'{"id":"x","prompt":"' + b"y" * (17 << 20) + b'"}', "x", "a line is longer than 16 MiB"),
     (b'{"prompt":"' + b"y" * (17 << 20) + b'"}', None, "a line is longer than 16 MiB"),
 ] + [
@@ -670,7 +681,8 @@ BAD = [
         "top_k": [-1],
         "seed": [-1],
         "logprobs": [21],
-        "special": [1],
+        "special": [1, "yes"],
+        "salt": [-1, 0.5, "x"],
         "ends": [[1] * 1025],
     }.items()
     for value in values

@@ -96,6 +96,17 @@ def test_prompts_that_begin_alike_share_pages(rows):
         assert f"; {5 * 4 * 128} tokens of prompts were shared" in said
 
 
+@pytest.mark.parametrize("rows", [0, 900])
+def test_pages_are_shared_within_a_salt(rows):
+    """So that nobody can tell by the time of an answer what others have sent. No token changes."""
+    asked = [{"id": str(i), "tokens": [7] * 600 + [i], "max_tokens": 5, "seed": i} for i in range(4)]
+    salted = [request | {"salt": (0, 5, 5, 2**53 - 1)[i]} for i, request in enumerate(asked)]
+    for slots in (1, 4):
+        tokens, said = answers(salted, slots, "--debug", f"prompt-rows={rows}")
+        assert f"; {4 * 128} tokens of prompts were shared" in said
+        assert tokens == answers(asked, slots, "--debug", f"prompt-rows={rows}")[0]
+
+
 def test_a_text_whose_pages_are_shared_rolls_on():
     """All slots have the same prompt's pages. Where the context is full, half of it needs pages of its own."""
     asked = [{"id": str(i), "tokens": [5] * 800, "max_tokens": 99, "seed": i} for i in range(3)]

@@ -36,6 +36,7 @@ typedef struct Sequence {
     int count;    // tokens so far: at first those of the prompt, at least one
     int most;     // tokens at which it ends
     Draw draw;
+    uint64_t salt;      // below 2^62: sequences share pages within one alone
     const Ends *ends;   // tokens beside those of the engine; NULL: none
     void *of;           // for the caller
     TextTail tail;      // for the caller, zero at first
@@ -126,10 +127,11 @@ static int engine_reach(Engine *e, const Sequence *s, int tokens) {
     }
     return 1;
 }
-// The name of page `index` of the slot. Before its first: how its prompt is made, because that decides its bits.
+// The name of page `index` of the slot. Before its first: its salt, and how its prompt is made, because that decides
+// its bits.
 static uint64_t engine_name(const Engine *e, const Sequence *s, int index) {
     const uint64_t by_rows = s->prompted == 0;
-    return index < 0 ? UINT64_MAX - by_rows : e->pages.page[engine_pages(e, s)[index]].name;
+    return index < 0 ? UINT64_MAX - 2 * s->salt - by_rows : e->pages.page[engine_pages(e, s)[index]].name;
 }
 // Tokens of the slot's prompt whose pages others may share.
 static int engine_prompt_tokens(const Sequence *s) {
@@ -253,8 +255,8 @@ static int engine_can_share_soon(const Engine *e, const Sequence *s) {
     const int tokens = (s->shares + 1) * KV_PAGE;
     if (s->prompted || engine_prompt_tokens(s) < tokens) return 0;
     for (const Sequence *at = e->first; at != s; at = at->next)
-        if (!at->prompted && engine_prompt_tokens(at) >= tokens && model_length(e->m, at->slot) < tokens &&
-            !memcmp(at->tokens, s->tokens, tokens * sizeof *s->tokens))
+        if (!at->prompted && at->salt == s->salt && engine_prompt_tokens(at) >= tokens &&
+            model_length(e->m, at->slot) < tokens && !memcmp(at->tokens, s->tokens, tokens * sizeof *s->tokens))
             return 1;
     return 0;
 }

@@ -38,9 +38,9 @@ typedef struct {
 // What a line asks for.
 typedef struct {
     const char *id, *prompt;
-    int tokens, ends;  // JSON arrays
+    int tokens, ends, names;  // JSON arrays
     int special, cancel;
-    double max_tokens, temperature, top_k, top_p, seed, n, logprobs, index;
+    double max_tokens, temperature, top_k, top_p, seed, n, logprobs, index, salt;
 } Asked;
 
 // ---- events
@@ -155,8 +155,9 @@ static int asked_field(const Json *j, int value, const char *key, Asked *a) {
                    {"seed", &a->seed, 0, 0x1p53, 1},
                    {"n", &a->n, 1, SERVE_MOST_N, 1},
                    {"logprobs", &a->logprobs, 0, DRAW_TOP, 1},
-                   {"index", &a->index, 0, SERVE_MOST_N - 1, 1}};
-    for (int i = 0; i < 8; i++) {
+                   {"index", &a->index, 0, SERVE_MOST_N - 1, 1},
+                   {"salt", &a->salt, 0, 0x1p53, 1}};
+    for (int i = 0; i < COUNT_OF(numbers); i++) {
         double *x = numbers[i].to;
         if (strcmp(key, numbers[i].key)) continue;
         return json_double(j, value, x) && *x >= numbers[i].low && *x <= numbers[i].high &&
@@ -166,13 +167,15 @@ static int asked_field(const Json *j, int value, const char *key, Asked *a) {
     if (!strcmp(key, "prompt")) return (a->prompt = json_string(j, value)) != NULL;
     if (!strcmp(key, "tokens")) return json_is(j, a->tokens = value, JSON_ARRAY) && json_items(j, value) > 0;
     if (!strcmp(key, "ends")) return json_is(j, a->ends = value, JSON_ARRAY) && json_items(j, value) <= SERVE_MOST_ENDS;
+    if (!strcmp(key, "special") && json_is(j, value, JSON_ARRAY)) return (a->names = value) > 0;
     if (!strcmp(key, "special")) return json_bool(j, value, &a->special);
     if (!strcmp(key, "cancel")) return json_bool(j, value, &a->cancel);
     return -1;
 }
 // Returns 0 if the line was refused.
 static int asked_read(Server *s, const Json *j, Asked *a) {
-    *a = (Asked){json_text(j, 0, "id"), NULL, JSON_NONE, JSON_NONE, 0, 0, 1 << 30, 1, 0, 1, -1, 1, -1, -1};
+    *a =
+        (Asked){json_text(j, 0, "id"), NULL, JSON_NONE, JSON_NONE, JSON_NONE, 0, 0, 1 << 30, 1, 0, 1, -1, 1, -1, -1, 0};
     if (!json_is(j, 0, JSON_OBJECT)) return serve_refuse(s, NULL, "a line is no JSON object\nsend one object a line");
     if (!a->id || !*a->id || strlen(a->id) > SERVE_ID)
         return serve_refuse(s, NULL, "a request has no id that can be used\ngive an id of 1 to %d bytes",
@@ -195,11 +198,22 @@ static int serve_ids(const Server *s, const Json *j, int array, int *ids) {
     }
     return n;
 }
-// special: the ids of exactly this text, as a conversation was trained; else of a document, behind end-of-text.
-static int serve_encode(const Server *s, const char *text, int special, int *ids) {
-    const int behind = !special || !*text;  // a model needs a token
+// special: the ids of exactly this text, as a conversation was trained; else of a document, behind end-of-text. names:
+// from and to so many bytes, in turns, names of special tokens count alone. Returns how many ids, -1: these are no such
+// places.
+static int serve_encode(const Server *s, const Json *j, const Asked *a, int *ids) {
+    const Tokenizer *t = s->engine.tokenizer;
+    const int bytes = (int)strlen(a->prompt), is_document = !a->special && a->names == JSON_NONE;
+    int n = is_document || !bytes, at = 0, special = a->special;  // a model needs a token
     ids[0] = s->engine.eot;
-    return behind + tokenizer_encode_text(s->engine.tokenizer, text, (int)strlen(text), special, ids + behind);
+    JSON_EACH(j, place, a->names) {
+        int64_t end;
+        if (!json_int(j, place, &end) || end < at || end > bytes) return -1;
+        n += tokenizer_encode_text(t, a->prompt + at, (int)end - at, special, ids + n);
+        special = !special;
+        at = (int)end;
+    }
+    return n + tokenizer_encode_text(t, a->prompt + at, bytes - at, special, ids + n);
 }
 static void serve_add(Server *s, const Asked *a, const int *prompt, int count, Ends ends) {
     const int n = (int)a->n, left = s->engine.window - count;
@@ -223,6 +237,7 @@ static void serve_add(Server *s, const Asked *a, const int *prompt, int count, E
         q->most = most;
         q->draw = draw;
         q->draw.stream = i;
+        q->salt = (uint64_t)a->salt;
         q->ends = &r->ends;
         q->of = r;
         engine_add(&s->engine, q);
@@ -252,7 +267,9 @@ static void serve_request(Server *s, const Json *j, const Asked *a) {
         serve_refuse(s, id, "an id in \"ends\" is not in the vocabulary\nsend ids of this model's tokenizer");
     else if (text && !has_text)
         serve_refuse(s, id, "this model has no tokenizer for text\nstart with --tokenizer FILE, or send \"tokens\"");
-    else if ((count = text ? serve_encode(s, text, a->special, ids) : serve_ids(s, j, a->tokens, ids)) < 0)
+    else if (text && (count = serve_encode(s, j, a, ids)) < 0)
+        serve_refuse(s, id, "\"special\" does not list places of the prompt\nsee doc/generate.md for what is allowed");
+    else if (!text && (count = serve_ids(s, j, a->tokens, ids)) < 0)
         serve_refuse(s, id, "a token id is not in the vocabulary\nsend ids of this model's tokenizer");
     else if (count >= e->window)
         serve_refuse(s, id,
@@ -317,9 +334,18 @@ static void serve_lines(Server *s) {
 }
 static void serve_ready(const Server *s, const char *model) {
     const Engine *e = &s->engine;
+    const Tokenizer *t = e->tokenizer;
     fputs("{\"event\":\"ready\"", s->out);
     json_write_fields(s->out, "model %s context %d vocab %d slots %d waiting %d eot %d", model, e->window, s->vocab,
                       e->slots, SERVE_WAITING, e->eot);
+    fputs(",\"special\":[", s->out);
+    for (int i = 0, some = 0; t && i < t->num_added; i++) {
+        char *name = tokenizer_text(t, &t->added[i], 1);
+        if (t->flags[t->added[i]] & TOKEN_SPECIAL && some++) fputc(',', s->out);
+        if (t->flags[t->added[i]] & TOKEN_SPECIAL) json_write_string(s->out, name);
+        free(name);
+    }
+    fputc(']', s->out);
     ends_write(s->out, e->ends);
     fputc('\n', s->out);
     fflush(s->out);
