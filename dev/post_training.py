@@ -386,7 +386,7 @@ def chat_renderer(model):
 def stops_of(t, prompts, model):
     """What ends completions besides end-of-text: ids and texts, as generate() takes them."""
     ids, texts = Chats(model).ends(any(p.parts for p in prompts))
-    return [*(i for i in ids if i < t.vocab), *texts]
+    return [*(i for i in ids if i < t.vocab), *(texts if t.facts["tokenizer"] else [])]
 
 
 def encode_parts(t, parts):
