@@ -179,7 +179,7 @@ def side_of(record, key):
     side, prompt = record[key], record.get("prompt") or []
     side = side if isinstance(side, list) else [{"role": "assistant", "content": side}]
     if isinstance(prompt, list):
-        return [*prompt, *side]
+        return side if prompt and side[: len(prompt)] == prompt else [*prompt, *side]
     messages, _ = checked(side, f"{key}: ")
     if messages[0]["role"] == "assistant":
         return [{"role": "user", "content": prompt}, *side]

@@ -1,7 +1,9 @@
 """What scripts/dpo.py, grpo.py and distill.py share: their command lines, the order of their data, their end."""
 
 import argparse
+import collections
 import contextlib
+import functools
 import glob
 import json
 import math
@@ -15,8 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from chat_template import Renderer, TemplateError, read_template
+from chat_template import Renderer, Task, TemplateError, end_of_turn, ends_of_folder, pattern_of, read_template
+from chat_template import special_names
 from checked_json import BadFile, open_regular, parse_object, read_object
+from conversations import Bad, forbidden, question_of, require_text, tell_unread
 from tool_output import Parser, outlive_reader, plural, warn
 
 NUMBERS = (  # name, default, least, what it is
@@ -28,6 +32,8 @@ NUMBERS = (  # name, default, least, what it is
     ("seed", 1337, 0, "of all that is random"),
     ("save-every", 0, 0, "steps; 0: at the end alone"),
 )
+
+MOST = 1e12  # of a number, so that products of some can be counted
 
 OURS = {
     "max_steps": "give --steps before it",
@@ -49,12 +55,18 @@ def parse(argv, doc, add, numbers):
     add(p)
     numbers = {n[0]: n for n in (*NUMBERS, *numbers)}.values()  # one's own replace those here
     for name, default, _, text in numbers:
-        p.add_argument("--" + name, type=type(default), default=default, metavar="N", help=f"{text} [{default:g}]")
-    p.set_defaults(seq_len=None)
+        p.add_argument("--" + name, type=type(default), metavar="N", help=f"{text} [{default:g}]")
     at = argv.index("--") if "--" in argv else len(argv)
-    a, options, name = p.parse_args(argv[:at]), {}, ""
+    a, options, name = p.parse_args(argv[:at], argparse.Namespace(given=set())), {}, ""
     again = [*argv[:at], *([] if a.resume else ["--resume"]), *argv[at:]]
     a.again = shlex.join([sys.orig_argv[0], sys.argv[0], *again])  # the command that goes on
+    for name, default, _, _ in numbers:
+        if getattr(a, (field := name.replace("-", "_"))) is not None:
+            a.given.add(name)
+        elif field != "seq_len":
+            setattr(a, field, default)
+    if "save-every" in a.given and a.save_every and not a.output:
+        p.error("--save-every does nothing without --output: give a folder")
     models = [a.model, *filter(None, (getattr(a, name, None) for name in ("teacher", "reference")))]
     a.seq_len = min(1024, *map(context_of, models)) if a.seq_len is None else a.seq_len
     for number, _, least, _ in numbers:
@@ -63,6 +75,8 @@ def parse(argv, doc, add, numbers):
             p.error(f"--{number} is less than {least:g}: give more")
         if not math.isfinite(value):
             p.error(f"--{number} is {value}: give a number")
+        if value > MOST and number != "seed":
+            p.error(f"--{number} is {value:g}: give at most {MOST:g}")
     for word in argv[at + 1 :]:
         name, _, value = word[2:].partition("=") if word.startswith("--") else (name, "", word)
         options[name.replace("-", "_")] = int(value) if value.isdecimal() else value or True
@@ -99,6 +113,27 @@ def trainer_options(a, options, rows_of_step, updates=1):
     own = dict(batch_size=a.batch_size, seq_len=a.seq_len, learning_rate=a.learning_rate, verbose=True)
     own |= dict(output=a.output, resume=a.resume, seed=a.seed, max_steps=a.steps * updates)
     return own | dict(total_batch=rows * a.seq_len * math.ceil(rows_of_step / rows)) | options
+
+
+def refuse_idle(a, name, where, hint):
+    """--name, if it is given, does nothing there."""
+    if name in a.given:
+        raise BadFile(f"--{name} does nothing with {where}\n  hint: {hint}")
+
+
+TOKENIZERS = ("tokenizer.bin", "tokenizer.json")
+
+
+def require_same_tokenizer(t, other, folders, names, error):
+    """Ids must mean the same to two trainers, of the models in `folders`. names: of the two, for errors."""
+    hint = f"a {names[1]} needs the {names[0]}'s own tokenizer"
+    own, theirs = (x.facts["known"] for x in (t, other))  # a model may have more ids
+    if own != theirs:
+        raise error(f"the {names[0]} has {own} tokens, the {names[1]} {theirs}\n  hint: {hint}")
+    for name in TOKENIZERS:
+        paths = [os.path.join(model_folder(folder), name) for folder in folders]
+        if all(map(os.path.isfile, paths)) and len({open(p, "rb").read() for p in paths}) > 1:
+            raise error(f"'{paths[0]}' and '{paths[1]}' differ\n  hint: {hint}")
 
 
 def has_adapters(t):
@@ -173,21 +208,42 @@ def make_steps(a, t, make, updates=1):
     signals = Signals("the run ends after this step, " + ("and is saved" if a.output else "without a checkpoint"))
     try:
         for step in steps_left(a, t, updates):
-            make(step)
+            try:
+                make(step)
+            except BaseException:  # the next step is not made: what there is is kept
+                if step > saved:
+                    print(keep(a, t, step, saved, updates), flush=True)
+                raise
             done, stopped = step + 1, signals.name
-            lost = plural(done - saved, "step") + (" is lost" if done - saved == 1 else " are lost")
             if a.output and (done == a.steps or a.save_every and done % a.save_every == 0 or stopped):
                 try:
                     t.save()
                 except RuntimeError:  # llmc.Error
-                    print(f"step {done} cannot be saved: {lost}", flush=True)
+                    print(f"step {done} cannot be saved: {lost(done - saved)}", flush=True)
                     raise
                 saved = done
             if stopped and done < a.steps:
-                how = f"this goes on: {a.again}" if a.output else f"{lost} (no --output)"
+                how = f"this goes on: {a.again}" if a.output else f"{lost(done - saved)} (no --output)"
                 raise Stopped(f"stopped by {stopped} after step {done}; {how}")
     finally:
         signals.close()
+
+
+def lost(count):
+    return plural(count, "step") + (" is lost" if count == 1 else " are lost")
+
+
+def keep(a, t, done, saved, updates):
+    """Saves the steps that were done before one that failed, and says it."""
+    if not a.output:
+        return f"{lost(done - saved)} (no --output)"
+    if t.steps_done != done * updates:  # the weights have a part of its updates
+        return f"step {done + 1} was half made: {lost(done - saved)}"
+    try:
+        t.save()
+    except RuntimeError:  # llmc.Error
+        return f"step {done} cannot be saved: {lost(done - saved)}"
+    return f"step {done} is saved; this goes on: {a.again}"
 
 
 # ---- prompts
@@ -198,10 +254,12 @@ LINE = 'a line is {"prompt": "..."}, or {"prompt": [{"role": "user", "content": 
 @dataclass
 class Prompt:
     where: str  # file:line
-    given: object  # a text, or ids
+    given: object  # a text, ids, or messages
     fields: dict  # the others of its line
     ids: object = None
     text: object = None  # of messages
+    special: object = None  # whether names of special tokens are tokens; None: its line does not say it
+    parts: object = None  # of messages: of a chat_template.Written
 
 
 def read_lines(path, expected):
@@ -250,22 +308,88 @@ def read_prompts(path):
             if not given:
                 raise BadFile(f"{where} has no prompt\n  hint: give a text, ids or messages")
         del fields["prompt"]
-        prompts.append(Prompt(where, given, fields))
+        special = fields.pop("special") if isinstance(fields.get("special"), bool) else None
+        prompts.append(Prompt(where, given, fields, special=special))
     if not prompts:
         raise BadFile(f"{path} is empty\n  hint: {LINE}")
     return prompts
 
 
-def write_messages(prompts, model):
-    """Writes those that are messages as texts, by the chat template in the model's folder."""
-    renderer = None
+class Chats:
+    """How the model of a folder writes conversations. names: of its special tokens."""
+
+    def __init__(self, model):
+        self.model, self.folder = model, model_folder(model)
+        self.names = special_names(self.folder) if os.path.isdir(self.folder) else frozenset()
+        self.unread = collections.Counter()
+
+    @functools.cached_property
+    def renderer(self):
+        return chat_renderer(self.model)
+
+    @functools.cached_property
+    def end(self):
+        """(what ends a turn, "") or ("", why there is none)."""
+        try:
+            return end_of_turn(self.renderer), ""
+        except TemplateError as e:
+            return "", str(e)
+
+    def read(self, reader, record, where, learns=False):
+        """reader(record, where, renderer) of conversations.py: a Conversation, or several, which are checked. learns:
+        answers, whose end the template must write."""
+        end, problem = self.end
+        if problem and learns:
+            hint = "correct it, or train on conversations first (dev/data/chat.py)"
+            raise BadFile(f"'{self.model}': {problem}\n  hint: {hint}")
+        try:
+            made = reader(record, where, self.renderer)
+            for c in made if isinstance(made, list) else [made]:
+                require_text(c, forbidden(end, self.names))
+        except Bad as e:
+            raise BadFile(f"{where}: {e.args[0]}\n  hint: {e.args[1]}") from None
+        return made
+
+    def names_of(self, c):
+        """Those that are text in a Conversation."""
+        return () if c.special else self.names
+
+    def require_plain(self, text, what):
+        """Of a text whose line does not say what names of special tokens in it are: it looks like one that a template
+        has written already."""
+        if found := pattern_of(self.names).search(text):
+            hint = 'with "special": true in its line it is that token, with false it is text; or give messages'
+            raise BadFile(f"{what} holds {found[0]!r}, the name of a special token\n  hint: {hint}")
+
+    def ended(self, text):
+        """Whether a text ends with the name of a special token."""
+        return any(text.rstrip().endswith(name) for name in self.names)
+
+    def ends(self, chat):
+        """(ids, texts) that end a text. chat: an answer in a conversation, too."""
+        if not os.path.isdir(self.folder):
+            return [], []
+        return ends_of_folder(self.folder, self.renderer if chat else None)
+
+
+def write_messages(prompts, model, rewards=False):
+    """Writes those that are messages as texts, by the chat template in the model's folder. rewards: take the other
+    fields of a line; else those that the template does not read are named."""
+    chats = Chats(model)
     for p in prompts:
+        if isinstance(p.given, str) and p.special is None:
+            chats.require_plain(p.given, f"{p.where}: the prompt")
         if p.text is None and isinstance(p.given, list) and isinstance(p.given[0], dict):
-            renderer = renderer or chat_renderer(model)
+            special = {} if p.special is None else {"special": p.special}
+            c = chats.read(question_of, {"prompt": p.given, **p.fields, **special}, p.where)
+            chats.unread.update(name for name in c.unread if not rewards or name not in p.fields)
             try:
-                p.text = renderer.render(p.given)
+                p.text, _, p.parts = chats.renderer.ask(Task(*c[: len(Task._fields)]), chats.names_of(c))
             except TemplateError as e:
                 raise BadFile(f"{p.where}: {e}\n  hint: {e.hint}") from None
+        elif not rewards:
+            chats.unread.update(p.fields.keys())
+    tell_unread(chats.unread)
     return prompts
 
 
@@ -277,15 +401,26 @@ def chat_renderer(model):
     return Renderer(text, tokens)
 
 
+def stops_of(t, prompts, model):
+    """What ends completions besides end-of-text: ids and texts, as generate() takes them."""
+    ids, texts = Chats(model).ends(any(p.parts for p in prompts))
+    return [*(i for i in ids if i < t.vocab), *(texts if t.facts["tokenizer"] else [])]
+
+
+def encode_parts(t, parts):
+    """The ids of parts of a Written."""
+    return np.concatenate([t.encode(text, special=special) for text, special in parts]).tolist()
+
+
 def tokenised(t, prompts, max_tokens, model):
     """Those that with their completion fit into a row of the llmc.Trainer t, with their ids; the others are named. A
     text stands behind end-of-text; messages are written by the chat template in the model's folder."""
     most = min(t.seq_len, t.context) - max_tokens
-    for p in write_messages(prompts, model):
-        if p.text is not None:
-            p.ids = t.encode(p.text, special=True).tolist()
+    for p in write_messages(prompts, model, rewards=True):
+        if p.parts is not None:
+            p.ids = encode_parts(t, p.parts)
         elif isinstance(p.given, str):
-            p.ids = [t.eot, *t.encode(p.given).tolist()]
+            p.ids = t.encode(p.given, special=True).tolist() if p.special else [t.eot, *t.encode(p.given).tolist()]
         else:
             p.ids = p.given
         if min(p.ids) < 0 or max(p.ids) >= t.vocab:

@@ -3,16 +3,19 @@
   python scripts/distill.py --model models/small --teacher models/large --prompts prompts.jsonl --output log/mine
 
 prompts.jsonl   a line each: {"prompt": a text, a list of ids or of messages}. A text stands behind end-of-text;
-                messages are written by the chat template in the model's folder
+                messages are written by the chat template in the model's folder, with "system", "tools" and what else
+                it reads. Names of special tokens are text; with "special": true in a line they are these tokens, and
+                nothing stands before a text
 behind --       options of llmc.Trainer for the student, named as the trainer's: --lora 16 --matmul-dtype fp8
 
 The loss is the reverse KL on the tokens that the student draws: each has the gradient (log p_student - log p_teacher)
-d log p_student, without a discount, and less the mean of a micro-step, which takes noise out and adds no bias (Agarwal
+d log p_student, without a discount, and less the mean over the tokens of other texts, those of the micro-step and of
+the step's earlier ones, which takes noise out and adds no bias, as it does not depend on the text's own tokens (Agarwal
 et al., arXiv:2306.13649; Gu et al., arXiv:2306.08543; Williams 1992). The noise is that of one token drawn for each
-place: give many tokens a step, and a low rate. The teacher's
-tokenizer must be the student's. Prompts and samples follow from --seed and the step: a resumed run makes the same
-digits. The log has loss (the KL, nats a token), entropy (mean -logp of the tokens drawn), length and truncated
-(share)."""
+place:
+give many tokens a step, and a low rate. The teacher's tokenizer must be the student's. Prompts and samples follow from
+--seed and the step: a resumed run makes the same digits. The log has loss (the KL, nats a token), entropy (mean -logp
+of the tokens drawn), length and truncated (share)."""
 
 import os
 import sys
@@ -25,41 +28,43 @@ import numpy as np  # noqa: E402
 import llmc  # noqa: E402, which finds dev/
 from chat_template import TemplateError  # noqa: E402
 from checked_json import BadFile  # noqa: E402
-from post_training import add_schedule, end_of, make_steps, model_folder, of_step, parse, rate_of  # noqa: E402
-from post_training import read_prompts, rows_of, tokenised, trainer_options, write_messages  # noqa: E402
-
-FILES = ("tokenizer.bin", "tokenizer.json")
-HINT = "a teacher needs the student's own tokenizer"
+from post_training import add_schedule, end_of, make_steps, of_step, parse, rate_of, read_prompts  # noqa: E402
+from post_training import require_same_tokenizer, rows_of, stops_of, tokenised, trainer_options  # noqa: E402
+from post_training import write_messages  # noqa: E402
 
 
-def require_same_tokenizer(student, teacher, folders):
-    """Ids must mean the same to both."""
-    own, other = (t.facts["known"] for t in (student, teacher))  # a model may have more ids
-    if own != other:
-        raise llmc.Error(f"the student has {own} tokens, the teacher {other}\n  hint: {HINT}")
-    for name in FILES:
-        paths = [os.path.join(model_folder(folder), name) for folder in folders]
-        if all(map(os.path.isfile, paths)) and len({open(p, "rb").read() for p in paths}) > 1:
-            raise llmc.Error(f"'{paths[0]}' and '{paths[1]}' differ\n  hint: {HINT}")
+def baselines(ahead, mask, total, count):
+    """ahead, mask (R,T): log p_student - log p_teacher of tokens, 0 where the mask is -> (R,1): of each row the mean
+    over the tokens of the other rows, and of the rows before, which have the sum `total` and `count` tokens; 0 where
+    there are none."""
+    sums, counts = ahead.sum(1, keepdims=True), mask.sum(1, keepdims=True)
+    others = count + counts.sum() - counts
+    return np.where(others, total + sums.sum() - sums, 0) / np.maximum(others, 1)
 
 
-def make_step(t, teacher, a, prompts, step):
+def make_step(t, teacher, a, prompts, step, stop=()):
+    """stop: what ends a text besides end-of-text."""
     drawn = of_step(prompts, a.batch, a.seed, step)
     seed = int(np.random.SeedSequence([a.seed, step]).generate_state(1)[0])
-    samples = t.generate([p.ids for p in drawn], 1, a.max_tokens, a.temperature, seed=seed)
+    samples = t.generate([p.ids for p in drawn], 1, a.max_tokens, a.temperature, stop=stop, seed=seed)
     strange = [np.append(x >= teacher.vocab, True).argmax() for x in samples[0]]  # up to an id that it lacks
-    tokens, targets, _ = rows_of(drawn, *([x[:n] for x, n in zip(part, strange)] for part in samples))
+    some = [i for i, n in enumerate(strange) if n]
+    shown = dict(length=sum(strange) / len(drawn), truncated=1 - samples.ended.mean())
+    if not some:  # the step counts, for the log and --resume, at a rate of 0
+        print(f"step {step + 1}: no update is made: the teacher lacks the first token of each text", flush=True)
+        return t.step(0, **shown)
+    parts = ([x[i][: strange[i]] for i in some] for x in samples)
+    tokens, targets, _ = rows_of([drawn[i] for i in some], *parts)
     mask = targets >= 0
-    count, total, entropy = mask.sum(), 0.0, 0.0
-    for r in range(0, len(drawn), t.rows):
+    count, total, entropy, seen = mask.sum(), 0.0, 0.0, 0
+    for r in range(0, len(some), t.rows):
         s = slice(r, r + t.rows)
         of_teacher = teacher.forward(tokens[s], targets[s])
         logp = t.forward(tokens[s], targets[s])
         ahead = (logp.astype(np.float64) - of_teacher) * mask[s]
-        t.backward((ahead - ahead.sum() / mask[s].sum()) * mask[s] / count)  # the mean is a baseline: less noise
-        total, entropy = total + ahead.sum(), entropy - logp.sum(dtype=float)
-    return t.step(rate_of(a, t), loss=total / count, entropy=entropy / count, length=count / len(drawn),
-                  truncated=1 - samples.ended.mean())  # fmt: skip
+        t.backward((ahead - baselines(ahead, mask[s], total, seen)) * mask[s] / count)
+        total, entropy, seen = total + ahead.sum(), entropy - logp.sum(dtype=float), seen + mask[s].sum()
+    return t.step(rate_of(a, t), loss=total / count, entropy=entropy / count, **shown)
 
 
 def add_arguments(p):
@@ -79,9 +84,10 @@ def main(argv=None):
         size |= {k: options[k] for k in ("program", "threads") if k in options}
         with llmc.Trainer(a.teacher, **size) as teacher, \
                 llmc.Trainer(a.model, **trainer_options(a, options, a.batch)) as t:  # fmt: skip
-            require_same_tokenizer(t, teacher, (a.model, a.teacher))
+            require_same_tokenizer(t, teacher, (a.model, a.teacher), ("student", "teacher"), llmc.Error)
             ready = tokenised(t, prompts, a.max_tokens, a.model)
-            make_steps(a, t, lambda step: make_step(t, teacher, a, ready, step))
+            stop = stops_of(t, ready, a.model)
+            make_steps(a, t, lambda step: make_step(t, teacher, a, ready, step, stop))
 
     return end_of(run, a.output, llmc.Error, BadFile, TemplateError, OSError)
 

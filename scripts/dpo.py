@@ -3,7 +3,10 @@
   python scripts/dpo.py --model models/qwen --data pairs.jsonl --output log/mine -- --lora 16
 
 pairs.jsonl     a line each: {"prompt": text, "chosen": text, "rejected": text}, or {"chosen": messages, "rejected":
-                messages} of conversations that differ in what is said last, which the model's chat template writes
+                messages} of conversations that differ in what is said last, which the model's chat template writes;
+                "prompt" may hold the messages that both begin with, and "system", "tools" and what else the template
+                reads stand beside it (doc/data.md). Names of special tokens are text; with "special": true in a line
+                they are these tokens, and a text is one that a template has written already
 behind --       options of llmc.Trainer, named as the trainer's: --lora 16 --ranks 8 --matmul-dtype fp8
 
 The policy that training began with is the model without its adapters; without --lora its log-probabilities are computed
@@ -15,6 +18,7 @@ paper's."""
 import math
 import os
 import sys
+import time
 import zlib
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -26,8 +30,9 @@ import llmc  # noqa: E402, which finds dev/
 from chat_template import TemplateError  # noqa: E402
 from checked_json import BadFile  # noqa: E402
 from post_training import add_schedule, end_of, has_adapters, make_steps, of_step, parse, rate_of  # noqa: E402
-from post_training import trainer_options  # noqa: E402
+from post_training import refuse_idle, trainer_options  # noqa: E402
 from preference_file import arrays, read_pairs, read_texts  # noqa: E402
+from tool_output import plural  # noqa: E402
 
 # ---- the mathematics
 
@@ -85,8 +90,13 @@ def reference_of(t, a, pairs):
         if not os.path.exists(path):
             raise llmc.Error(f"there is no '{path}'\n  hint: resume with the data, --loss and --seq-len of the run")
         return np.load(path)
-    made = np.empty((len(pairs), 2))
+    made, begun, said = np.empty((len(pairs), 2)), time.monotonic(), 0
     for i in range(0, len(pairs), 64):
+        now = time.monotonic() - begun
+        if not i or now - said > 10:
+            left = f", {now / i * (len(pairs) - i):.0f} s left" if i else ""
+            print(f"log-probabilities of the first policy: {i} of {plural(len(pairs), 'pair')}{left}", flush=True)
+            said = now
         tokens, targets = arrays(pairs[i : i + 64], t.seq_len)
         made[i : i + 64] = scores(a.loss, t.forward(tokens, targets), targets >= 0)[0].reshape(-1, 2)
     if a.output:
@@ -130,6 +140,10 @@ def main(argv=None):
     steps_of = lambda count: math.ceil(a.epochs * count / a.batch) if a.epochs else a.steps
 
     def run():
+        if a.epochs:
+            refuse_idle(a, "steps", "--epochs", "give one of the two")
+        if a.loss != "simpo":
+            refuse_idle(a, "gamma", f"--loss {a.loss}", "it is SimPO's margin: leave it out")
         texts = read_texts(a.data, a.model)
         a.steps = steps_of(len(texts))
         per_step = math.ceil(a.batch / (a.batch_size // 2)) * a.batch_size

@@ -4,9 +4,12 @@ RLOO (Ahmadian et al., arXiv:2402.14740).
   python scripts/grpo.py --model models/qwen --prompts prompts.jsonl --rewards rewards.py --output log/mine -- --lora 16
 
 prompts.jsonl   a line each: {"prompt": a text, a list of ids or of messages, any other fields}. A text stands behind
-                end-of-text; messages are written by the chat template in the model's folder
-rewards.py      every function whose name begins with reward: reward_x(prompt, completion, **other_fields) -> a number.
-                completion: a text, or ids if the model has no tokenizer, without the token that ended it
+                end-of-text; messages are written by the chat template in the model's folder, with "system", "tools"
+                and what else it reads. Names of special tokens are text; with "special": true in a line they are these
+                tokens, and nothing stands before a text
+rewards.py      everything that can be called and whose name begins with reward, but classes: reward_x(prompt,
+                completion, **other_fields) -> a number. completion: a text, or ids if the model has no tokenizer,
+                without what ended it: end-of-text, or what generation_config.json and the template name
 behind --       options of llmc.Trainer, named as the trainer's: --lora 16 --ranks 8 --matmul-dtype fp8
 
 A step draws --samples-per-prompt completions of --groups prompts, scores them, and updates the weights --iterations
@@ -28,7 +31,8 @@ import llmc  # noqa: E402, which finds dev/
 from chat_template import TemplateError  # noqa: E402
 from checked_json import BadFile  # noqa: E402
 from post_training import end_of, make_steps, of_step, parse, rate_of, read_prompts, rows_of  # noqa: E402
-from post_training import has_adapters, tokenised, trainer_options, write_messages  # noqa: E402
+from post_training import has_adapters, refuse_idle, require_same_tokenizer, stops_of, tokenised  # noqa: E402
+from post_training import trainer_options, write_messages  # noqa: E402
 from reward_file import BadReward, Rewards  # noqa: E402
 
 # ---- the mathematics
@@ -71,13 +75,14 @@ def loss_and_weights(loss, logp, old, mask, advantage, rows, max_tokens, epsilon
 # ---- a step
 
 
-def make_step(t, a, prompts, rewards, reference, step):
-    """Draws, scores, updates. reference: a Trainer of the policy that training began with; None: t without adapters."""
+def make_step(t, a, prompts, rewards, reference, step, stop=()):
+    """Draws, scores, updates. reference: a Trainer of the policy that training began with; None: t without adapters.
+    stop: what ends a completion besides end-of-text."""
     n, drawn = a.samples_per_prompt, of_step(prompts, a.groups, a.seed, step)
     seed = int(np.random.SeedSequence([a.seed, step]).generate_state(1)[0])
-    samples = t.generate([p.ids for p in drawn], n, a.max_tokens, a.temperature, seed=seed)
+    samples = t.generate([p.ids for p in drawn], n, a.max_tokens, a.temperature, stop=stop, seed=seed)
     prompts = [p for p in drawn for _ in range(n)]
-    found = rewards.score(t, prompts, samples, f"step {step + 1}")
+    found = rewards.score(t, prompts, samples, f"step {step + 1}", stop)
     good = [i for i, values in enumerate(found) if values]
     sums = np.array([rewards.sum(values) if values else math.nan for values in found])
     advantage = advantages(a.loss, sums.reshape(-1, n)).ravel()[good]
@@ -142,7 +147,8 @@ def add_arguments(p):
 
 def train(t, a, prompts, rewards, reference=None):
     prompts = tokenised(t, prompts, a.max_tokens, a.model)
-    make_steps(a, t, lambda step: make_step(t, a, prompts, rewards, reference, step), a.iterations)
+    stop = stops_of(t, prompts, a.model)
+    make_steps(a, t, lambda step: make_step(t, a, prompts, rewards, reference, step, stop), a.iterations)
 
 
 def main(argv=None):
@@ -151,8 +157,11 @@ def main(argv=None):
     def run():
         if a.reference and not a.beta:
             raise BadFile("--reference says nothing without --beta\n  hint: give --beta, such as 0.04, or leave it out")
-        prompts = write_messages(read_prompts(a.prompts), a.model)
+        if a.iterations == 1:
+            refuse_idle(a, "epsilon", "--iterations 1", "ratios are 1 in the first update: give more, or leave it out")
+        prompts = write_messages(read_prompts(a.prompts), a.model, rewards=True)
         rewards = Rewards(a.rewards, a.weights, a.reward_timeout, a.on_bad_reward)
+        rewards.leave_out(prompts)
         size = dict(batch_size=a.batch_size, seq_len=a.seq_len)
         size |= {k: options[k] for k in ("ranks", "program", "threads") if k in options}
         first = llmc.Trainer(a.reference, lora=1, **size) if a.beta and a.reference else None
@@ -161,6 +170,9 @@ def main(argv=None):
             if a.beta and not a.reference and not has_adapters(t):
                 hint = "--reference FOLDER, or adapters (-- --lora 16)"
                 raise llmc.Error(f"--beta needs the first policy\n  hint: {hint}")
+            if first:
+                both = (a.model, a.reference), ("model", "reference")
+                require_same_tokenizer(t, first, *both, llmc.Error)
             train(t, a, prompts, rewards, first)
 
     return end_of(run, a.output, llmc.Error, BadReward, BadFile, TemplateError, OSError)

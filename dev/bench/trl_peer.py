@@ -385,7 +385,7 @@ def speed_of_dpo(a):
 class AnyReward:
     names = ["reward"]
 
-    def score(self, t, prompts, samples, where):
+    def score(self, t, prompts, samples, where, stop=()):
         return [{"reward": float(len(set(x.tolist())))} for x in samples[0]]
 
     def sum(self, values):

@@ -13,7 +13,7 @@ from test_dpo import CPU, SMALL, draw, start, steps_of, write_lines  # noqa: F40
 sys.path += [str(ROOT), str(ROOT / "scripts"), str(ROOT / "dev")]
 import distill  # noqa: E402
 import llmc  # noqa: E402
-from post_training import Prompt  # noqa: E402
+from post_training import Prompt, require_same_tokenizer  # noqa: E402
 
 
 def taught(begin, folder, steps, rows):
@@ -56,7 +56,7 @@ class Fixed:
     rows, steps_done, vocab = 2, 0, 300
 
     def __init__(self, texts, logp):
-        self.texts, self.logp, self.weights = texts, iter([logp[:2], logp[2:]]), []
+        self.texts, self.logp, self.weights = texts, iter([] if logp is None else [logp[:2], logp[2:]]), []
 
     def generate(self, prompts, *_, **__):
         return llmc.Samples(self.texts, [np.zeros(len(x)) for x in self.texts], [True] * len(self.texts))
@@ -71,9 +71,12 @@ class Fixed:
         return fields
 
 
+ARGUMENTS = dict(batch=3, seed=1, max_tokens=4, temperature=1.0, learning_rate=1e-3, warmup=0)
+
+
 def test_the_weights_are_the_gradient_of_the_surrogate():
-    """-(advantage * p / p_old) at p = p_old, of an advantage that is -(logp - logp_teacher) less its mean in the rows
-    of a micro-step."""
+    """-(advantage * p / p_old) at p = p_old, of an advantage that is -(logp - logp_teacher) less its mean over the
+    tokens of the other rows of the micro-step and of earlier ones."""
     texts = [np.arange(n) for n in (2, 4, 3)]
     logp, of_teacher = -draw.exponential(1, (2, 3, 5))
     mask = torch.tensor([[i < len(x) for i in range(-1, 4)] for x in texts])
@@ -81,15 +84,52 @@ def test_the_weights_are_the_gradient_of_the_surrogate():
     x = torch.tensor(logp, requires_grad=True)
     advantage = -(x.detach() - torch.tensor(of_teacher))
     less = advantage.clone()
-    for rows in (slice(0, 2), slice(2, 3)):
-        less[rows] -= (advantage[rows] * mask[rows]).sum() / mask[rows].sum()
+    for row, others in ((0, [1]), (1, [0]), (2, [0, 1])):
+        less[row] -= advantage[others][mask[others]].mean()
     (-(less * torch.exp(x - x.detach())) * mask).sum().div(mask.sum()).backward()
     t, teacher = Fixed(texts, logp), Fixed(texts, of_teacher)
-    a = argparse.Namespace(batch=3, seed=1, max_tokens=4, temperature=1.0, learning_rate=1e-3, warmup=0)
     prompts = [Prompt("", None, {}, [1, 2])] * 3
-    fields = distill.make_step(t, teacher, a, prompts, 0)
+    fields = distill.make_step(t, teacher, argparse.Namespace(**ARGUMENTS), prompts, 0)
     np.testing.assert_allclose(t.weights, x.grad, atol=1e-7)
     assert abs(fields["loss"] + (advantage * mask).sum() / mask.sum()) < 1e-7 and fields["length"] == 3
+
+
+@pytest.mark.parametrize("rows", (1, 2))
+def test_the_baseline_adds_no_bias(rows):
+    """The mean of the weights' gradient over all texts that can be drawn, two of two tokens out of three, times their
+    probability, is the gradient of the reverse KL at each place."""
+    first, second, of_teacher = (torch.tensor(draw.standard_normal(shape)) for shape in ((3,), (3, 3), (4, 3)))
+    logits = torch.cat([first[None], second]).requires_grad_()  # row 0: of the first token; 1 + x: of one behind x
+    logp, target = torch.log_softmax(logits, 1), torch.log_softmax(of_teacher, 1)
+    share = torch.cat([torch.ones(1, dtype=float), logp[0].detach().exp()]) / 2  # of a place in the mean of two tokens
+    (share * (logp.exp() * (logp - target)).sum(1)).sum().backward(retain_graph=True)
+    expected = 0
+    texts = [(x, y) for x in range(3) for y in range(3)]
+    values = lambda table, text: [table[0, text[0]].item(), table[1 + text[0], text[1]].item()]
+    for pair in ((a, b) for a in texts for b in texts):
+        t, teacher = (Fixed([np.array(x) for x in pair], None) for _ in range(2))
+        for fake, table in (t, logp.detach()), (teacher, target):
+            fake.rows, fake.logp = rows, iter(np.array([values(table, x) for x in pair]).reshape(-1, rows, 2))
+        prompts = [Prompt("", None, {}, [1])] * 2
+        distill.make_step(t, teacher, argparse.Namespace(**ARGUMENTS | {"batch": 2}), prompts, 0)
+        chance = np.exp(sum(sum(values(logp.detach(), x)) for x in pair))
+        drawn = torch.stack([torch.stack([logp[0, x], logp[1 + x, y]]) for x, y in pair])
+        [gradient] = torch.autograd.grad((torch.tensor(np.array(t.weights)) * drawn).sum(), logits, retain_graph=True)
+        expected = expected + chance * gradient
+    np.testing.assert_allclose(expected, logits.grad, atol=1e-12)
+
+
+def test_a_step_without_a_token_that_the_teacher_has(capfd):
+    """And one of which one text has some."""
+    texts, logp = [np.array([301, 1]), np.array([5, 300]), np.array([302])], np.full((3, 2), -1.0)
+    t, teacher = Fixed(texts, logp[1:2]), Fixed(texts, logp[1:2] - 0.5)
+    fields = distill.make_step(t, teacher, argparse.Namespace(**ARGUMENTS), [Prompt("", None, {}, [1])] * 3, 0)
+    assert np.array_equal(t.weights, [[0.5]]) and fields["loss"] == 0.5 and fields["length"] == 1 / 3
+    t = Fixed(texts[::2], logp)
+    fields = distill.make_step(
+        t, teacher, argparse.Namespace(**ARGUMENTS | {"batch": 2}), [Prompt("", None, {}, [1])], 0
+    )
+    assert not t.weights and fields["length"] == 0 and "no update is made" in capfd.readouterr().out
 
 
 def test_the_kl_comes_near_0(student, teacher, prompts, tmp_path):
@@ -121,13 +161,16 @@ def test_bad_teachers_and_prompts(start, teacher, prompts, tmp_path, capfd):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text(name)
     t = argparse.Namespace(facts={"known": 5})
-    distill.require_same_tokenizer(t, t, (tmp_path / "one", tmp_path / "one"))
+    same = lambda *names: require_same_tokenizer(
+        t, t, [tmp_path / name for name in names], ("student", "teacher"), llmc.Error
+    )
+    same("one", "one")
     with pytest.raises(llmc.Error, match="tokenizer.json' differ"):
-        distill.require_same_tokenizer(t, t, (tmp_path / "one", tmp_path / "two"))
+        same("one", "two")
     (tmp_path / "run").mkdir()
     shutil.copytree(tmp_path / "two", tmp_path / "run/step_00000002")
     with pytest.raises(llmc.Error, match="step_00000002/tokenizer.json' differ"):
-        distill.require_same_tokenizer(t, t, (tmp_path / "one", tmp_path / "run"))
+        same("one", "run")
     write_lines(tmp_path / "bad.jsonl", [{"prompt": [1]}, {"prompt": 5}])
     status, said = refused(start, teacher, str(tmp_path / "bad.jsonl"))
     assert status == 1 and "bad.jsonl:2" in said

@@ -1,5 +1,6 @@
 """scripts/dpo.py: its mathematics beside torch.autograd, what it teaches, resuming, bad input."""
 
+import argparse
 import json
 import shutil
 import sys
@@ -171,12 +172,38 @@ def test_a_resumed_run_keeps_its_adapters(start, tmp_path):
         ((), ("--output", "run"), "--output behind --: give it before --"),
         ((), ("--max-steps=3",), "--max-steps behind --: give --steps before it"),
         (("--epochs", "inf"), (), "--epochs is inf: give a number"),
+        (("--epochs", "1e308"), (), "--epochs is 1e+308: give at most 1e+12"),
+        (("--save-every", "3"), (), "--save-every does nothing without --output"),
     ],
 )
 def test_options_that_are_refused(start, tmp_path, capfd, words, tail, said):
     with pytest.raises(SystemExit):
         run_dpo(start, pairs_file(tmp_path / "pairs.jsonl"), *words, tail=tail)
     assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("--gamma", "0.5"), "--gamma does nothing with --loss dpo"),
+        (("--loss", "orpo", "--gamma", "1"), "--gamma does nothing with --loss orpo"),
+        (("--steps", "100", "--epochs", "1"), "--steps does nothing with --epochs"),
+    ],
+)
+def test_options_that_do_nothing_are_refused(start, tmp_path, capfd, words, said):
+    assert run_dpo(start, pairs_file(tmp_path / "pairs.jsonl"), *words) == 1
+    error = capfd.readouterr().err
+    assert said in error and "hint: " in error
+
+
+def test_the_reference_is_announced(start, tmp_path, capfd, monkeypatch):
+    """Before the first step, and then every 10 s."""
+    clock = iter(range(0, 1000, 7))
+    monkeypatch.setattr(dpo, "time", argparse.Namespace(monotonic=lambda: next(clock)))
+    assert run_dpo(start, pairs_file(tmp_path / "pairs.jsonl", n=200), "--steps", 1, "--loss", "kto") == 0
+    said = capfd.readouterr().out
+    first, second = (f"log-probabilities of the first policy: {n} of 200 pairs" for n in (0, "128"))
+    assert said.index(first) < said.index(second + ", 12 s left") < said.index("step ") and said.count("policy:") == 2
 
 
 def test_a_checkpoint_says_where_its_tokenizer_is(tmp_path):

@@ -228,6 +228,15 @@ def test_the_reference_is_the_policy_that_training_began_with(taught, tmp_path):
     assert abs(kl[0]) < 1e-6 < kl[1]
 
 
+def test_a_reference_with_another_tokenizer(taught, tmp_path):
+    other = MODEL.replace("vocab=16", "vocab=20")
+    with llmc.Trainer(other, program=TRAINER, batch_size=1, seq_len=8, threads=1, output=tmp_path / "other") as t:
+        reference = t.save()
+    words = ("--steps", 1, "--beta", 0.1, "--reference", reference, "--output", tmp_path / "out")
+    said = run(*command(taught, *words), status=1)
+    assert "error: the model has 16 tokens, the reference 20\n  hint: a reference needs the model's own" in said
+
+
 def test_equal_rewards_make_no_update(taught, tmp_path):
     (tmp_path / "equal.py").write_text("def reward(prompt, completion, **_):\n    return 0.1\n")
     said = run(*command(taught, "--steps", 2, "--output", tmp_path / "out", rewards=tmp_path / "equal.py"))
@@ -245,6 +254,7 @@ def test_several_rewards_have_weights_and_texts_are_texts(taught, tmp_path):
         "import helper\n"
         "def reward_a(prompt, completion, id):\n"
         "    assert (id, prompt) in helper.KNOWN and isinstance(completion, str)\n"
+        "    assert not any('a' <= c <= 'z' for c in completion)\n"
         "    print('not an answer')\n"
         "    return len(completion)\n"
         "def reward_b(prompt, completion, **fields):\n    return fields['id']\n"
@@ -259,7 +269,9 @@ def test_several_rewards_have_weights_and_texts_are_texts(taught, tmp_path):
         model = Path(t.save())
     for path in (tmp_path / "tokenizer").iterdir():
         shutil.copy(path, model)
+    (model / "generation_config.json").write_text(json.dumps({"stop_strings": list("abcdefghijklmnopqrstuvwxyz")}))
     run(*command(taught, *words, model=model, **files))
+    assert all(s["truncated"] < 0.7 and s["left_out"] == 0 for s in steps_of(tmp_path / "out"))
     for s in steps_of(tmp_path / "out"):
         assert s["reward"] == pytest.approx(2 * s["reward_a_mean"] + 0.5 * s["reward_b_mean"])
         assert s["reward_a_mean"] > 0 and s["reward_b_mean"] == pytest.approx(5.5)
@@ -346,6 +358,44 @@ def test_a_signal_ends_the_run_with_its_step(capfd, output):
     assert end_of(interrupted, output) == 130 and "stopped by Ctrl-C before a step" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("output", ("out", ""))
+def test_a_step_that_fails_does_not_lose_those_before_it(capfd, output):
+    from post_training import end_of, make_steps
+
+    def run(fails, updates=1, half=0, saves=True, save_every=0):
+        a = argparse.Namespace(
+            output=output, steps=9, save_every=save_every, resume=False, again="python x.py --resume"
+        )
+        t, saved = argparse.Namespace(steps_done=0), []
+
+        def save():
+            if not saves:
+                raise llmc.Error("no space")
+            saved.append(t.steps_done)
+
+        def make(step):
+            if step == fails:
+                t.steps_done += half
+                raise grpo.BadReward("no judge")
+            t.steps_done += updates
+
+        t.save = save
+        assert end_of(lambda: make_steps(a, t, make, updates), output, grpo.BadReward, llmc.Error) == 1
+        said = capfd.readouterr()
+        assert said.err == "error: no judge\n  hint: see --help\n"
+        return saved, said.out
+
+    saved = ([2], "step 2 is saved; this goes on: python x.py --resume\n")
+    lost = ([], "2 steps are lost (no --output)\n")
+    assert run(2) == (saved if output else lost)
+    assert run(0) == ([], "")
+    if output:
+        assert run(2, updates=3)[0] == [6]
+        assert run(2, updates=3, half=1) == ([], "step 3 was half made: 2 steps are lost\n")
+        assert run(2, saves=False) == ([], "step 2 cannot be saved: 2 steps are lost\n")
+        assert run(4, save_every=2) == ([2, 4], "")
+
+
 def test_a_second_ctrl_c_ends_at_once():
     code = "import signal, time; from post_training import Signals; Signals('it ends')\n"
     code += "for wait in (0, 0.01, 0.2):\n    time.sleep(wait)\n    signal.raise_signal(signal.SIGINT)\n    print(wait)"
@@ -376,6 +426,7 @@ BAD_FILES = {
     "weights": ({}, ("--weights", "1,2"), "2 weights for reward_sum"),
     "beta": ({}, ("--beta", 0.1), "hint: --reference FOLDER, or adapters (-- --lora 16)"),
     "a reference": ({}, ("--reference", "no/such"), "--reference says nothing without --beta"),
+    "epsilon": ({}, ("--epsilon", 0.1), "--epsilon does nothing with --iterations 1"),
     "raises": ({"rewards": "def reward(p, c, answer):\n    return {}['x']\n"}, (), "reward: KeyError: 'x'"),
     "unknown field": ({"rewards": "def reward(p, c):\n    return 0\n"}, (), "unexpected keyword argument 'answer'"),
     "no number": ({"rewards": "def reward(p, c, **_):\n    return None\n"}, (), "reward: TypeError: float() argument"),
@@ -454,3 +505,75 @@ def test_bad_rewards_are_left_out_or_stop_and_the_trainer_goes_on(taught, tmp_pa
         errors = capfd.readouterr().err
         assert said in errors and f"... and {n - 5} more" in errors
         assert time.monotonic() - begin < 30
+
+
+# ---- files of rewards
+
+CALLED = """
+import functools, subprocess
+def score(prompt, completion, k, **_):
+    return k
+class Ten:
+    def __call__(self, prompt, completion, **_):
+        return 10.0
+class reward_class(Ten):
+    pass
+@functools.lru_cache(maxsize=None)
+def reward_cached(prompt, completion, **_):
+    return 1.0
+reward_partial, reward_object, reward_number = functools.partial(score, k=100.0), Ten(), 3
+def reward_input(prompt, completion, **_):
+    return len(subprocess.run(["cat"], capture_output=True, timeout=5).stdout)
+"""
+
+
+def rewards_of(tmp_path, text, **options):
+    (tmp_path / "r.py").write_text(text)
+    return grpo.Rewards(str(tmp_path / "r.py"), **options)
+
+
+def test_all_that_can_be_called_is_a_reward(tmp_path, capfd):
+    rewards = rewards_of(tmp_path, CALLED, seconds=1e300)
+    values = rewards("p", "c", {})
+    assert values == {"reward_cached": 1, "reward_partial": 100, "reward_object": 10, "reward_input": 0}
+    assert rewards.sum(values) == 111 and "reward_class is a class, and no reward" in capfd.readouterr().err
+
+
+def test_fields_that_are_named_as_parameters(tmp_path, capfd):
+    text = "def reward_a(prompt, completion, **fields):\n    return len(completion) + 10 * len(fields)\n"
+    text += "def reward_b(p, c, /, completion, **_):\n    return len(completion)\n"
+    rewards = rewards_of(tmp_path, text)
+    prompts = [argparse.Namespace(fields={"completion": "abcde", "answer": 1})]
+    rewards.leave_out(prompts)
+    [line] = capfd.readouterr().err.splitlines()
+    assert "reward_a does not get the field 'completion': its parameter of that name is the completion" in line
+    assert rewards("x", "yz", prompts[0].fields) == {"reward_a": 12, "reward_b": 5}
+
+
+def test_rewards_that_are_none(tmp_path):
+    text = "import os\ndef reward(prompt, completion, **_):\n    if completion == 'forge':\n"
+    text += "        for i in range(3, 32):\n            try: os.write(i, b'{\"result\": 99.0}\\n')\n"
+    text += "            except OSError: pass\n    return float(completion) if completion != 'forge' else 0\n"
+    rewards = rewards_of(tmp_path, text, weights=[10])
+    assert rewards("p", "-1e14", {}) == {"reward": -1e14}
+    for completion, said in (
+        ("1e308", r"reward returned 1e\+308, no number up to 1e\+15"),
+        ("nan", "reward returned nan"),
+        ("2e14", r"the weighted sum is 2e\+15"),
+        ("forge", "reward: it writes into the pipe of its answers"),
+    ):
+        with pytest.raises(grpo.BadReward, match=said):
+            rewards("p", completion, {})
+    assert rewards("p", "3", {}) == {"reward": 3}
+
+
+def test_a_reward_sees_a_completion_without_what_ended_it():
+    from reward_file import completion_of
+
+    t = argparse.Namespace(facts={"tokenizer": 1}, decode=lambda ids: "".join(map(chr, ids)))
+    ids = lambda text: np.array([ord(c) for c in text], np.int32)
+    assert completion_of(t, ids("ab|"), True, ["User:"]) == "ab"
+    assert completion_of(t, ids("ab User:"), True, ["er:", "User:"]) == "ab "
+    assert completion_of(t, ids("ab User"), False, ["User:"]) == "ab User"
+    t.facts["tokenizer"] = 0
+    assert completion_of(t, ids("ab"), True, []) == [97]
