@@ -21,12 +21,12 @@
 // The order of every sum depends on shapes alone: results are bitwise identical for any number of threads.
 //
 // With LLMC_ORACLE defined only the *_cpu functions remain: tests of kernels include this file.
-#include "llmc/bf16.h"
+#include "llmc/base/bf16.h"
 #include "llmc/cpu/adapters.h"
 #include "llmc/cpu/decode.h"
 #include "llmc/cpu/few_bits.h"
 #include "llmc/cpu/fp8.h"
-#include "llmc/muon.h"
+#include "llmc/base/muon.h"
 
 // ---- matrix multiplication: nearly all of the time goes here
 
@@ -438,7 +438,7 @@ void adamw_update_cpu(float *weight, float *m, float *v, const float *grad, size
     for (size_t i = 0; i < n; i++) weight[i] = adamw_step(weight[i], &m[i], &v[i], grad[i], a, correct_m, correct_v);
 }
 
-// ---- Muon (llmc/muon.h)
+// ---- Muon (llmc/base/muon.h)
 
 // Returns u, which is to be orthogonalised.
 static inline float muon_momentum(float *m, float grad, float momentum, float grad_scale) {
@@ -534,7 +534,7 @@ void newton_schulz_cpu(float *x, float *scratch, int rows, int cols, const Muon 
 #include "llmc/cpu/ranks.h"
 #include "llmc/data/documents.h"
 #include "llmc/model/backend.h"
-#include "llmc/rope_table.h"
+#include "llmc/base/rope_table.h"
 
 // Weight and bias of a layer, and their gradients. NULL: there is none.
 typedef struct { float *weight, *bias, *dweight, *dbias; } Weights;
@@ -1033,7 +1033,7 @@ static size_t update_param(Model *m, const Param *t, const UpdateParams *p, floa
                          s.count, a);
     return s.count;
 }
-// Muon of a block (llmc/muon.h): what this rank owns of each matrix gets its momentum; each rank orthogonalises some
+// Muon of a block (llmc/base/muon.h): what this rank owns of each matrix gets its momentum; each rank orthogonalises some
 // matrices; then what this rank owns of each is updated. Directions of a block lie as its weights do.
 static void muon_update_block(Model *m, int unit, const UpdateParams *p, float grad_scale) {
     const Span block = param_unit(&m->table, unit);
@@ -1141,7 +1141,7 @@ void attention_rows_cpu(float *out /*(N,NH*HD)*/, const float *qkv, const KvLaye
     }
 }
 
-// The same with m and v in bf16, rounded stochastically when they are stored (llmc/bf16.h says why). Random bits depend
+// The same with m and v in bf16, rounded stochastically when they are stored (llmc/base/bf16.h says why). Random bits depend
 // on seed, step and element; `first` is the place of element 0 among all parameters. The first of an element's three
 // random numbers is for the weight's own rounding (llmc/kernels/adamw.cuh), the others for m and v.
 void adamw_update_bf16_cpu(float *weight, uint16_t *m, uint16_t *v, const float *grad, size_t n, AdamW a, uint64_t seed,
@@ -1174,7 +1174,7 @@ void muon_momentum_bf16_cpu(float *u, uint16_t *m, const float *grad, size_t n, 
         m[i] = bf16_stochastic(wide, rand_three(rand_u64(seed, stream, place >> 32), (uint32_t)place).b);
     }
 }
-// Lines of x (rows,cols) get the same norm, and x keeps its own: llmc/muon.h.
+// Lines of x (rows,cols) get the same norm, and x keeps its own: llmc/base/muon.h.
 static void muon_even_cpu(float *x, int rows, int cols) {
     const int by_row = rows >= cols, lines = by_row ? rows : cols, length = by_row ? cols : rows;
     float *squares = new_zeros(float, lines), total = 0, uneven = 0;

@@ -1,6 +1,6 @@
 """PyTorch reference of llm.cu, to be read beside train_gpt2.c: the same models, data order, first weights and options.
 
-One class trains every family. As in llmc/params.h, the table of weights IS the model description: Config's flags
+One class trains every family. As in llmc/base/params.h, the table of weights IS the model description: Config's flags
 (dev/reference/config.py) make the table, the table makes the parameters, and forward asks for them by role. Names in
 files and state dict are Hugging Face's.
 
@@ -24,21 +24,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import dev.missing_package  # noqa: F401, before numpy
+import llmc.missing_package  # noqa: F401, before numpy
 import numpy as np
 import safetensors.torch
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from dev.data.data_common import find_files, fnv1a, outlive_reader, reader_is_gone
-from dev.data.rows import RAND_INIT, RAND_SAMPLE, bytes_per_token, open_shards, pieces_of, places, rand_normal
-from dev.data.rows import rand_stream, rand_u64, read_tokenizer, require, row_kind, rows
-from dev.reference.config import config_from_hf, config_parse, config_to_hf, is_preset
-from dev.reference.options import parse_options, recipe_of
+from llmc.data_common import find_files, fnv1a, outlive_reader, reader_is_gone
+from llmc.batches import RAND_INIT, RAND_SAMPLE, bytes_per_token, open_shards, pieces_of, places, rand_normal
+from llmc.batches import rand_stream, rand_u64, read_tokenizer, require, row_kind, rows
+from llmc.reference_config import config_from_hf, config_parse, config_to_hf, is_preset
+from llmc.reference_options import parse_options, recipe_of
 
 
-# ---- the table of weights (llmc/params.h): order, names, shapes, initial values
+# ---- the table of weights (llmc/base/params.h): order, names, shapes, initial values
 @dataclass
 class Param:
     name: str  # Hugging Face's
@@ -115,7 +115,7 @@ def param_table(c):
 
 # ---- the model
 def rope_inv_freq(c):
-    """Frequencies (HD/2) in float64, with Llama 3.1's stretching of the slow ones (llmc/rope_table.h)."""
+    """Frequencies (HD/2) in float64, with Llama 3.1's stretching of the slow ones (llmc/base/rope_table.h)."""
     half = int(c.head_dim * c.rotary_fraction) // 2  # pairs that are rotated
     freq = np.zeros(c.head_dim // 2)
     freq[:half] = float(np.float32(c.rope_theta)) ** (-1.0 * np.arange(half) / half)
@@ -218,7 +218,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def qk_clip(self, most):
-        """llmc/step.h: rows of q and k of heads with logits above `most`."""
+        """llmc/base/step.h: rows of q and k of heads with logits above `most`."""
         c = self.config
         for unit, largest in zip(self.units[1:-1], self.largest):
             factors = (most / largest).clamp(max=1.0)
@@ -319,7 +319,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def init(self, seed, table=None):
-        """llmc/params.h's param_init: a value depends on (seed, place in the table, element)."""
+        """llmc/base/params.h's param_init: a value depends on (seed, place in the table, element)."""
 
         def fill(job):
             index, p, values, begin = job
@@ -461,7 +461,7 @@ def learning_rate_at(o, steps, step, peak=None):
     return low + left * (peak - low)
 
 
-# ---- the optimiser (llmc/muon.h)
+# ---- the optimiser (llmc/base/muon.h)
 def lr_of_matrices(o):
     return o.lr_matrix if o.lr_matrix >= 0 or o.optimizer != "muon" else 0.02
 
@@ -569,7 +569,7 @@ def make_optimizers(model, o, dtype):
 
 # ---- a step, an evaluation, a sample
 def gumbel(seed, stream, position, count):
-    """The noise of ids 0..count-1: -log(-log(1 - v)), v of 62 random bits, see llmc/sampler.h."""
+    """The noise of ids 0..count-1: -log(-log(1 - v)), v of 62 random bits, see llmc/base/sampler.h."""
     random = rand_u64(seed, stream, position << np.uint64(32) | np.arange(count, dtype=np.uint64))
     high, low = random >> np.uint64(33), random & np.uint64(0x7FFFFFFF) | np.uint64(1)
     return -np.log(-np.log1p(-np.minimum(high * 2.0**-31 + low * 2.0**-62, 1 - 2.0**-24)))
@@ -580,7 +580,7 @@ def window_of(config, o):
     return config.window if o.window < 0 and 0 < config.window < o.seq_len else o.window
 
 
-AVERAGE_EVERY = 8  # steps, see llmc/step.h
+AVERAGE_EVERY = 8  # steps, see llmc/base/step.h
 
 
 class Trainer:
@@ -675,7 +675,7 @@ class Trainer:
 
     @torch.no_grad()
     def sample(self, first, step, known=None):
-        """Ids (below `known`) drawn as llmc/sampler.h draws them, until the end-of-text token `first` comes again."""
+        """Ids (below `known`) drawn as llmc/base/sampler.h draws them, until the end-of-text token `first` comes again."""
         ids, o, begin = [first], self.o, 0
         most = min(o.seq_len, o.window if o.window > 0 else o.seq_len)
         while len(ids) <= o.sample_tokens and (len(ids) == 1 or ids[-1] != first):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from dev.tool_output import end_with_reader  # noqa: E402
+from llmc.tool_output import end_with_reader  # noqa: E402
 
 L, NH, C, V, T = 12, 12, 768, 50257, 1024
 WEIGHTS = L * 12 * C * C + V * C

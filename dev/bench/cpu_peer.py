@@ -19,13 +19,13 @@ import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, ROOT)
-import dev.missing_package  # noqa: E402,F401, before numpy
+import llmc.missing_package  # noqa: E402,F401, before numpy
 
 import torch  # noqa: E402
 
 import train_gpt2 as ref  # noqa: E402
 from dev.bench.turns import write_shard  # noqa: E402
-from dev.tool_output import end_with_reader  # noqa: E402
+from llmc.tool_output import end_with_reader  # noqa: E402
 
 
 def c_round(a, folder):

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from tool_output import end_with_reader  # noqa: E402
+from llmc.tool_output import end_with_reader  # noqa: E402
 
 PREPARE = Path(__file__).resolve().parents[1] / "data/prepare.py"
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import dev.missing_package  # noqa: F401, before numpy
+import llmc.missing_package  # noqa: F401, before numpy
 import numpy as np
 
 import train_gpt2 as ref
-from dev.data.data_common import make_folder, outlive_reader, write_shard
-from dev.data.rows import TOKEN_BEGINS, TOKEN_NOT_LEARNED, open_shards, pieces_of
+from llmc.data_common import make_folder, outlive_reader, write_shard
+from llmc.batches import TOKEN_BEGINS, TOKEN_NOT_LEARNED, open_shards, pieces_of
 
 SPREAD = 0.8  # standard deviation of the logarithm of lengths
 SHORTEST = 16  # tokens of a conversation

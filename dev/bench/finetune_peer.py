@@ -32,15 +32,15 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import dev.missing_package  # noqa: F401, before numpy
+import llmc.missing_package  # noqa: F401, before numpy
 import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
 
 import train_gpt2 as ref
-from dev.data.rows import open_shards, row_kind, rows
-from dev.tool_output import outlive_reader
+from llmc.batches import open_shards, row_kind, rows
+from llmc.tool_output import outlive_reader
 
 IMPLEMENTATIONS = {"flash": "varlen_documents", "flex": "flex_attention", "sdpa": "sdpa"}
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "dev"))
-from tool_output import end_with_reader  # noqa: E402
+from llmc.tool_output import end_with_reader  # noqa: E402
 
 TIMEOUT = 300  # seconds for one ladder; matmul's, the longest, needs a third of it
 HEAD = re.compile(r"\w+: (bf16|fp32) on (.+), seed \d+")

@@ -36,13 +36,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-import dev.missing_package  # noqa: E402,F401, before torch
+import llmc.missing_package  # noqa: E402,F401, before torch
 
 import torch  # noqa: E402
 
 import train_gpt2 as ref  # noqa: E402
-from dev.reference.options import RECIPE  # noqa: E402
-from dev.tool_output import outlive_reader  # noqa: E402
+from llmc.reference_options import RECIPE  # noqa: E402
+from llmc.tool_output import outlive_reader  # noqa: E402
 
 PROGRAM = "records/track_3_optimization/train_gpt_simple.py"
 PEER_NAMES = {  # ours -> those of its modules

@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt2 as ref
-from dev.reference.config import config_check
-from dev.tool_output import outlive_reader
+from llmc.reference_config import config_check
+from llmc.tool_output import outlive_reader
 
 MODEL = "modern:d4,channels=128,heads=1,seq=128"  # the head is as wide as in 124M: the softmax scale belongs to it
 # name -> changes of the model's Config, of the options

@@ -34,7 +34,7 @@ from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from dev.tool_output import end_with_reader, whole_from  # noqa: E402
+from llmc.tool_output import end_with_reader, whole_from  # noqa: E402
 
 PATIENCE = 60  # seconds for a server without load to answer
 LOG = "the server's log may say more"

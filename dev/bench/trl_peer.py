@@ -17,16 +17,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT), str(ROOT / "scripts")]
-import dev.missing_package  # noqa: E402,F401, before numpy
+import llmc.missing_package  # noqa: E402,F401, before numpy
 
 import numpy as np  # noqa: E402
 
 import llmc  # noqa: E402
-import dpo  # noqa: E402
-import grpo  # noqa: E402
-from post_training import Prompt, of_step  # noqa: E402
-from preference_file import Pair  # noqa: E402
-from tool_output import outlive_reader  # noqa: E402
+from llmc import dpo  # noqa: E402
+from llmc import rl as grpo  # noqa: E402
+from llmc.post_training import Prompt, of_step  # noqa: E402
+from llmc.preference_file import Pair  # noqa: E402
+from llmc.tool_output import outlive_reader  # noqa: E402
 
 draw = np.random.default_rng(5)
 

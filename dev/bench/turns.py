@@ -26,12 +26,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-import dev.missing_package  # noqa: E402,F401, before numpy
+import llmc.missing_package  # noqa: E402,F401, before numpy
 
 import numpy as np  # noqa: E402
 
 import train_gpt2 as ref  # noqa: E402
-from dev.tool_output import outlive_reader  # noqa: E402
+from llmc.tool_output import outlive_reader  # noqa: E402
 
 WARM_UP = 2  # steps
 TOKENS = 1 << 20  # of a shard; longer runs see them again

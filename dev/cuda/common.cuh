@@ -35,7 +35,7 @@
 #include <math.h>
 
 #include "../../llmc/cuda/common.cuh"
-#include "../../llmc/rand.h"
+#include "../../llmc/base/rand.h"
 
 enum {
     MAX_BUFFERS = 256,

@@ -1,4 +1,4 @@
-// Ladder of llmc/kernels/draw.cuh: the same draws as llmc/sampler.h's, to the bit; speed. Build and run: make bench, or
+// Ladder of llmc/kernels/draw.cuh: the same draws as llmc/base/sampler.h's, to the bit; speed. Build and run: make bench, or
 // see dev/cuda/common.cuh.
 #include "common.cuh"
 #include "../../llmc/kernels/draw.cuh"

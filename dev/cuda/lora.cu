@@ -1,5 +1,5 @@
 // Ladder of llmc/kernels/lora.cuh and of the gradients of adapters (llmc/model/linear.cuh): what is merged, bit for bit
-// as llmc/lora.h does it, from floatX and from few bits; gradients against the loops of train_gpt2.c; speed on the
+// as llmc/base/lora.h does it, from floatX and from few bits; gradients against the loops of train_gpt2.c; speed on the
 // layers of Llama-3-8B, and on gate and up of Qwen3-30B-A3B's experts, which are widened alone.
 // Build and run: make bench, or see dev/cuda/common.cuh.
 #include "few_bits.cuh"

@@ -10,7 +10,7 @@
 // vouches for that.
 #include "common.cuh"
 #include "ranks.cuh"
-#include "../../llmc/rand.h"
+#include "../../llmc/base/rand.h"
 
 // In one call of 32, a quarter of the blocks sleep for up to 2 ms at each place; half of those with every other warp
 // only. In constant memory, because the bench asks, too.

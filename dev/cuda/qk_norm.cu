@@ -5,7 +5,7 @@
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
 #include "../../llmc/kernels/qk_norm.cuh"
-#include "../../llmc/rope_table.h"
+#include "../../llmc/base/rope_table.h"
 #include "common.cuh"
 #include "../../llmc/kernels/matmul.cuh"
 #include "../../llmc/kernels/quantise.cuh"

@@ -2,7 +2,7 @@
 #include "fuzz.h"
 
 #include "../../llmc/files/hf_config.h"
-#include "../../llmc/params.h"
+#include "../../llmc/base/params.h"
 
 static char *text_of(const Config *c) {
     char *text = NULL;

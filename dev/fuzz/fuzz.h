@@ -17,7 +17,7 @@
 
 #include "../test/fopen_or_die.h"
 
-#include "../../llmc/rand.h"
+#include "../../llmc/base/rand.h"
 
 #include <fcntl.h>
 #include <setjmp.h>

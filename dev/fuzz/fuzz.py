@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from tool_output import end_with_reader  # noqa: E402
+from llmc.tool_output import end_with_reader  # noqa: E402
 
 DICTIONARY = Path(__file__).resolve().parent / "fuzz.dict"
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "fopen_or_die.h"
-#include "../../llmc/rand.h"
+#include "../../llmc/base/rand.h"
 
 #include <sys/wait.h>
 

@@ -2,8 +2,8 @@
 // of attention, against plain loops. All families, dtypes of weights and cache, rows, positions on both sides of a
 // border of chunks; the bits of a row alone and among others; and the same with the model divided among ranks, each a
 // process, one of them late. test_kernels.py runs it.
-#include "llmc/config.h"
-#include "llmc/rand.h"
+#include "llmc/base/config.h"
+#include "llmc/base/rand.h"
 #undef min
 #define SHARED_MEMORY decode_shared
 #include "dev/test/block_on_cpu.h"

@@ -1,8 +1,8 @@
 // The products of a step's rows with their experts without a GPU, against plain loops: formats, both layers, few rows
 // and many, experts with more rows than are multiplied at a time, nobody's rows; what few rows have in one kernel; and
 // the bits of a row alone and among others. test_kernels.py runs it.
-#include "llmc/config.h"
-#include "llmc/rand.h"
+#include "llmc/base/config.h"
+#include "llmc/base/rand.h"
 #undef min
 #define SHARED_MEMORY decode_shared
 #include "dev/test/block_on_cpu.h"
@@ -21,7 +21,7 @@ static inline unsigned __ballot_sync(unsigned, bool x) {
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline unsigned __float_as_uint(float x) { return float_bits(x); }
 #include "decode_experts.h"
-#include "llmc/quant.h"
+#include "llmc/base/quant.h"
 #include "dev/test/check.h"
 
 static const double BOUND = sizeof(floatX) == 4 ? 2e-6 : 6e-3;

@@ -1,6 +1,6 @@
 // What the kernel of a step of generation uses of CUDA beside what block_on_cpu.h has.
 #pragma once
-#include "llmc/fp8.h"
+#include "llmc/base/fp8.h"
 #include <sched.h>
 #define LLMC_ACTIVATION_POLICY_CUH
 #define __forceinline__ inline

@@ -1,8 +1,8 @@
-// Logits and draws of all kinds, for what has to agree with draw_token (llmc/sampler.h) to the bit: dev/cuda/draw.cu on
+// Logits and draws of all kinds, for what has to agree with draw_token (llmc/base/sampler.h) to the bit: dev/cuda/draw.cu on
 // a GPU, draw_on_cpu.cpp without one.
 #pragma once
 
-#include "../../llmc/sampler.h"
+#include "../../llmc/base/sampler.h"
 
 enum {
     DRAW_NORMAL,    // as a model's

@@ -1,7 +1,7 @@
 // Opens a file of a test, or ends the test.
 #pragma once
 
-#include "../../llmc/utils.h"
+#include "../../llmc/base/utils.h"
 
 __attribute__((unused)) static FILE *fopen_or_die(const char *path, const char *mode, const char *hint) {
     FILE *f = fopen(path, mode);

@@ -1,4 +1,4 @@
-// The kernels of LoRA without a GPU, against llmc/lora.h and the loops of train_gpt2.c, in bf16 and fp32
+// The kernels of LoRA without a GPU, against llmc/base/lora.h and the loops of train_gpt2.c, in bf16 and fp32
 // (PRECISION_FP32): what is merged, bit for bit; and what the packed products give as gradients. test_kernels.py runs
 // it.
 #define LLMC_ORACLE

@@ -2,8 +2,8 @@
 // fill no tile, batches, and symmetric products, of which it computes half. Clusters are not tried here.
 // test_kernels.py runs it, on a copy of the header without the launcher, whose shared memory is named by
 // block_on_cpu.h.
-#include "llmc/config.h"
-#include "llmc/rand.h"
+#include "llmc/base/config.h"
+#include "llmc/base/rand.h"
 #undef min
 #define SHARED_MEMORY matmul_shared
 #include "dev/test/block_on_cpu.h"

@@ -1,8 +1,8 @@
 // The products of few rows (llmc/kernels/matmul_rows.cu) without a GPU, in clusters of up to 6 blocks: every bit as by
 // plain loops, for all formats and widths of a tile, and a row's bits alone and among others. test_kernels.py runs it,
 // on a copy without the launcher.
-#include "llmc/config.h"
-#include "llmc/rand.h"
+#include "llmc/base/config.h"
+#include "llmc/base/rand.h"
 #undef min
 #define SHARED_MEMORY rows_memory
 #define CLUSTER_BLOCKS 6

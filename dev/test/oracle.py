@@ -22,20 +22,20 @@ from dataclasses import dataclass
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
-import dev.missing_package  # noqa: E402,F401, before numpy
+import llmc.missing_package  # noqa: E402,F401, before numpy
 import numpy as np  # noqa: E402
 import safetensors.torch  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import train_gpt2 as core  # noqa: E402
-from dev.eval.choices import open_sets  # noqa: E402
-from dev.reference import options as plain  # noqa: E402
-from dev.reference.config import *  # noqa: E402, F403
+from llmc.choices import open_sets  # noqa: E402
+from llmc import reference_options as plain# noqa: E402
+from llmc.reference_config import *  # noqa: E402, F403
 from train_gpt2 import *  # noqa: E402, F403
 from train_gpt2 import Param, RAND_SAMPLE, as_file, fnv1a, is_preset, rand_stream, rand_u64, require  # noqa: E402
 from train_gpt2 import save_tensors, weights_folder, window_of  # noqa: E402
-from dev.reference.options import RECIPE, Option  # noqa: E402, F401
+from llmc.reference_options import RECIPE, Option  # noqa: E402, F401
 
 
 MORE_OPTIONS = [
@@ -109,7 +109,7 @@ def parse_options(argv=None):
 
 # ---- operands of products (--matmul-dtype, --head-dtype)
 def rounded(x, dtype, scale_rows=False):
-    """x, or x in bf16, or in fp8 (e4m3) and divided by its scale again, as llmc/fp8.h does it. scale_rows: one for
+    """x, or x in bf16, or in fp8 (e4m3) and divided by its scale again, as llmc/base/fp8.h does it. scale_rows: one for
     each row."""
     if dtype == "native" or not x.numel():  # an expert may have no rows
         return x

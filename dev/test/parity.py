@@ -21,14 +21,14 @@ import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.append(os.path.join(ROOT, "dev"))
-import missing_package  # noqa: E402,F401, before matplotlib
+from llmc import missing_package  # noqa: E402,F401, before matplotlib
 
 import matplotlib  # noqa: E402
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-from tool_output import outlive_reader  # noqa: E402
+from llmc.tool_output import outlive_reader  # noqa: E402
 
 MODELS = {
     "gpt2": "d4,channels=128,vocab=256,seq=128",

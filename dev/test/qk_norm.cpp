@@ -3,7 +3,7 @@
 // (PRECISION_FP32). test_kernels.py runs it.
 #define LLMC_ORACLE
 #include "train_gpt2.c"
-#include "llmc/rope_table.h"
+#include "llmc/base/rope_table.h"
 #undef min
 #define SHARED_MEMORY qk_norm_shared
 #include "dev/test/block_on_cpu.h"

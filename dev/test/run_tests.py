@@ -22,11 +22,11 @@ from threading import Lock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "dev"))
-import missing_package  # noqa: E402,F401, before pytest
+from llmc import missing_package  # noqa: E402,F401, before pytest
 
-from doctor import cores  # noqa: E402
+from llmc.doctor import cores  # noqa: E402
 from launcher import ENVIRONMENT  # noqa: E402
-from tool_output import outlive_reader  # noqa: E402
+from llmc.tool_output import outlive_reader  # noqa: E402
 
 LOGS = ROOT / "build/test/log"
 PYTHON = sys.executable

@@ -1,13 +1,13 @@
 // Says what the plain-C headers compute, for test_train_gpt2.py: say WHAT ARGUMENTS...
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
-#include "../../llmc/options.h"
+#include "../../llmc/base/options.h"
 #include "../../llmc/data/dataloader.h"
 #include "../../llmc/run/gpu_monitor.h"
 #include "../../llmc/run/mfu.h"
-#include "../../llmc/params.h"
-#include "../../llmc/rope_table.h"
-#include "../../llmc/sampler.h"
+#include "../../llmc/base/params.h"
+#include "../../llmc/base/rope_table.h"
+#include "../../llmc/base/sampler.h"
 #include "../../llmc/run/schedule.h"
 
 static float *read_values(size_t count) {

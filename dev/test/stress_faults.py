@@ -27,9 +27,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-import dev.missing_package  # noqa: E402,F401, before pytest
+import llmc.missing_package  # noqa: E402,F401, before pytest
 
-from dev.tool_output import outlive_reader  # noqa: E402
+from llmc.tool_output import outlive_reader  # noqa: E402
 
 MODEL = "d2,channels=128,heads=8,vocab=256,seq=32"
 TIMEOUT = 5  # --timeout of the jobs, in seconds; four times that until the first step is made

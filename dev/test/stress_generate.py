@@ -22,10 +22,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-import dev.missing_package  # noqa: E402,F401, before pytest
+import llmc.missing_package  # noqa: E402,F401, before pytest
 
 import launcher  # noqa: E402
-from dev.tool_output import outlive_reader  # noqa: E402
+from llmc.tool_output import outlive_reader  # noqa: E402
 
 EOT, WINDOW = 256, 128
 MOST_ROWS = 256  # of a step: DECODE_ROWS

@@ -24,11 +24,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-import dev.missing_package  # noqa: E402,F401, before numpy
+import llmc.missing_package  # noqa: E402,F401, before numpy
 
 import numpy as np  # noqa: E402
 
-from dev.tool_output import outlive_reader  # noqa: E402
+from llmc.tool_output import outlive_reader  # noqa: E402
 from launcher import ENVIRONMENT  # noqa: E402
 from launcher import run as start  # noqa: E402
 

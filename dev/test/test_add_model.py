@@ -28,11 +28,11 @@ void silu2_backward_cpu(float *dinp, const float *dout, const float *inp, size_t
 # step: (file, what stands there, what stands there then). In every copy "kind" is done: without it nothing has changed.
 STEPS = {
     "kind": [
-        ("llmc/config.h", "MLP_RELU2 } MlpKind", "MLP_RELU2, MLP_SILU2 } MlpKind"),
-        ("llmc/config.h", "c.mlp = MLP_RELU2;", "c.mlp = MLP_SILU2;"),
+        ("llmc/base/config.h", "MLP_RELU2 } MlpKind", "MLP_RELU2, MLP_SILU2 } MlpKind"),
+        ("llmc/base/config.h", "c.mlp = MLP_RELU2;", "c.mlp = MLP_SILU2;"),
         ("train_gpt2.c", "\n// ---- cross entropy over", FUNCTIONS),
     ],
-    "gate": [("llmc/config.h", "case MLP_RELU2: return 0;", "case MLP_RELU2:\n    case MLP_SILU2: return 0;")],
+    "gate": [("llmc/base/config.h", "case MLP_RELU2: return 0;", "case MLP_RELU2:\n    case MLP_SILU2: return 0;")],
     "forward": [
         (
             "train_gpt2.c",

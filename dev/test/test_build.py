@@ -80,8 +80,8 @@ CORE_KB = 1136
 FOLDERS = ("llmc", *(f"llmc/{room}" for room in "cuda kernels ranks model data files talk run cpu".split()), ".")
 # What a file of a folder does not know even through others that it includes.
 UNKNOWN = {
-    "llmc/kernels": ("llmc/options.h", "llmc/ranks/"),
-    "llmc/ranks": ("llmc/options.h", "llmc/kernels/"),
+    "llmc/kernels": ("llmc/base/options.h", "llmc/ranks/"),
+    "llmc/ranks": ("llmc/base/options.h", "llmc/kernels/"),
 }
 C_ROOMS = ("llmc", "llmc/data", "llmc/files", "llmc/talk", "llmc/run", "llmc/cpu")  # without device code
 # Kernels know no other operation than their own (the first word of their name), but for these.
@@ -265,10 +265,10 @@ def test_includes_go_one_way():
     ]
     assert not wrong, "\n".join(wrong)
     assert wrong_includes(Path("llmc/cuda/memory.cuh"), '#include "../ranks/p2p.cuh"\n')
-    assert wrong_includes(Path("llmc/config.h"), '#include "cuda/memory.cuh"\n')
+    assert wrong_includes(Path("llmc/base/config.h"), '#include "cuda/memory.cuh"\n')
     assert wrong_includes(Path("llmc/kernels/norm.cuh"), '#include "matmul.cuh"\n')
     assert not wrong_includes(Path("llmc/ranks/p2p.cuh"), '#include "../cuda/memory.cuh"\n#include "comm.h"\n')
-    assert Path("llmc/utils.h") in all_included(Path("llmc/ranks/p2p.cuh"))
+    assert Path("llmc/base/utils.h") in all_included(Path("llmc/ranks/p2p.cuh"))
 
 
 def test_everything_is_formatted(monkeypatch):
@@ -621,7 +621,7 @@ def test_doctor_says_what_is_off(tmp_path):
 
 def test_doctor_says_what_root_must_set(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "dev")
-    import doctor
+    from llmc import doctor
 
     variables = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
@@ -641,7 +641,7 @@ def test_doctor_says_what_root_must_set(monkeypatch):
 @pytest.mark.parametrize("glibc, least", [("2.40", (12, 1)), ("2.41", (13, 1)), ("2.43", (13, 2))])
 def test_glibc_that_clashes_with_a_toolkit_is_named(monkeypatch, glibc, least):
     monkeypatch.syspath_prepend(ROOT / "dev")
-    import doctor
+    from llmc import doctor
 
     monkeypatch.setattr(doctor.platform, "libc_ver", lambda: ("glibc", glibc))
     works = [v for v in ((12, 1), (12, 9), (13, 0), (13, 1), (13, 2), (13, 5)) if not doctor.glibc_clash(v)]
@@ -717,7 +717,7 @@ def test_gpus_that_are_too_old_do_not_count(tmp_path):
 @launcher.on_linux
 def test_a_toolkit_that_the_driver_cannot_run_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "dev")
-    import doctor
+    from llmc import doctor
 
     assert f"-cu{doctor.TOOLKIT_CUDA}==" in venv_tool().cuda_packages()[1]
     (tmp_path / "dev").mkdir()
@@ -739,7 +739,7 @@ def test_a_toolkit_that_the_driver_cannot_run_is_not_installed(tmp_path, monkeyp
 
 def test_what_was_missing_is_looked_for_again(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "dev")
-    import doctor
+    from llmc import doctor
 
     there = tmp_path / "libomp"
     (tmp_path / "cc").write_text(

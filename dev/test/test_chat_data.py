@@ -13,16 +13,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev/data"))
-import data_common
-import tokenizer_json
+from llmc import data_common
+from llmc import tokenizer_json
 
 if missing := [p for p in ("jinja2", "tokenizers", "transformers") if not importlib.util.find_spec(p)]:
     pytest.skip(f"without {', '.join(missing)}", allow_module_level=True)
 import tokenizers
 import transformers
 
-import chat
-import reader
+from llmc import chat_data as chat
+from llmc import reader
 
 # Ways to write a conversation as public models do. The tags are what transformers takes its masks from.
 ANSWER = "{% generation %}{{ ANSWER }}{% endgeneration %}"

@@ -16,12 +16,12 @@ if missing := [p for p in ("jinja2", "tokenizers") if not importlib.util.find_sp
     pytest.skip(f"without {', '.join(missing)}", allow_module_level=True)
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "dev"), str(ROOT / "dev/data")]
-import chat  # noqa: E402
-import data_common  # noqa: E402
-import tokenizer_json  # noqa: E402
-from chat_template import Renderer, Task, TemplateError, Writer, end_of_turn, ends_of_folder  # noqa: E402
-from chat_template import read_template, special_names, with_end  # noqa: E402
-from checked_json import BadFile  # noqa: E402
+from llmc import chat_data as chat  # noqa: E402
+from llmc import data_common  # noqa: E402
+from llmc import tokenizer_json  # noqa: E402
+from llmc.chat_template import Renderer, Task, TemplateError, Writer, end_of_turn, ends_of_folder  # noqa: E402
+from llmc.chat_template import read_template, special_names, with_end  # noqa: E402
+from llmc.checked_json import BadFile  # noqa: E402
 
 TRAINER = ROOT / "build/train_gpt2"
 LOOP = "{% for m in messages %}"

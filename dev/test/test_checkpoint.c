@@ -5,7 +5,7 @@
 //     to compare with the safetensors package and transformers.
 //   test_checkpoint --flip CHECKPOINT
 //     flips 50 bits of each of its files: all must be noticed
-#include "llmc/utils.h"
+#include "llmc/base/utils.h"
 
 #include <dirent.h>
 #include <fcntl.h>

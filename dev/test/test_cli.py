@@ -239,7 +239,7 @@ def test_help_lists_every_letter_of_llm_c(trainer):
 
 # ---- help, version, near names
 
-SOURCE = " ".join((ROOT / "llmc/options.h").read_text().replace("\\\n", " ").split()).replace('" "', "")
+SOURCE = " ".join((ROOT / "llmc/base/options.h").read_text().replace("\\\n", " ").split()).replace('" "', "")
 # name -> (letters, what it changes, help), as options.h has them: all, those of --debug, those of llm.c's scripts alone
 OPTIONS, OF_DEBUG, OF_LETTERS = (
     {

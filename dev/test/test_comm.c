@@ -9,7 +9,7 @@
 //   test_comm late RANK TIMEOUT    one rank never comes to a collective although it is alive
 #include "check.h"
 #include "llmc/ranks/handshake.h"
-#include "llmc/rand.h"
+#include "llmc/base/rand.h"
 #include "llmc/ranks/mesh.h"
 
 // order of adding shows

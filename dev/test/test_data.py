@@ -31,11 +31,11 @@ import launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "dev/data"), str(ROOT)]
-import data_common
-import reader
-import tokenizer_json
+from llmc import data_common
+from llmc import reader
+from llmc import tokenizer_json
 
-from dev.data import rows  # noqa: E402
+from llmc import batches as rows# noqa: E402
 
 ASSETS = Path(os.environ.get("LLMC_ASSETS", "/nonexistent"))
 needs_tiktoken = pytest.mark.skipif(importlib.util.find_spec("tiktoken") is None, reason="tiktoken is not installed")
@@ -1107,7 +1107,7 @@ needs_trainer = pytest.mark.skipif(not (ROOT / "train_gpt2").exists(), reason="m
 
 def test_a_second_demo_keeps_the_model_of_the_first(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "dev")
-    from demo import put_aside
+    from llmc.demo import put_aside
 
     folder, before = tmp_path / "demo", tmp_path / "demo.before"
     folder.mkdir()

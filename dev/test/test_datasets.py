@@ -25,10 +25,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev/data"))
-import data_common
-import download
-import reader
-import shards
+from llmc import data_common
+from llmc import download
+from llmc import reader
+from llmc import shards
 
 
 # ---- a hub on this machine

@@ -11,9 +11,9 @@ from test_build import ROOT
 from test_dpo import CPU, SMALL, draw, start, steps_of, write_lines  # noqa: F401
 
 sys.path += [str(ROOT), str(ROOT / "scripts"), str(ROOT / "dev")]
-import distill  # noqa: E402
+from llmc import distill  # noqa: E402
 import llmc  # noqa: E402
-from post_training import Prompt, require_same_tokenizer  # noqa: E402
+from llmc.post_training import Prompt, require_same_tokenizer  # noqa: E402
 
 
 def taught(begin, folder, steps, rows):

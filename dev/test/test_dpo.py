@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from test_build import ROOT
 
 sys.path += [str(ROOT), str(ROOT / "scripts"), str(ROOT / "dev")]
-import dpo  # noqa: E402
+from llmc import dpo  # noqa: E402
 import llmc  # noqa: E402
-from dev.data.data_common import make_tokenizer  # noqa: E402
-from preference_file import arrays, read_pairs  # noqa: E402
+from llmc.data_common import make_tokenizer  # noqa: E402
+from llmc.preference_file import arrays, read_pairs  # noqa: E402
 
 CPU = str(ROOT / "build/train_gpt2")
 MODEL = "d2,channels=64,heads=2,vocab=257,seq=64"

@@ -1,7 +1,7 @@
 // llmc/talk/ends.h: stop texts against a plain search; that no more is held back than must be, and that long ones cost
 // linear time.
 #include "../../llmc/talk/ends.h"
-#include "../../llmc/rand.h"
+#include "../../llmc/base/rand.h"
 #include "check.h"
 
 static void ends_free(Ends *e) {

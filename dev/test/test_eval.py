@@ -22,7 +22,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "dev/data"), str(ROOT / "dev/test")]
-import data_common
+from llmc import data_common
 from dev.test import oracle as ref
 import launcher
 from launcher import ENVIRONMENT, skip_without_vocab_bpe

@@ -15,7 +15,7 @@ import pytest
 from test_build import ROOT
 
 sys.path.insert(0, str(ROOT / "dev/data"))
-import tiny_chats
+from llmc import tiny_chats
 
 SCRIPT = ROOT / "scripts/run_finetune.sh"
 TRAINER = ROOT / "build/train_gpt2"

@@ -1,4 +1,4 @@
-// llmc/fp8.h against the format's definition and a search for the nearest value, and how tensors are rounded.
+// llmc/base/fp8.h against the format's definition and a search for the nearest value, and how tensors are rounded.
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
 #include "check.h"

@@ -12,9 +12,9 @@ gguf = pytest.importorskip("gguf", reason="gguf is not installed (make venv)")
 regex = pytest.importorskip("regex")
 from test_scores import CONTEXT, add_tokenizer, random_model, small, torch, transformers  # noqa: E402
 
-import data_common  # noqa: E402
-import gguf_file  # noqa: E402
-import hf  # noqa: E402
+from llmc import data_common  # noqa: E402
+from llmc import gguf_file  # noqa: E402
+from llmc import hf  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 LLAMA3_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)

@@ -20,7 +20,7 @@ import pytest
 from test_build import ROOT
 
 sys.path += [str(ROOT), str(ROOT / "scripts")]
-import grpo  # noqa: E402
+from llmc import rl as grpo  # noqa: E402
 import llmc  # noqa: E402
 
 TRAINER = ROOT / "build/train_gpt2"
@@ -278,7 +278,7 @@ def test_several_rewards_have_weights_and_texts_are_texts(taught, tmp_path):
 
 
 def test_seq_len_is_1024_or_the_models_context(taught, tmp_path):
-    from post_training import context_of
+    from llmc.post_training import context_of
 
     words = ["--model", str(taught / "model"), "--prompts", "p", "--rewards", "r"]
     assert grpo.parse(words, "", grpo.add_arguments, ())[0].seq_len == 8
@@ -291,7 +291,7 @@ def test_seq_len_is_1024_or_the_models_context(taught, tmp_path):
 
 
 def test_a_finished_run_says_that_nothing_is_left(capsys):
-    from post_training import steps_left
+    from llmc.post_training import steps_left
 
     a, t = argparse.Namespace(output="out", steps=4), argparse.Namespace(steps_done=6)
     assert list(steps_left(a, t, updates=2)) == [3] and not capsys.readouterr().out
@@ -301,7 +301,7 @@ def test_a_finished_run_says_that_nothing_is_left(capsys):
 
 
 def test_a_run_has_the_chat_template_of_its_newest_checkpoint(tmp_path):
-    from post_training import chat_renderer
+    from llmc.post_training import chat_renderer
 
     for step, text in ((9, "old"), (10, "new")):
         (tmp_path / f"step_{step:08d}").mkdir()
@@ -335,7 +335,7 @@ def test_a_signal_saves_the_steps_made(taught, tmp_path):
 
 @pytest.mark.parametrize("output", ("out", ""))
 def test_a_signal_ends_the_run_with_its_step(capfd, output):
-    from post_training import end_of, make_steps
+    from llmc.post_training import end_of, make_steps
 
     def run(saved, begin=0, steps=9, signals=()):
         a = argparse.Namespace(output=output, steps=steps, save_every=4, resume=True, again="python x.py --resume")
@@ -360,7 +360,7 @@ def test_a_signal_ends_the_run_with_its_step(capfd, output):
 
 @pytest.mark.parametrize("output", ("out", ""))
 def test_a_step_that_fails_does_not_lose_those_before_it(capfd, output):
-    from post_training import end_of, make_steps
+    from llmc.post_training import end_of, make_steps
 
     def run(fails, updates=1, half=0, saves=True, save_every=0):
         a = argparse.Namespace(
@@ -568,7 +568,7 @@ def test_rewards_that_are_none(tmp_path):
 
 
 def test_a_reward_sees_a_completion_without_what_ended_it():
-    from reward_file import completion_of
+    from llmc.reward_file import completion_of
 
     t = argparse.Namespace(facts={"tokenizer": 1}, decode=lambda ids: "".join(map(chr, ids)))
     ids = lambda text: np.array([ord(c) for c in text], np.int32)

@@ -24,10 +24,10 @@ from test_datasets import hub  # noqa: E402, F401
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev/eval"))
 sys.path.insert(0, str(ROOT))
-import hf  # noqa: E402
+from llmc import hf  # noqa: E402
 import train_gpt2  # noqa: E402
-import data_common  # noqa: E402
-import tokenizer_json  # noqa: E402
+from llmc import data_common  # noqa: E402
+from llmc import tokenizer_json  # noqa: E402
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 FAMILIES = ["gpt2", "llama3.1", "llama3.2-tied", "mistral", "qwen2.5", "qwen3"]
@@ -434,7 +434,7 @@ def test_llmc_bin(program, tmp_path, monkeypatch, model, dtype):  # noqa: F811
 
 def test_width_of_llama3_8b():
     """As Meta's own numbers give it: 1.3 and 1024 make 14336 at 4096 channels."""
-    import llmc_bin
+    from llmc import llmc_bin
 
     assert llmc_bin.llama_ffn(4096, 1.3, 1024) == 14336
     for channels, width in ((4096, 14336), (2048, 8192), (3072, 8192), (4096, 11008), (64, 96), (8192, 28672)):

@@ -1,6 +1,6 @@
 // json.h: what it accepts, what it refuses, that no damaged text leads outside the buffer, and that what is written
 // reads back.
-#include "llmc/rand.h"
+#include "llmc/base/rand.h"
 
 #include "dev/test/check.h"
 #include "dev/test/json_text.h"

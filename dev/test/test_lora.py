@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from test_hf import ROOT, edit, main, refuses
 from test_train_gpt2 import SMALL, options, random_tokens, ref, small_model, text_shards  # noqa: F401
 
-import adapter  # test_hf finds dev/eval
-import data_common
-import hf
+from llmc import adapter  # test_hf finds dev/eval
+from llmc import data_common
+from llmc import hf
 import launcher
 
 transformers.utils.logging.disable_progress_bar()

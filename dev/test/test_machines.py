@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "dev"))
-import doctor  # noqa: E402
+from llmc import doctor  # noqa: E402
 
 ZIG = [sys.executable, "-m", "ziglang"] if importlib.util.find_spec("ziglang") else [shutil.which("zig") or ""]
 CROSS, EMULATOR = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")

@@ -14,9 +14,9 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, ROOT)
 sys.path.insert(0, os.path.join(ROOT, "dev/eval"))
-import adapter  # noqa: E402
-import gguf_file  # noqa: E402
-from dev.reference.config import HF_DEFAULTS, HF_EXPERTS  # noqa: E402
+from llmc import adapter  # noqa: E402
+from llmc import gguf_file  # noqa: E402
+from llmc.reference_config import HF_DEFAULTS, HF_EXPERTS  # noqa: E402
 from dev.test import oracle as ref  # noqa: E402
 
 torch.set_num_threads(1)  # models are tiny

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.join(ROOT, "dev"))
-import plot  # noqa: E402
+from llmc import plot  # noqa: E402
 
 
 def start(**more):

@@ -12,13 +12,13 @@ import pytest
 import transformers
 from test_dpo import CPU, llmc, run_dpo, start, write_lines  # noqa: F401
 
-from checked_json import BadFile
-from post_training import read_prompts, stops_of, tokenised, write_messages
-from preference_file import arrays, read_pairs, read_texts
+from llmc.checked_json import BadFile
+from llmc.post_training import read_prompts, stops_of, tokenised, write_messages
+from llmc.preference_file import arrays, read_pairs, read_texts
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
-from data_common import PATTERNS, Tokenizer  # noqa: E402
-from tokenizer_json import tokenizer_json  # noqa: E402
+from llmc.data_common import PATTERNS, Tokenizer  # noqa: E402
+from llmc.tokenizer_json import tokenizer_json  # noqa: E402
 
 
 def message(role, content):

@@ -1,7 +1,7 @@
 // safetensors.h: conversions against their definitions, spans in any order and from several processes, and every kind
 // of hostile file.
 #include "llmc/files/safetensors.h"
-#include "llmc/rand.h"
+#include "llmc/base/rand.h"
 
 #include "dev/test/check.h"
 

@@ -21,11 +21,11 @@ tokenizers = pytest.importorskip("tokenizers", reason="transformers is not insta
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "dev/eval"), str(ROOT / "dev/test")]
 os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-import core  # noqa: E402
-import perplexity  # noqa: E402
-import scorer  # noqa: E402
-import data_common  # noqa: E402
-import tokenizer_json  # noqa: E402
+from llmc import core  # noqa: E402
+from llmc import perplexity  # noqa: E402
+from llmc import scorer  # noqa: E402
+from llmc import data_common  # noqa: E402
+from llmc import tokenizer_json  # noqa: E402
 
 TRAINER = ROOT / "build/train_gpt2"
 CORE_FILES = ROOT.parent / "shared/assets/core"
@@ -331,7 +331,7 @@ def test_perplexity_of_models_that_predict_nothing(world, tmp_path):
 def test_lm_eval_model(world):
     """Sums and greedy answers of its three kinds of request, as transformers has them."""
     pytest.importorskip("lm_eval", reason="lm_eval is not installed (pip install lm_eval)")
-    lm_eval_model = importlib.import_module("lm_eval_model")
+    lm_eval_model = importlib.import_module("llmc.lm_eval_model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(world / "gpt2", local_files_only=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(world / "gpt2", local_files_only=True).float().eval()
     draw = random.Random(5)

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.join(ROOT, "dev", "data"))
-import data_common  # noqa: E402
+from llmc import data_common  # noqa: E402
 
 PATIENCE = 600  # seconds: a loaded machine is no failure
 with open(os.path.join(ROOT, "build", "config.mk")) as config:

@@ -23,8 +23,8 @@ openai = pytest.importorskip("openai")
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev"))
-import program
-import serve  # noqa: E402
+from llmc import program
+from llmc import serve  # noqa: E402
 import launcher
 from launcher import ENVIRONMENT, children_of  # noqa: E402
 from test_build import CONFIG  # noqa: E402

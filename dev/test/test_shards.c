@@ -1,7 +1,7 @@
 // Checkpoint files written and read in shards: what several ranks write together is byte for byte what one rank writes,
 // and each rank reads exactly its piece. The ranks take turns in this one process: without MPI a barrier does nothing,
 // what others say is zero, and rank 0, which makes the file, comes first.
-#include "llmc/utils.h"
+#include "llmc/base/utils.h"
 
 #define HF_PIECE ((size_t)150)  // so little that pieces begin and end inside of rows
 #include "llmc/model/backend.h"

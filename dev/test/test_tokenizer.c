@@ -2,7 +2,7 @@
 //   test_tokenizer TOKENIZER.BIN TEXT [special]    the ids of TEXT, one a line; fails if they do not decode to TEXT, or
 //                                                  to what NFC makes of it
 //   test_tokenizer KIND                            the chunks of standard input, a NUL behind each
-#include "llmc/rand.h"
+#include "llmc/base/rand.h"
 #include "llmc/data/tokenizer.h"
 
 #include "dev/test/check.h"

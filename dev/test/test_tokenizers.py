@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "dev/data"))
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 pytest.importorskip("tiktoken", reason="tiktoken is not installed")
-import data_common  # noqa: E402
-import reader  # noqa: E402
-import tokenizer_json  # noqa: E402
+from llmc import data_common  # noqa: E402
+from llmc import reader  # noqa: E402
+from llmc import tokenizer_json  # noqa: E402
 
 KINDS = ["gpt2", "llama3", "qwen2", "marks"]
 SAID = {  # in 22 scripts, two of them decomposed

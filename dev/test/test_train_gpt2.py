@@ -114,7 +114,7 @@ def c_tables(c_program):
 
 
 def test_presets_are_those_of_c(c_tables):
-    with open(os.path.join(ROOT, "llmc/config.h")) as f:
+    with open(os.path.join(ROOT, "llmc/base/config.h")) as f:
         text = f.read()
     assert len(c_tables) == len(DEPTHS) + len(ref.PRESETS) + len(OVERRIDDEN)
     for name in ref.PRESETS:
@@ -378,8 +378,8 @@ def test_validation_data_beside_the_training_data(tmp_path):
 
 
 def test_ranges_of_options_are_those_of_c():
-    """What the table of llmc/options.h has between the default and the help of an option."""
-    with open(os.path.join(ROOT, "llmc/options.h")) as f:
+    """What the table of llmc/base/options.h has between the default and the help of an option."""
+    with open(os.path.join(ROOT, "llmc/base/options.h")) as f:
         text = " ".join(f.read().replace("\\\n", " ").split()).replace('" "', "")
     row = r'(?:INT|FLT)\((\w+), "\w*", \'.\', [^",]+, +(?:"[^"]*", +)?([^",]+), ([^",]+), +"'
     theirs = {name.replace("_", "-"): limits for name, *limits in re.findall(row, text)}
@@ -925,7 +925,7 @@ def test_debug_files(kind, tmp_path):
 
 
 def muon_by_hand(model, tokens, targets, steps, o, lr):
-    """As llmc/muon.h says it, in float64, by singular value decompositions: the losses before each update. AdamW's
+    """As llmc/base/muon.h says it, in float64, by singular value decompositions: the losses before each update. AdamW's
     tensors stand still."""
     c, losses = model.config, []
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim

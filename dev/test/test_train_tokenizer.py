@@ -18,9 +18,9 @@ import pytest
 from test_tokenizers import OTHERS, SAID, program  # noqa: F401, a fixture; skips where tokenizers or tiktoken lack
 
 ROOT = Path(__file__).resolve().parents[2]
-import data_common  # noqa: E402
-import tokenizer_json  # noqa: E402
-import train_tokenizer  # noqa: E402
+from llmc import data_common  # noqa: E402
+from llmc import tokenizer_json  # noqa: E402
+from llmc import train_tokenizer  # noqa: E402
 
 TRAINER = ROOT / "build/train_gpt2"
 END, CHAT = "<|endoftext|>", ["<|im_start|>", "<|im_end|>"]

@@ -20,8 +20,8 @@ import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, os.path.join(ROOT, "dev"))
-import watch  # noqa: E402
-from run_log import RunLog  # noqa: E402
+from llmc import watch  # noqa: E402
+from llmc.run_log import RunLog  # noqa: E402
 
 PROGRAM = [sys.executable, os.path.join(ROOT, "dev/watch.py")]
 

@@ -1,7 +1,7 @@
-// Adapters (llmc/lora.h): their gradients, and what they add to a frozen matrix.
+// Adapters (llmc/base/lora.h): their gradients, and what they add to a frozen matrix.
 #pragma once
 
-#include "../lora.h"
+#include "../base/lora.h"
 #include "vector.h"
 
 // dA (rank, C) = [dA +] scale (dout B)^T inp, dB (rows, rank) = [dB +] scale dout^T (inp

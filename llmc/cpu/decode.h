@@ -11,8 +11,8 @@
 // alone, not on the threads or on the rows beside it.
 #pragma once
 
-#include "../config.h"
-#include "../quant.h"
+#include "../base/config.h"
+#include "../base/quant.h"
 #include "vector.h"
 
 typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(1), may_alias));

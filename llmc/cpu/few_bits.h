@@ -2,8 +2,8 @@
 // its own (decode.h).
 #pragma once
 
-#include "../params.h"
-#include "../quant.h"
+#include "../base/params.h"
+#include "../base/quant.h"
 #include "vector.h"
 
 // Rows [first, first + rows) of weights in any format as fp32.

@@ -1,8 +1,8 @@
 // Operands as a low-precision product reads them, in fp32: the products of fp32 then sum what it must sum.
 #pragma once
 
-#include "../quant.h"
-#include "../timing.h"
+#include "../base/quant.h"
+#include "../base/timing.h"
 #include "vector.h"
 
 // x rounded to fp8 and divided by its scale again, which is exact. scale_rows: each row has a scale of its own. counts,

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "../model/backend.h"
-#include "../muon.h"
+#include "../base/muon.h"
 #include "qk_norm.h"
 #include "vector.h"
 

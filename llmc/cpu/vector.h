@@ -3,7 +3,7 @@
 // order.
 #pragma once
 
-#include "../utils.h"
+#include "../base/utils.h"
 
 #include <math.h>
 #ifdef _OPENMP

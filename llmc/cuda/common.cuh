@@ -11,7 +11,7 @@
 #include <initializer_list>
 #include <nvtx3/nvToolsExt.h>
 
-#include "../timing.h"
+#include "../base/timing.h"
 
 // ---- numbers: floatX is what weights, activations and gradients are stored in; sums are always fp32
 #ifdef PRECISION_FP32

@@ -35,7 +35,7 @@
 
 #include "mixture.h"
 #include "packing.h"
-#include "../rand.h"
+#include "../base/rand.h"
 #include "tokenizer.h"
 
 enum { SHARD_MAGIC_16 = 20240520, SHARD_VERSION_16 = 1, SHARD_MAGIC_32 = 20240801, SHARD_VERSION_32 = 7 };

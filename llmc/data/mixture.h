@@ -16,7 +16,7 @@
 
 #include <glob.h>
 
-#include "../utils.h"
+#include "../base/utils.h"
 
 enum { MOST_SETS = 64 };
 static const double SHARE_UNITS = 1e5;

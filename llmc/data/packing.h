@@ -7,7 +7,7 @@
 //   packing_fill(&p, T);                  row r: p.pieces[p.row_begin[r]] ... p.pieces[p.row_begin[r + 1] - 1]
 #pragma once
 
-#include "../utils.h"
+#include "../base/utils.h"
 
 typedef struct { int begin, length; } Piece;  // tokens of a shard
 typedef struct {

@@ -14,7 +14,7 @@
 #include <limits.h>
 #include <strings.h>
 
-#include "../hash.h"
+#include "../base/hash.h"
 #include "unicode.h"
 
 typedef enum {

@@ -1,7 +1,7 @@
 // Letters, numbers, spaces and marks of Unicode, and its normal form NFC, as the package `tokenizers` has them.
 #pragma once
 
-#include "../utils.h"
+#include "../base/utils.h"
 
 #include "unicode_tables.h"
 

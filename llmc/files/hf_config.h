@@ -7,7 +7,7 @@
 
 #include <stddef.h>
 
-#include "../config.h"
+#include "../base/config.h"
 #include "json.h"
 
 // A number of Config, and its key in GPT-2's files and in those of the others. NULL: no such key.

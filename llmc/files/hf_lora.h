@@ -4,7 +4,7 @@
 #pragma once
 
 #include "json.h"
-#include "../lora.h"
+#include "../base/lora.h"
 #include "safetensors.h"
 
 static Path adapter_file(const char *folder) { return path_in(folder, "adapter_model.safetensors"); }

@@ -7,7 +7,7 @@
 // holds nothing, not even a root.
 #pragma once
 
-#include "../utils.h"
+#include "../base/utils.h"
 
 typedef enum { JSON_NULL, JSON_BOOL, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_OBJECT, JSON_ABSENT } JsonKind;
 typedef struct {

@@ -6,8 +6,8 @@
 // The writer declares every tensor first. Then any span of any tensor may be written, in any order, by any rank.
 #pragma once
 
-#include "../bf16.h"
-#include "../hash.h"
+#include "../base/bf16.h"
+#include "../base/hash.h"
 #include "json.h"
 
 typedef enum { ST_F32, ST_BF16, ST_F16, ST_I32, ST_U8, ST_NUM_TYPES = 15 } StType;

@@ -10,7 +10,7 @@
 #ifndef LLMC_ACTIVATION_POLICY_CUH
 #define LLMC_ACTIVATION_POLICY_CUH
 
-#include "../config.h"
+#include "../base/config.h"
 #include "../cuda/common.cuh"
 
 // 1 / (1 + 2^x) to about 4 units in the last place of fp32: two special-function instructions. Denormals, flushed to

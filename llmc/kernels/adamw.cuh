@@ -18,10 +18,10 @@
 // which leaves room for about 100. Ladder: dev/cuda/adamw.cu.
 #pragma once
 
-#include "../bf16.h"
+#include "../base/bf16.h"
 #include "../cuda/common.cuh"
 #include "global_norm.cuh"
-#include "../rand.h"
+#include "../base/rand.h"
 
 enum { ADAM_CHUNK = 8192, ADAM_THREADS = 256 };  // most weights of a chunk; threads of its block
 

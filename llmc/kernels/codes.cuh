@@ -5,7 +5,7 @@
 #pragma once
 
 #include "../cuda/tile.cuh"
-#include "../quant.h"
+#include "../base/quant.h"
 
 HOST_DEVICE size_t quantised_row_bytes(const QuantMatrix *q) {
     return (quant_row_bytes(q->format, q->cols) + 15) / 16 * 16;

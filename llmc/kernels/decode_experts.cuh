@@ -18,8 +18,8 @@
 // multiple of 16; in no multiple of 16 bytes, in int4 of 128.
 #pragma once
 
-#include "../config.h"
-#include "../quant.h"
+#include "../base/config.h"
+#include "../base/quant.h"
 #include "kv_cache.cuh"
 
 typedef struct {

@@ -10,7 +10,7 @@
 //   piece   64 bytes of a row. Piece p of a row is multiplied by warp p % 8.
 #pragma once
 
-#include "../config.h"
+#include "../base/config.h"
 #include "../cuda/tile.cuh"
 
 enum {

@@ -13,7 +13,7 @@
 #pragma once
 
 #include "../cuda/common.cuh"
-#include "../sampler.h"
+#include "../base/sampler.h"
 
 enum {
     DRAW_THREADS = 256,

@@ -11,7 +11,7 @@
 // Ladder: dev/cuda/experts.cu. Not supported: E above 1024 or no multiple of 8, K above 32, C or F no multiple of 8.
 #pragma once
 
-#include "../config.h"
+#include "../base/config.h"
 #include "../cuda/tile.cuh"
 #include "route.cuh"
 

@@ -8,8 +8,8 @@
 #pragma once
 
 #include "../cuda/common.cuh"
-#include "../params.h"
-#include "../step.h"
+#include "../base/params.h"
+#include "../base/step.h"
 
 enum {
     GLOBAL_NORM_THREADS = 512,

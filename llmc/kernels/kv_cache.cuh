@@ -10,9 +10,9 @@
 // queries see, those of the same prompt, too. train_gpt2.c's kv_store gives the same codes and scales.
 #pragma once
 
-#include "../config.h"
+#include "../base/config.h"
 #include "../cuda/tile.cuh"
-#include "../fp8.h"
+#include "../base/fp8.h"
 
 enum {
     PROMPT_ROWS = 64,

@@ -19,7 +19,7 @@
 #pragma once
 
 #include "../cuda/common.cuh"
-#include "../lora.h"
+#include "../base/lora.h"
 #include "codes.cuh"
 
 enum {

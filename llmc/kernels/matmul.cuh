@@ -31,10 +31,10 @@
 #pragma once
 
 #include "activation_policy.cuh"
-#include "../fp8.h"
+#include "../base/fp8.h"
 #include "bias.cuh"
 #include "matmul_problem.cuh"
-#include "../rand.h"
+#include "../base/rand.h"
 
 enum {
     MATMUL_WORKSPACE_BYTES = 32 << 20,

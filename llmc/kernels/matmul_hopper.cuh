@@ -11,7 +11,7 @@
 // than sm_90a.
 #pragma once
 
-#include "../fp8.h"
+#include "../base/fp8.h"
 #include "matmul_epilogue.cuh"
 
 // ---- the kernel: warpgroup 0 fetches, warpgroups 1 and 2 multiply and finish

@@ -25,7 +25,7 @@
 // FORWARD, in aux, and in x times slopes. BACKWARD_INPUT's `in` is then one of the two, the width of f.
 #pragma once
 
-#include "../config.h"
+#include "../base/config.h"
 #include "../cuda/common.cuh"
 
 typedef enum { MATMUL_FORWARD, MATMUL_BACKWARD_INPUT, MATMUL_BACKWARD_WEIGHT } MatmulForm;

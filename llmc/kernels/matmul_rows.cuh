@@ -19,9 +19,9 @@
 // (matmul_rows_here); rows of a or of the weight that are no multiple of 16 bytes; SwiGLU with N / 2 no multiple of 64.
 #pragma once
 
-#include "../config.h"
+#include "../base/config.h"
 #include "../cuda/common.cuh"
-#include "../quant.h"
+#include "../base/quant.h"
 
 enum { ROWS_TILE = 128, ROWS_SPLITS = 6 };
 

@@ -10,7 +10,7 @@
 // each expert's weight is a product (as of a batch) whose sum runs over its rows.
 #pragma once
 
-#include "../config.h"
+#include "../base/config.h"
 #include "../cuda/common.cuh"
 
 typedef enum { NOT_GROUPED, GROUPED_ROWS, GROUPED_K } MatmulGroups;

@@ -7,7 +7,7 @@
 // Sums run in a fixed order. Ladder: dev/cuda/muon.cu.
 #pragma once
 
-#include "../muon.h"
+#include "../base/muon.h"
 #include "adamw.cuh"
 
 enum { MUON_THREADS = 256, MUON_SLICES = 32, MUON_BLOCKS = 64 };

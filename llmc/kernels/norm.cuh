@@ -16,7 +16,7 @@
 // Ladder: dev/cuda/norm.cu.
 #pragma once
 
-#include "../config.h"
+#include "../base/config.h"
 #include "../cuda/common.cuh"
 
 // A norm: its weights, their gradients, and what it keeps of its rows.

@@ -15,7 +15,7 @@
 #include <cuda_fp8.h>
 
 #include "../cuda/tile.cuh"
-#include "../fp8.h"
+#include "../base/fp8.h"
 #include "absmax.cuh"
 
 // Of a kind of tensor: values that were quantised, and those of them that became zero.

@@ -11,14 +11,14 @@
 //   3   of blocks' weights, too: each pass gathers them block by block
 #pragma once
 
-#include "../fp8.h"
-#include "../lora.h"
-#include "../quant.h"
+#include "../base/fp8.h"
+#include "../base/lora.h"
+#include "../base/quant.h"
 #include "../ranks/handshake.h"
 #include "../ranks/mesh.h"
-#include "../sampler.h"
-#include "../step.h"
-#include "../timing.h"
+#include "../base/sampler.h"
+#include "../base/step.h"
+#include "../base/timing.h"
 #include "optimiser.h"
 
 typedef struct Model Model;

@@ -35,7 +35,7 @@
 #include "../kernels/grad_sum.cuh"
 #include "../cuda/memory.cuh"
 #include "../kernels/norm.cuh"
-#include "../rope_table.h"
+#include "../base/rope_table.h"
 #include "zero.cuh"
 #include "muon.cuh"
 #include "few_bits.cuh"

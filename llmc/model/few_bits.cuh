@@ -6,7 +6,7 @@
 // Everything else stays native: the embedding, which a head that is tied to it has a copy of, routers, norms, biases.
 #pragma once
 
-#include "../quant.h"
+#include "../base/quant.h"
 #include "step_kernels.cuh"
 
 typedef struct {

@@ -2,8 +2,8 @@
 // are slots, see backend.h.)
 #pragma once
 
-#include "../muon.h"
-#include "../options.h"
+#include "../base/muon.h"
+#include "../base/options.h"
 
 static Muon muon_of(const Options *o) {
     // The paper's.

@@ -2,8 +2,8 @@
 // is printed at the start and logged. What computes reads the plan; of the options it takes values alone, as the seed.
 #pragma once
 
-#include "../muon.h"
-#include "../quant.h"
+#include "../base/muon.h"
+#include "../base/quant.h"
 #include "experts.cuh"
 #include "linear.cuh"
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "comm.h"
-#include "../hash.h"
+#include "../base/hash.h"
 
 typedef struct {
     HostName host;

@@ -15,7 +15,7 @@
 #pragma once
 
 #include "comm.h"
-#include "../params.h"
+#include "../base/params.h"
 
 // Rank r of the job is rank r / tp of its data-parallel group and rank r % tp of its tensor-parallel group.
 typedef struct { Comm job, dp, tp; } Mesh;

@@ -16,7 +16,7 @@
 // hang: a watchdog that was itself suspended starts to count again.
 #pragma once
 
-#include "../utils.h"
+#include "../base/utils.h"
 
 #include <pthread.h>
 #include <signal.h>

@@ -3,7 +3,7 @@
 // -lg). NVIDIA's management library tells it. It comes with the driver and is opened when it is needed, not linked.
 #pragma once
 
-#include "../utils.h"
+#include "../base/utils.h"
 
 #include <dlfcn.h>
 

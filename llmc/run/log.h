@@ -7,7 +7,7 @@
 #pragma once
 
 #include "../files/hf_config.h"
-#include "../options.h"
+#include "../base/options.h"
 
 #include <fcntl.h>
 #include <sys/ioctl.h>

@@ -4,7 +4,7 @@
 
 #include <ctype.h>
 
-#include "../utils.h"
+#include "../base/utils.h"
 
 typedef enum { PEAK_BF16, PEAK_TF32, PEAK_FP32 } PeakKind;
 

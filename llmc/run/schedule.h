@@ -6,7 +6,7 @@
 //   wsd              warm-up, stable, and over the last fifth decay by 1 - sqrt (Haegele et al., arXiv:2405.18392)
 #pragma once
 
-#include "../options.h"
+#include "../base/options.h"
 
 static double learning_rate_at(const Options *o, double peak, int64_t steps, int64_t step) {
     int is_wsd = !strcmp(o->schedule, "wsd");

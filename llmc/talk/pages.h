@@ -3,8 +3,8 @@
 // keeps what it has until it is taken for other tokens: those without a name first, then those that were left first.
 #pragma once
 
-#include "../config.h"
-#include "../rand.h"
+#include "../base/config.h"
+#include "../base/rand.h"
 
 enum { NO_PAGE = -1 };
 typedef struct {

@@ -1,0 +1,433 @@
+"""Curves of one or several runs as a PNG, from the logs that the trainers write (--output DIR: DIR/main.jsonl; llm.c's
+main.log).
+
+  python dev/plot.py out/a out/b -o curves.png                    folders or log files
+  python dev/plot.py out/* -o curves.png --x tokens --panels loss,accuracy,norm,speed,lr --labels "baseline,lr 6e-4"
+  python dev/plot.py out/a --reference gpt2:124M,gpt3:124M        with the figures of OpenAI's models
+  python dev/plot.py out/a --follow                               draws anew while the run goes, until it has ended
+
+Training loss is drawn twice: every step, faint, and smoothed (an average whose weights halve every --smooth steps).
+Validation losses are points on a line, and the last one stands in the legend. A log may end in the middle of a line
+(the run was killed) and may go back to an earlier step (it was resumed): what was logged beyond that step no longer
+counts.
+"""
+
+import argparse
+import math
+import os
+import re
+import sys
+import time
+
+from llmc import missing_package  # noqa: F401, before matplotlib
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
+
+from llmc.run_log import RunLog, count_text, smooth
+from llmc.tool_output import Parser, outlive_reader, plural
+
+COLOURS = ["#1f6fb4", "#d9541e", "#2e8b57", "#8e44ad", "#b8860b", "#c2185b", "#008b9a", "#5d6d7e", "#7b3f00", "#6b8e23"]
+X_LABELS = {"step": "step", "tokens": "training tokens", "time": "training time"}
+X_FIELDS = {"step": "step", "tokens": "tokens", "time": "elapsed"}
+PANELS = {
+    "loss": ("loss", "loss"),
+    "reward": ("reward", "reward"),
+    "accuracy": ("acc_norm", "accuracy"),
+    "norm": ("norm", "gradient norm"),
+    "speed": ("tok_s", "tokens/s"),
+    "lr": ("lr", "learning rate"),
+}
+# (validation loss, HellaSwag accuracy). OpenAI's GPT-2 checkpoints on llm.c's FineWeb validation shard, and the
+# accuracies that the GPT-3 paper reports: llm.c, dev/vislog.ipynb at f1e2ace. On FineWeb-Edu's shard ("-edu"):
+# build-nanogpt, play.ipynb at 136b65e. A loss compares only with the same tokenizer and the same validation text.
+REFERENCES = {
+    "gpt2:124M": (3.424958, 0.294463),
+    "gpt2:350M": (3.083089, 0.375224),
+    "gpt2:774M": (3.000580, 0.431986),
+    "gpt2:1558M": (2.831273, 0.488946),
+    "gpt2:124M-edu": (3.2924, 0.294463),
+    "gpt3:124M": (None, 0.337),
+    "gpt3:350M": (None, 0.436),
+    "gpt3:774M": (None, 0.510),
+    "gpt3:1558M": (None, 0.547),
+}
+MARKERS = "osD^vPX*"  # of multiple-choice sets
+STYLE = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#555555",
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+}
+
+
+def fail(what, hint):
+    print(f"error: {what}\n  hint: {hint}", file=sys.stderr)
+    sys.exit(1)
+
+
+def require_log(run):
+    if run.no_log():
+        fail(f"'{run.path}' is no run's log", "name a run's --output folder or its main.jsonl")
+
+
+def read_log(path):
+    run = RunLog(path)
+    if not os.path.exists(run.path):
+        fail(f"no log '{run.path}'", "name a run's --output folder or its main.jsonl")
+    run.poll(whole=True)
+    require_log(run)
+    if run.damaged:
+        print(f"{run.path}: left out {run.damaged} damaged line{'s' * (run.damaged > 1)}", file=sys.stderr)
+    if not len(run.step) and not len(run.eval):
+        fail(f"'{run.path}' has no step or eval lines", "let the run take at least one step")
+    return run
+
+
+def panels_with_data(runs, panels):
+    """Without those that no run has anything for: their axes would be empty."""
+    lacks = {}
+    if not any(len(series) for run in runs for series in run.choices.values()):
+        lacks["accuracy"] = "--choice-data"
+    if not any(math.isfinite(v) for run in runs for v in run.step["reward"]):
+        lacks["reward"] = "scripts/grpo.py"
+    left = [panel for panel in panels if panel not in lacks]
+    if not left:
+        fail(f"no run has data for the panel {panels[0]}", f"train with {lacks[panels[0]]}, or name other --panels")
+    for panel in set(panels) - set(left):
+        print(f"not drawn: the panel {panel}, because no run has one ({lacks[panel]})", file=sys.stderr)
+    return left
+
+
+def x_values(run, series, kind):
+    """Tokens of a multiple-choice score: those of the step or evaluation at the same step."""
+    if X_FIELDS[kind] in series.columns:
+        return list(series[X_FIELDS[kind]])
+    known = {s: x for source in (run.step, run.eval) for s, x in zip(source["step"], source[X_FIELDS[kind]])}
+    return [known.get(s, math.nan) for s in series["step"]]
+
+
+def points(run, series, kind, field):
+    return [(x, y) for x, y in zip(x_values(run, series, kind), series[field]) if math.isfinite(y)]
+
+
+def time_text(v, _=None):
+    return f"{v:.3g}s" if v < 120 else f"{v / 60:.3g}min" if v < 7200 else f"{v / 3600:.3g}h"
+
+
+def loss_range(runs, half_life, references=(), log_y=False):
+    """Limits that show the curves, as far from them on either axis: neither single spikes nor, in a long run, the first
+    steps decide the scale."""
+    low, high = [], []
+    for run in runs:
+        raw = sorted(v for v in run.step["loss"] if math.isfinite(v))
+        curve = [v for v in smooth(run.step["loss"], half_life) if math.isfinite(v)]
+        evals = [(s, v) for s, v in zip(run.eval["step"], run.eval["loss"]) if math.isfinite(v)]
+        begin = len(curve) // 50 if len(curve) >= 200 else 0
+        low += raw[len(raw) // 500 :][:1] + curve[begin:] + [v for _, v in evals]
+        high += curve[begin:] + (
+            [v for step, v in evals if step > run.step["step"][begin]] if curve else [v for _, v in evals]
+        )
+    low, high = ([math.log(v) if log_y else v for v in values if v > 0 or not log_y] for values in (low, high))
+    if not low or not high:
+        return None
+    references = [math.log(v) if log_y else v for v in references]
+    low, high = min(low + references), max(high + references)
+    margin = 0.05 * (high - low) or 0.1
+    return (math.exp(low - margin), math.exp(high + margin)) if log_y else (low - margin, high + margin)
+
+
+def log_ticks(low, high, most=9):
+    """At most so many round values for a logarithmic axis; evenly spaced ones where its ends are near each other."""
+    if high < 5 * low:
+        return [v for v in MaxNLocator(most - 1, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high) if low <= v <= high]
+    powers = [10.0**k for k in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+    for digits in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
+        ticks = [digit * power for power in powers for digit in digits if low <= digit * power <= high]
+        if len(ticks) <= most:
+            return ticks
+    return ticks[:: math.ceil(len(ticks) / most)]
+
+
+def scale_loss(axis, limits, log_y):
+    """limits: None where no loss is finite."""
+    if limits:
+        axis.set_ylim(*limits)
+    if not limits or not log_y:
+        return axis.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(FixedLocator(log_ticks(*limits)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.10g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def draw_points(axis, where, marker="o", **style):
+    if where:
+        every = max(1, len(where) // 25)  # a marker for each of many evaluations hides the line
+        axis.plot(
+            *zip(*where),
+            linewidth=1.0,
+            linestyle=(0, (4, 2)),
+            marker=marker,
+            markersize=4.5,
+            markeredgecolor="white",
+            markeredgewidth=0.7,
+            markevery=list(range(len(where) - 1, -1, -every)),
+            zorder=4,
+            **style,
+        )
+
+
+def draw_run(axis, run, panel, colour, kind, half_life, sets):
+    field = PANELS[panel][0]
+    if panel == "accuracy":
+        for name, series in run.choices.items():
+            draw_points(
+                axis,
+                points(run, series, kind, field) or points(run, series, kind, "acc"),
+                MARKERS[sets.index(name) % len(MARKERS)],
+                color=colour,
+            )
+        return
+    x, y, width = x_values(run, run.step, kind), run.step[field], 1.6 if panel == "loss" else 1.2
+    axis.plot(x, y, color=colour, linewidth=0.7, alpha=0.25, zorder=1)
+    axis.plot(x, smooth(y, 0 if panel == "lr" else half_life), color=colour, linewidth=width, zorder=3)
+    if panel == "loss":
+        draw_points(axis, points(run, run.eval, kind, field), color=colour)
+
+
+def draw_references(axis, names, panel):
+    """Horizontal lines with their names on them."""
+    for name, value in references_of(names, panel):
+        axis.axhline(value, color="#444444", linewidth=1.0, linestyle=(0, (1, 2)), zorder=2)
+        axis.annotate(
+            f"{name} {value:.4g}",
+            (0.01, value),
+            xycoords=axis.get_yaxis_transform(),
+            xytext=(0, 2),
+            textcoords="offset points",
+            fontsize=8,
+            color="#444444",
+        )
+
+
+def references_of(names, panel):
+    column = {"loss": 0, "accuracy": 1}.get(panel)
+    return [
+        (name, REFERENCES[name][column])
+        for name in names
+        if column is not None and REFERENCES[name][column] is not None
+    ]
+
+
+def save(figure, output):
+    """Under another name first: whoever looks at the picture while it is drawn anew sees a whole one."""
+    stem, extension = os.path.splitext(output)
+    partial = f"{stem}.{os.getpid()}.partial{extension or '.png'}"
+    try:
+        figure.savefig(partial, dpi=150)
+        os.replace(partial, output)
+    except (OSError, ValueError) as e:
+        fail(f"cannot write '{output}': {e}", "name a folder that exists and a format such as .png, .svg or .pdf")
+    finally:
+        plt.close(figure)
+        if os.path.exists(partial):
+            os.remove(partial)
+
+
+def draw(runs, labels, output, kind="step", panels=("loss",), half_life=None, title="", log_y=False, references=()):
+    longest = max(len(run.step) for run in runs)
+    half_life = max(longest / 100, 2) if half_life is None else half_life
+    sets = sorted({name for run in runs for name, series in run.choices.items() if len(series)})
+    plt.rcParams.update(STYLE)
+    heights = [3.0 if p == "loss" else 1.4 if p == "accuracy" else 1.0 for p in panels]
+    figure, axes = plt.subplots(
+        len(panels),
+        1,
+        figsize=(9, 1.2 + 1.45 * sum(heights)),
+        sharex=True,
+        squeeze=False,
+        gridspec_kw={"height_ratios": heights, "hspace": 0.09},
+        layout="constrained",
+    )
+    for axis, panel in zip(axes[:, 0], panels):
+        for i, run in enumerate(runs):
+            draw_run(axis, run, panel, COLOURS[i % len(COLOURS)], kind, half_life, sets)
+        if panel == "accuracy" and sets:
+            axis.legend(
+                handles=[
+                    Line2D(
+                        [],
+                        [],
+                        color="#777777",
+                        linewidth=1.0,
+                        marker=MARKERS[k % len(MARKERS)],
+                        markersize=4.5,
+                        label=name,
+                    )
+                    for k, name in enumerate(sets)
+                ],
+                loc="lower right",
+                fontsize=8,
+            )
+        draw_references(axis, references, panel)
+        axis.set_ylabel(PANELS[panel][1])
+        if panel == "loss":
+            levels = [v for _, v in references_of(references, "loss")]
+            scale_loss(axis, loss_range(runs, half_life, levels, log_y), log_y)
+            continue
+        axis.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+        if panel in ("speed", "norm"):
+            axis.set_ylim(bottom=0)
+        if panel == "speed":
+            axis.yaxis.set_major_formatter(FuncFormatter(count_text))
+    bottom = axes[-1, 0]
+    bottom.set_xlabel(X_LABELS[kind])
+    bottom.xaxis.set_major_formatter(FuncFormatter(time_text if kind == "time" else count_text))
+    bottom.margins(x=0.02)
+    legend(axes[0, 0], runs, labels)
+    if title:
+        axes[0, 0].set_title(title, loc="left", fontsize=11, fontweight="bold")
+    save(figure, output)
+
+
+def last_loss(run):
+    return next((v for v in reversed(run.eval["loss"]) if math.isfinite(v)), None)
+
+
+def legend(axis, runs, labels):
+    """Name, last validation loss (or smoothed training loss) of each run; how the two kinds of line look."""
+    handles = []
+    for i, (run, label) in enumerate(zip(runs, labels)):
+        text = label if last_loss(run) is None else f"{label}   val {last_loss(run):.4f}"
+        handles.append(Line2D([], [], color=COLOURS[i % len(COLOURS)], linewidth=2.2, label=text))
+    handles.append(Line2D([], [], color="#777777", linewidth=1.6, label="training (smoothed)"))
+    if any(len(run.eval) for run in runs):
+        handles.append(
+            Line2D(
+                [],
+                [],
+                color="#777777",
+                linewidth=1.0,
+                linestyle=(0, (4, 2)),
+                marker="o",
+                markersize=4.5,
+                label="validation",
+            )
+        )
+    axis.legend(handles=handles, loc="upper right", frameon=True, framealpha=0.9, edgecolor="#dddddd", fontsize=9)
+
+
+def run_names(paths):
+    """The shortest ends of the paths that tell the runs apart."""
+    parts = [re.sub(r"(^|/)main\.(jsonl|log)$|\.jsonl$", "", os.path.normpath(p)).rstrip("/").split("/") for p in paths]
+    for n in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-n:]) for p in parts]
+        if len(set(names)) == len(names):
+            break
+    return [name or "run" for name in names]
+
+
+def follow(runs, seconds, redraw):
+    """Draws whenever a log has grown, until every run has ended; a log that is not there yet is waited for."""
+    drawn = None
+    try:
+        while True:
+            for run in runs:
+                run.poll()
+                require_log(run)
+            state = [(run.generation, run.at) for run in runs]
+            if state != drawn and all(len(run.step) or len(run.eval) for run in runs):
+                redraw()
+                drawn = state
+            if all(run.end for run in runs):
+                return
+            time.sleep(seconds)
+    except KeyboardInterrupt:
+        print()
+
+
+def parse_arguments(argv):
+    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("runs", nargs="+", help="run folders or log files")
+    p.add_argument("-o", "--output", default="curves.png", help="picture to write (default: curves.png)")
+    p.add_argument("--x", choices=X_LABELS, default="step", help="horizontal axis (default: step)")
+    p.add_argument("--panels", default="loss", help=f"comma-separated, of {', '.join(PANELS)} (default: loss)")
+    p.add_argument("--labels", default="", help="comma-separated names of the runs (default: from the paths)")
+    p.add_argument(
+        "--reference",
+        default="",
+        metavar="NAMES",
+        help=f"comma-separated lines to compare with: {', '.join(REFERENCES)}; losses are on FineWeb (-edu: "
+        f"FineWeb-Edu) "
+        f"with GPT-2's tokens",
+    )
+    p.add_argument(
+        "--smooth",
+        type=float,
+        default=None,
+        help="steps in which a weight of the average halves; 0: none (default: 1/100 of the longest run)",
+    )
+    p.add_argument("--title", default="")
+    p.add_argument("--log", action="store_true", help="logarithmic loss axis")
+    p.add_argument(
+        "--follow",
+        type=float,
+        nargs="?",
+        const=10.0,
+        metavar="SECONDS",
+        help="look every SECONDS (10) for new lines and draw anew, until every run has ended",
+    )
+    a = p.parse_args(argv)
+    a.panels, a.reference = a.panels.split(","), [name for name in a.reference.split(",") if name]
+    if not set(a.panels) <= set(PANELS):
+        fail(f"unknown panel in '{','.join(a.panels)}'", f"use {', '.join(PANELS)}")
+    if not set(a.reference) <= set(REFERENCES):
+        fail(f"unknown reference in '{','.join(a.reference)}'", f"use {', '.join(REFERENCES)}")
+    if a.follow is not None and not a.follow > 0:
+        fail(f"--follow {a.follow:g} is no time", "give a number of seconds above 0")
+    return a
+
+
+def main(argv=None):
+    a = parse_arguments(argv)
+    labels = a.labels.split(",") if a.labels else run_names(a.runs)
+    if len(labels) != len(a.runs):
+        fail(f"{len(labels)} labels for {len(a.runs)} runs", "give one label for each run, separated by commas")
+    runs = [RunLog(path) if a.follow else read_log(path) for path in a.runs]
+
+    def redraw():
+        without = [
+            run.path
+            for run in runs
+            if not any(math.isfinite(x) for series in (run.step, run.eval) for x in x_values(run, series, a.x))
+        ]
+        if len(without) == len(runs):
+            fail(f"no {X_LABELS[a.x]} in {' '.join(without)}", "use --x step")
+        for path in without:
+            print(f"not drawn: {path} has no {X_LABELS[a.x]}", file=sys.stderr)
+        draw(runs, labels, a.output, a.x, a.panels, a.smooth, a.title, a.log, a.reference)
+        for label, run in zip(labels, runs):
+            last = run.step if len(run.step) else run.eval
+            evals = f", val loss {run.eval['loss'][-1]:.4f} at step {run.eval['step'][-1]:.0f}" if len(run.eval) else ""
+            print(f"{label}: {plural(int(last['step'][-1]), 'step')}, loss {last['loss'][-1]:.4f}{evals}")
+        print(f"wrote {a.output}", flush=True)
+
+    if a.follow:  # what is not there may come
+        follow(runs, a.follow, redraw)
+    else:
+        a.panels = panels_with_data(runs, a.panels)
+        redraw()
+
+
+if __name__ == "__main__":
+    outlive_reader()
+    main()
