@@ -6,7 +6,7 @@
 #   CUDA_HOME=/opt/cuda-12.8 make train_gpt2cu   a certain toolkit
 #   PYTHON=/usr/bin/python3.12 make demo         a certain Python, to make .venv with
 #
-# dev/doctor.py finds compiler, MPI, CUDA, cuBLAS and NCCL and writes build/config.mk; everything is rebuilt when its findings change.
+# llmc/doctor.py finds compiler, MPI, CUDA, cuBLAS and NCCL and writes build/config.mk; everything is rebuilt when its findings change.
 # Every product is written under another name and renamed when it is whole: stop make at any moment and call it again.
 
 PYTHON ?= python3
@@ -24,9 +24,9 @@ comma := ,
 space := $(subst ,, )
 
 ifneq ($(filter-out help clean,$(MAKECMDGOALS)),)
-  DETECTED := $(shell $(PYTHON) dev/doctor.py --make $(CONFIG) >&2 && echo ok)
+  DETECTED := $(shell $(PYTHON) -m llmc.doctor --make $(CONFIG) >&2 && echo ok)
   ifneq ($(DETECTED),ok)
-    $(error dev/doctor.py did not run. Python 3.10 or newer is needed: make PYTHON=/path/to/python3)
+    $(error llmc/doctor.py did not run. Python 3.10 or newer is needed: make PYTHON=/path/to/python3)
   endif
   include $(CONFIG)
 endif
@@ -217,26 +217,26 @@ $(BUILD)/headers/%.cuh.ok: llmc/%.cuh $(HEADERS) $(CONFIG)
 # ---- what people call
 
 demo:
-	@$(PYTHON) dev/venv.py demo
+	@$(PYTHON) -m llmc.venv demo
 	@$(MAKE) --no-print-directory $(if $(and $(NVCC),$(filter-out 0,$(GPUS))),train_gpt2cu,train_gpt2)
-	@$(VENV_PYTHON) dev/demo.py ./$(if $(and $(NVCC),$(filter-out 0,$(GPUS))),train_gpt2cu,train_gpt2)
+	@$(VENV_PYTHON) -m llmc.demo ./$(if $(and $(NVCC),$(filter-out 0,$(GPUS))),train_gpt2cu,train_gpt2)
 
 # A toolkit is fetched where there is a GPU; to compile the GPU programs elsewhere: make toolkit, then make test.
 test:
-	@$(PYTHON) dev/venv.py test
-	@$(if $(NVCC),,$(if $(filter-out 0,$(GPUS)),$(PYTHON) dev/venv.py toolkit || true))
-	@$(if $(MPI_LIBS),,$(PYTHON) dev/venv.py mpi || true)
+	@$(PYTHON) -m llmc.venv test
+	@$(if $(NVCC),,$(if $(filter-out 0,$(GPUS)),$(PYTHON) -m llmc.venv toolkit || true))
+	@$(if $(MPI_LIBS),,$(PYTHON) -m llmc.venv mpi || true)
 	@$(VENV_PYTHON) dev/test/run_tests.py
 
 doctor:
-	@$(PYTHON) dev/doctor.py
+	@$(PYTHON) -m llmc.doctor
 venv:
-	@$(PYTHON) dev/venv.py test
+	@$(PYTHON) -m llmc.venv test
 toolkit mpi:
-	@$(PYTHON) dev/venv.py $@
+	@$(PYTHON) -m llmc.venv $@
 
 format: venv
-	@$(VENV_PYTHON) dev/format.py
+	@$(VENV_PYTHON) dev/tools/format.py
 
 parity: venv train_gpt2 $(if $(and $(NVCC),$(filter-out 0,$(GPUS))),train_gpt2cu train_gpt2fp32cu)
 	@$(VENV_PYTHON) dev/test/parity.py

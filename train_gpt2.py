@@ -675,7 +675,7 @@ class Trainer:
 
     @torch.no_grad()
     def sample(self, first, step, known=None):
-        """Ids (below `known`) drawn as llmc/base/sampler.h draws them, until the end-of-text token `first` comes again."""
+        """Ids (below `known`) drawn as llmc/base/sampler.h draws them, until the end-of-text token `first` is drawn."""
         ids, o, begin = [first], self.o, 0
         most = min(o.seq_len, o.window if o.window > 0 else o.seq_len)
         while len(ids) <= o.sample_tokens and (len(ids) == 1 or ids[-1] != first):

@@ -35,7 +35,7 @@ WITH_PEFT = "load it with peft and save merge_and_unload()"
 AGAIN = "make or download it again"
 MOST_RANK = 4096  # as in llmc/base/lora.h
 MARKED_VALUES = 16  # of each adapted matrix, in the mark of the base
-find_patterns = Limited("patterns:finder", seconds=5, path=[os.path.dirname(os.path.abspath(__file__))])
+find_patterns = Limited("llmc.patterns:finder", seconds=5)
 
 
 @dataclass

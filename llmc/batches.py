@@ -1,5 +1,5 @@
-"""What the trainers draw and read, in numpy: random numbers (llmc/base/rand.h), token shards and the order of their rows
-(llmc/data/dataloader.h), tokenizer.bin (llmc/data/tokenizer.h). The PyTorch reference stands on it."""
+"""What the trainers draw and read, in numpy: random numbers (llmc/base/rand.h), token shards and the order of their
+rows (llmc/data/dataloader.h), tokenizer.bin (llmc/data/tokenizer.h). The PyTorch reference stands on it."""
 
 import bisect
 import os
@@ -82,7 +82,7 @@ def open_shards(pattern, T, pack="no", documents=0):
     check(
         paths,
         f"no file matches '{pattern}'",
-        "make shards with: python dev/data/tinyshakespeare.py, or of your own text: python dev/data/prepare.py",
+        "make shards with: llmc prepare tinyshakespeare, or of your own text: llmc prepare",
     )
     for path in paths:
         headers.append(np.fromfile(path, "<i4", 256))

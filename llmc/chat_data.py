@@ -2,9 +2,9 @@
 <output>/<name>_val_000000.bin, <name>_train_000001.bin ... and tokenizer.bin; with them chat_template.jinja and
 generation_config.json, which trainers copy into their checkpoints: how to talk to the model, and what ends an answer.
 
-    python dev/data/chat.py --input chats.jsonl --model models/qwen --output dev/data/mychats
-    python dev/data/chat.py --input chats/ --tokenizer bytes --template chatml --output dev/data/tiny
-    python dev/data/chat.py --input chats.jsonl --model models/qwen --check 3    what is learned of the first three
+    llmc prepare chat --input chats.jsonl --model models/qwen --output dev/data/mychats
+    llmc prepare chat --input chats/ --tokenizer bytes --template chatml --output dev/data/tiny
+    llmc prepare chat --input chats.jsonl --model models/qwen --check 3    what is learned of the first three
 
 Inputs: files, folders and globs of .jsonl or .ndjson (a conversation in each line), .json (a list of them) and .parquet
 (one in each row), also packed as .gz, .bz2, .xz or .zst. A conversation is one of
@@ -55,8 +55,8 @@ import numpy as np
 import tokenizers
 
 from llmc import shards
-from llmc.chat_template import Renderer, Task, TemplateError, end_of_turn, ends_of_folder, first_token, pattern_of, probe
-from llmc.chat_template import read_template, read_text, with_end
+from llmc.chat_template import Renderer, Task, TemplateError, end_of_turn, ends_of_folder, first_token
+from llmc.chat_template import pattern_of, probe, read_template, read_text, with_end
 from llmc.checked_json import open_regular, read_object
 from llmc.conversations import Bad, conversation_of, forbidden, require_text, tell_unread
 from llmc.data_common import Progress, atomic_write, write_shard
@@ -64,8 +64,7 @@ from llmc.doctor import cores
 from llmc.reader import die_of, find_inputs, once, plan, records
 from llmc.tokenizer_json import add_tokenizer_arguments, completed, read_tokenizer_json, tokenizer_json
 
-sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-from llmc.batches import TOKEN_BEGINS, TOKEN_NOT_LEARNED, best_fit  # noqa: E402
+from llmc.batches import TOKEN_BEGINS, TOKEN_NOT_LEARNED, best_fit
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 BATCH = 256  # conversations that are tokenized together

@@ -254,7 +254,7 @@ class Renderer:
     one; it is cheap until it is used. TemplateError: the template cannot be compiled."""
 
     def __init__(self, text, tokens=None, seconds=5, memory=1 << 30):
-        self.child = Limited("chat_template:writer", text, tokens or {}, seconds=seconds, memory=memory)
+        self.child = Limited("llmc.chat_template:writer", text, tokens or {}, seconds=seconds, memory=memory)
         facts = self.call([])
         self.variables, self.fields = set(facts["variables"]), set(facts["fields"])  # names that the template reads
 

@@ -110,11 +110,11 @@ def open_sets(hellaswag, patterns, T, vocab_size):
     """patterns: files or globs with commas between."""
     paths = [HELLASWAG] if hellaswag and os.path.exists(HELLASWAG) else []
     if hellaswag and not paths:
-        print(f"HellaSwag is skipped: there is no {HELLASWAG}\nmake it with: python dev/data/hellaswag.py")
+        print(f"HellaSwag is skipped: there is no {HELLASWAG}\nmake it with: llmc prepare hellaswag")
     for pattern in filter(None, patterns.split(",")):
         found = find_files(pattern)
         if not found:
-            die(f"no file matches '{pattern}'", "make multiple-choice sets with: python dev/data/multiple_choice.py")
+            die(f"no file matches '{pattern}'", "make multiple-choice sets with: llmc prepare choices")
         paths += found
     sets = [ChoiceSet(path, T, vocab_size) for path in paths]
     if len({s.name for s in sets}) < len(sets):

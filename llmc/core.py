@@ -1,7 +1,7 @@
 """CORE of DCLM (arXiv:2406.11794): 22 tasks, of each the accuracy above that of guessing, and their mean.
 
-    python dev/eval/core.py log/mine --data llm-foundry/scripts/eval/local_data
-    python dev/eval/core.py models/qwen --data core --tasks copa,winograd --limit 100
+    llmc eval core log/mine --data llm-foundry/scripts/eval/local_data
+    llmc eval core models/qwen --data core --tasks copa,winograd --limit 100
 
 DIR holds the .jsonl files of llm-foundry's scripts/eval/local_data, in its folders or all in one; tasks without a file
 are named. --limit takes the first examples of each task (of jeopardy: of each category), with the few-shot examples
@@ -180,7 +180,7 @@ def choices_of(scorer, examples, task, limit=None):
     if np.isnan(means).any():
         die(
             f"{task.name}: the loss of a choice is nan",
-            "the model's weights hold NaN or infinity: python dev/eval/hf.py check",
+            "the model's weights hold NaN or infinity: llmc check",
         )
     return np.array([means[of == i].argmax() for i in range(of[-1] + 1)]), cut
 

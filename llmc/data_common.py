@@ -28,14 +28,13 @@ import unicodedata
 import urllib.request
 import zipfile
 
-sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from llmc import missing_package  # noqa: E402, before numpy
+from llmc import missing_package  # before numpy
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-from llmc.checked_json import open_regular  # noqa: E402
-from llmc.tool_output import Parser, UserError, end_with_reader, outlive_reader  # noqa: E402,F401
-from llmc.tool_output import plural, reader_is_gone  # noqa: E402,F401
+from llmc.checked_json import open_regular
+from llmc.tool_output import Parser, UserError, end_with_reader, outlive_reader  # noqa: F401
+from llmc.tool_output import plural, reader_is_gone  # noqa: F401
 
 HEADER_WORDS = 256
 HEADER_BYTES = 4 * HEADER_WORDS

@@ -1,6 +1,6 @@
 """On-policy distillation: a student writes, and learns to write as its teacher would.
 
-  python scripts/distill.py --model models/small --teacher models/large --prompts prompts.jsonl --output log/mine
+  llmc distill --model models/small --teacher models/large --prompts prompts.jsonl --output log/mine
 
 prompts.jsonl   a line each: {"prompt": a text, a list of ids or of messages}. A text stands behind end-of-text;
                 messages are written by the chat template in the model's folder, with "system", "tools" and what else
@@ -17,20 +17,18 @@ give many tokens a step, and a low rate. The teacher's tokenizer must be the stu
 --seed and the step: a resumed run makes the same digits. The log has loss (the KL, nats a token), entropy (mean -logp
 of the tokens drawn), length and truncated (share)."""
 
-import os
 import sys
 
-sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import llmc.missing_package  # noqa: E402,F401, before numpy
+import llmc.missing_package  # noqa: F401, before numpy
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-import llmc  # noqa: E402, which finds dev/
-from llmc.chat_template import TemplateError  # noqa: E402
-from llmc.checked_json import BadFile  # noqa: E402
-from llmc.post_training import add_schedule, end_of, make_steps, of_step, parse, rate_of, read_prompts  # noqa: E402
-from llmc.post_training import require_same_tokenizer, rows_of, stops_of, tokenised, trainer_options  # noqa: E402
-from llmc.post_training import write_messages  # noqa: E402
+import llmc
+from llmc.chat_template import TemplateError
+from llmc.checked_json import BadFile
+from llmc.post_training import add_schedule, end_of, make_steps, of_step, parse, rate_of, read_prompts
+from llmc.post_training import require_same_tokenizer, rows_of, stops_of, tokenised, trainer_options
+from llmc.post_training import write_messages
 
 
 def baselines(ahead, mask, total, count):

@@ -1,7 +1,7 @@
 """What this machine has for llm.cu, what is off and why, and the command that turns it on.
 
     make doctor                       prints the report
-    dev/doctor.py --make FILE         writes the same findings as Makefile variables (only when they changed)
+    python -m llmc.doctor --make FILE         writes the same findings as Makefile variables (only when they changed)
 
 One place decides what the build uses; the Makefile includes its answer. Everything is looked for by file, because
 headers and libraries of one package may lie in different places (pip wheels, Debian packages, a module system), and
@@ -30,6 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LEAST_CUDA = (12, 1)  # st.async of Hopper's clusters
 TOOLKIT_CUDA = 13  # what make toolkit installs; CUDA 12's nvcc is not among pip's packages
 FAT_ARCHS = ["80", "89", "90a", "100"]  # A100, L4/4090, H100/H200, B200: what a binary for "any" machine carries
+# a package outlives its checkout: only the system's libraries count
+INSTALLED = bool(os.environ.get("INSTALL"))
 # the loader looks here anyway
 SYSTEM_LIBRARIES = [f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64", "/usr/lib"]
 # seconds: what a probe lacked may have been installed since, and run_tests.py calls make a hundred times
@@ -133,7 +135,8 @@ def host_compiler(build):
     # For AMD's processors gcc fuses some products with sums and leaves others, by the shape of the code around them. A
     # row of a matmul would then depend on how many rows there are.
     fuse = [] if "clang" in version else ["--param=avoid-fma-max-bits=0"]
-    native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    march = os.environ.get("MARCH", "native")  # of setup.py: a wheel is for other machines, too
+    native = f"-march={march}" if platform.machine() in ("x86_64", "AMD64") else f"-mcpu={march}"
     for openmp, library in openmp_flags():
         quiet += ["-Wno-unused-command-line-argument"] if library else []  # where nothing is linked
         for flags in ([native, *fuse], [native], []):
@@ -163,6 +166,8 @@ def cxx_compiler(build):
 
 def site_packages():
     """Folders that may hold CUDA wheels: make toolkit's, .venv's site-packages, this Python's own and the user's."""
+    if INSTALLED:
+        return []
     found = [str(ROOT / ".toolkit"), *sorted(glob.glob(str(ROOT / ".venv/lib/python3*/site-packages")))]
     found += [sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]]
     try:
@@ -365,7 +370,8 @@ def mpi(build):
     """(what to build with: mpicc, version, cflags, libs, mpirun; why it is off): the first MPI whose small program
     works. The compiler wrapper is asked for its flags and not used, so that one compiler builds everything."""
     reasons = []
-    for mpicc in (shutil.which("mpicc") or "", str(ROOT / ".venv/bin/mpicc")):
+    on_path = shutil.which("mpicc") or ""
+    for mpicc in (on_path,) if INSTALLED else (on_path, str(ROOT / ".venv/bin/mpicc")):
         if not mpicc or not os.path.exists(mpicc):
             continue
         status, out, error = run([mpicc, "--showme"])
@@ -438,7 +444,7 @@ def write_makefile(path):
             "FAT_ARCHS": " ".join(cuda["fat"]),
             "SANITIZER": cuda["sanitizer"],
         }
-    text = "# Written by dev/doctor.py on every make; touched only when its findings change.\n"
+    text = "# Written by llmc/doctor.py on every make; touched only when its findings change.\n"
     text += "".join(f"{k} := {v}\n".replace("$", "$$") for k, v in values.items())
     if not path.exists() or path.read_text() != text:
         build.mkdir(parents=True, exist_ok=True)

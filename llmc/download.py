@@ -28,6 +28,7 @@ import urllib.parse
 import urllib.request
 
 from llmc.data_common import atomic_write, die, make_folder, plural, printable
+from llmc.places import cache_folder
 
 ATTEMPTS, PAUSE = 6, 1.0  # a try that brought some bytes does not count; pauses double
 TIMEOUT = 30  # seconds of silence
@@ -57,8 +58,8 @@ def add_arguments(parser):
 
 
 def add_cache_argument(parser):
-    cache = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cache")
-    parser.add_argument("--cache", metavar="DIR", default=cache, help="where downloads are kept (dev/data/cache)")
+    cache = cache_folder()
+    parser.add_argument("--cache", metavar="DIR", default=cache, help="where downloads are kept (%(default)s)")
 
 
 def endpoint():

@@ -1,6 +1,6 @@
 """Learning from preferences: DPO, IPO, KTO, ORPO or SimPO, as TRL defines them.
 
-  python scripts/dpo.py --model models/qwen --data pairs.jsonl --output log/mine -- --lora 16
+  llmc dpo --model models/qwen --data pairs.jsonl --output log/mine -- --lora 16
 
 pairs.jsonl     a line each: {"prompt": text, "chosen": text, "rejected": text}, or {"chosen": messages, "rejected":
                 messages} of conversations that differ in what is said last, which the model's chat template writes;
@@ -21,18 +21,17 @@ import sys
 import time
 import zlib
 
-sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import llmc.missing_package  # noqa: E402,F401, before numpy
+import llmc.missing_package  # noqa: F401, before numpy
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-import llmc  # noqa: E402, which finds dev/
-from llmc.chat_template import TemplateError  # noqa: E402
-from llmc.checked_json import BadFile  # noqa: E402
-from llmc.post_training import add_schedule, end_of, has_adapters, make_steps, of_step, parse, rate_of  # noqa: E402
-from llmc.post_training import refuse_idle, trainer_options  # noqa: E402
-from llmc.preference_file import arrays, read_pairs, read_texts  # noqa: E402
-from llmc.tool_output import plural  # noqa: E402
+import llmc
+from llmc.chat_template import TemplateError
+from llmc.checked_json import BadFile
+from llmc.post_training import add_schedule, end_of, has_adapters, make_steps, of_step, parse, rate_of
+from llmc.post_training import refuse_idle, trainer_options
+from llmc.preference_file import arrays, read_pairs, read_texts
+from llmc.tool_output import plural
 
 # ---- the mathematics
 

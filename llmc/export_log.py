@@ -1,9 +1,9 @@
 """Follows a run's log and hands it on to TensorBoard or Weights & Biases; the trainers know nothing of either.
 
-  python dev/export_log.py tensorboard log/mine
+  llmc log tensorboard log/mine
     event files in log/mine/tensorboard; then: tensorboard --logdir log
-  python dev/export_log.py wandb log/mine --project llm.cu   WANDB_MODE=offline keeps it on this machine
-  python dev/export_log.py tensorboard log/mine --once       what is there now, and no more
+  llmc log wandb log/mine --project llm.cu   WANDB_MODE=offline keeps it on this machine
+  llmc log tensorboard log/mine --once       what is there now, and no more
 
 Needs tensorboardX (or torch and tensorboard), or wandb. Ends when the run has ended. Stop it and start it again at any
 time: what was handed on is remembered in <log>.<target>.json beside the log, and a line is handed on twice only if the

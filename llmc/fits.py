@@ -1,6 +1,6 @@
 """Which models train on which GPUs, by the trainer's own plan: a table in Markdown, as doc/memory.md has it.
 
-    python dev/what_fits.py [--program ./train_gpt2cu] [--seq-len 4096] [--models llama3:8B ...]
+    llmc fits [--program ./train_gpt2cu] [--seq-len 4096] [--models llama3:8B ...]
 
 Each cell is a `--dry-run` with one sequence a micro-step: GiB on the GPU, and what the run chose so that it fits. "-":
 it does not, whatever is recomputed or offloaded. Needs a GPU trainer, no GPU. What can be offloaded is what this
@@ -16,11 +16,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import llmc.missing_package  # noqa: E402,F401, before numpy
-from llmc.reference_config import config_parse, config_to_hf  # noqa: E402
-from llmc.tool_output import Parser, end_with_reader  # noqa: E402
+import llmc.missing_package  # noqa: F401, before numpy
+from llmc.reference_config import config_parse, config_to_hf
+from llmc.places import PROGRAMS
+from llmc.tool_output import Parser, end_with_reader
 
 GPUS = {"16 GB": "RTX 4080", "24 GB": "RTX 4090", "48 GB": "L40S", "80 GB": "H100", "141 GB": "H200"}
 MODELS = ["gpt2:774M", "llama3.2:1B", "llama3.2:3B", "qwen3:4B", "llama3:8B", "qwen3:14B", "qwen2.5:32B"]
@@ -50,7 +49,7 @@ def cell(command):
 def main():
     end_with_reader()
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--program", type=Path, default=ROOT / "train_gpt2cu")
+    parser.add_argument("--program", type=Path, default=PROGRAMS / "train_gpt2cu")
     parser.add_argument("--seq-len", type=int, default=4096, help="at most a model's context")
     parser.add_argument("--models", nargs="+", default=MODELS, help="presets")
     args = parser.parse_args()

@@ -1,11 +1,11 @@
 """HellaSwag (https://github.com/rowanz/hellaswag, Zellers et al. 2019): 10,042 examples for validation, four endings
 each.
 
-    python dev/data/hellaswag.py
+    llmc prepare hellaswag
       dev/data/hellaswag/hellaswag_val.bin, which -h 1 scores: llm.c's file, bit for bit
-    python dev/data/hellaswag.py --tokenizer llama3 --tokenizer-file tokenizer.model
+    llmc prepare hellaswag --tokenizer llama3 --tokenizer-file tokenizer.model
       in dev/data/hellaswag_llama3: --choice-data
-    python dev/data/hellaswag.py --local DIR           DIR holds hellaswag_val.jsonl
+    llmc prepare hellaswag --local DIR           DIR holds hellaswag_val.jsonl
 
 The context is `ctx` as it stands, an ending is a space and one of `endings` as it stands (lm-eval rewrites both, so
 that its figures differ).

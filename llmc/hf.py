@@ -34,7 +34,6 @@ import subprocess
 import sys
 
 from llmc.weights import (
-    ROOT,
     ask,
     convert,
     model_weights,
@@ -309,7 +308,6 @@ def reference_logits(folder, tokens):
                 raise ImportError("transformers has no such model")
             import transformers
         except ImportError:
-            sys.path.insert(0, ROOT)
             import train_gpt2
 
             model = train_gpt2.make_model(folder, 0)

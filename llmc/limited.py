@@ -1,6 +1,6 @@
 """Runs code or patterns from elsewhere (chat templates, patterns of adapters) in a child process with limits.
 
-    render = Limited("chat_template:renderer", text, seconds=5)    calls renderer(text) in the child, once
+    render = Limited("llmc.chat_template:renderer", text, seconds=5)    calls renderer(text) in the child, once
     render(messages)                                               calls what that returned
 
 Arguments and results are JSON. The code sees an empty input, and what it prints goes to stderr: the pipes of calls and
@@ -22,7 +22,10 @@ import sys
 import threading
 import time
 
+from llmc.places import python_path
+
 MOST_ANSWER, MOST_SETUP = 64 << 20, 60  # bytes, seconds
+SAFE = "PYTHONSAFEPATH"
 MOST_SECONDS = 1e6  # which poll() and setrlimit() can count
 
 
@@ -35,11 +38,11 @@ class Exceeded(Failed):
 
 
 class Limited:
-    """target: "module:function" of the folders on `path` (dev/ by default). seconds: for one call, at most
+    """target: "module:function", of this package or of the folders on `path`. seconds: for one call, at most
     MOST_SECONDS, the start of the child not counted. memory: bytes of address space of the child; None: as many as
     there are, and all processors, for the user's own code."""
 
-    def __init__(self, target, *setup, seconds=5, memory=1 << 30, path=(os.path.dirname(os.path.abspath(__file__)),)):
+    def __init__(self, target, *setup, seconds=5, memory=1 << 30, path=()):
         seconds = min(seconds, MOST_SECONDS)
         self.start = [target, list(setup), seconds, memory, list(path)]
         self.seconds, self.memory = seconds, memory
@@ -55,8 +58,10 @@ class Limited:
             return self.exchange(list(given), self.seconds)
 
     def open(self):
-        command = [sys.executable, os.path.abspath(__file__)]
-        how = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
+        command = [sys.executable, "-c", "from llmc.limited import main; main()"]
+        # safe: no module is taken from the folder in which the user is
+        environment = {**os.environ, **python_path(), SAFE: "1"}
+        how = dict(env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
         self.child, self.rest = subprocess.Popen(command, **how), b""
         try:
             self.exchange(self.start, MOST_SETUP)
@@ -144,6 +149,7 @@ def answer(function, given, memory):
 
 
 def main():
+    os.environ.pop(SAFE, None)  # it is not meant for programs that the code starts
     out, lines = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0), "rb")  # which programs that it starts do not inherit
     os.dup2(2, 1)  # what the code prints is no answer
     with open(os.devnull, "rb") as nothing:
@@ -174,6 +180,3 @@ def main():
         key, given = json.loads(line)
         say(key, made[0], given, seconds)
 
-
-if __name__ == "__main__":
-    main()

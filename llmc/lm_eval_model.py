@@ -1,6 +1,6 @@
 """EleutherAI's lm-eval by the trainer's own program, also for models that transformers does not have.
 
-    python dev/eval/lm_eval_model.py run --model llmc --model_args folder=log/mine --tasks hellaswag,lambada_openai
+    llmc eval harness run --model llmc --model_args folder=log/mine --tasks hellaswag,lambada_openai
 
 Behind the name of this file come lm-eval's own arguments. --model_args: folder, and what core.py has as options:
 seq_len, batch_size, program; with=transformers. Needs lm_eval (pip install lm_eval). Rows that are too long lose their

@@ -2,7 +2,7 @@
 
 import sys
 
-HINT = "make venv; source .venv/bin/activate"
+from llmc.places import HINT
 
 
 def explain(kind, error, trace):

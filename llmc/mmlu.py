@@ -1,8 +1,8 @@
 r"""MMLU (https://github.com/hendrycks/test, Hendrycks et al. 2021): 14,042 test questions of 57 subjects, four answers
 each.
 
-    python dev/data/mmlu.py                 dev/data/mmlu/mmlu.bin, for --choice-data
-    python dev/data/mmlu.py --local DIR     DIR holds data.tar
+    llmc prepare mmlu                 dev/data/mmlu/mmlu.bin, for --choice-data
+    llmc prepare mmlu --local DIR     DIR holds data.tar
 
 As in llm.c's mmlu.py, the context is "Question: ...\n\nAnswer:" and an ending is a space and the text of an answer, not
 its letter (which lm-eval scores, so that its figures differ). Subjects come in alphabetical order.

@@ -1,6 +1,6 @@
 """Multiple-choice sets of {query, choices, gold} lines -> files that the trainers score (--choice-data).
 
-    python dev/data/multiple_choice.py --input arc_easy.jsonl piqa.jsonl
+    llmc prepare choices --input arc_easy.jsonl piqa.jsonl
       dev/data/choice/arc_easy.bin, .../piqa.bin
     ./train_gpt2 ... --choice-data 'dev/data/choice/*.bin'
 
@@ -22,6 +22,7 @@ from llmc import download  # first: what if numpy is missing
 import numpy as np
 
 from llmc.data_common import HEADER_WORDS, KINDS, Parser, atomic_write, die, make_folder, make_tokenizer, outlive_reader
+from llmc.places import data_folder
 from llmc.reader import base_name, rows
 from llmc.tokenizer_json import add_tokenizer_arguments, tokenizer_suffix
 
@@ -38,8 +39,7 @@ def add_arguments(parser):
 
 def output_folder(args, name):
     """--output, or a folder of this name beside the scripts; the files of each tokenizer have one of their own."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    folder = args.output or os.path.join(here, name + tokenizer_suffix(args.tokenizer))
+    folder = args.output or data_folder(name + tokenizer_suffix(args.tokenizer))
     make_folder(folder)
     return folder
 

@@ -1,6 +1,6 @@
 """How well a model predicts a text: bits a byte, which compare models with different tokenizers, and perplexity.
 
-    python dev/eval/perplexity.py log/mine book.txt
+    llmc eval perplexity log/mine book.txt
 
 The text is one document behind the model's end-of-text token. Windows of --seq-len tokens pass over it, each --stride
 tokens further; of every window only what none before has seen is scored, so that each token counts once and is
@@ -75,7 +75,7 @@ def main():
         die(f"'{e.filename}': {e.strerror}", "name a file that is there and may be read")
     mean = loss / len(tokens)
     if not math.isfinite(mean):
-        hint = "the model's weights hold NaN, infinity or huge numbers: python dev/eval/hf.py check"
+        hint = "the model's weights hold NaN, infinity or huge numbers: llmc check"
         die(f"the loss of '{args.file}' is {mean}", hint)
     perplexity = f"{math.exp(mean):.3f}" if mean < MOST_EXPONENT else "above 1e308"
     print(

@@ -1,10 +1,10 @@
 """Curves of one or several runs as a PNG, from the logs that the trainers write (--output DIR: DIR/main.jsonl; llm.c's
 main.log).
 
-  python dev/plot.py out/a out/b -o curves.png                    folders or log files
-  python dev/plot.py out/* -o curves.png --x tokens --panels loss,accuracy,norm,speed,lr --labels "baseline,lr 6e-4"
-  python dev/plot.py out/a --reference gpt2:124M,gpt3:124M        with the figures of OpenAI's models
-  python dev/plot.py out/a --follow                               draws anew while the run goes, until it has ended
+  llmc plot out/a out/b -o curves.png                    folders or log files
+  llmc plot out/* -o curves.png --x tokens --panels loss,accuracy,norm,speed,lr --labels "baseline,lr 6e-4"
+  llmc plot out/a --reference gpt2:124M,gpt3:124M        with the figures of OpenAI's models
+  llmc plot out/a --follow                               draws anew while the run goes, until it has ended
 
 Training loss is drawn twice: every step, faint, and smoothed (an average whose weights halve every --smooth steps).
 Validation losses are points on a line, and the last one stands in the legend. A log may end in the middle of a line

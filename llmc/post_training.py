@@ -277,7 +277,6 @@ def read_lines(path, expected):
 
 def read_rows(path, expected):
     """read_lines() of what prepare.py's reader opens."""
-    sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "data"))
     from llmc.reader import rows
 
     try:

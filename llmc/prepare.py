@@ -1,12 +1,12 @@
 """Turns your own text into token shards: <output>/<name>_val_000000.bin, <name>_train_000001.bin ... and tokenizer.bin.
 
-    python dev/data/prepare.py --input books/ notes.txt 'web/*.jsonl.gz' --output dev/data/mine
-    python dev/data/prepare.py --python-stdlib --tokenizer bytes --output dev/data/python     text at hand everywhere
-    python dev/data/prepare.py --input books/ --tokenizer models/qwen --output dev/data/mine  for that folder's model
-    python dev/data/prepare.py --input 'src/**/*.c' --as text --output dev/data/source        any file that is text
-    python dev/data/prepare.py --input hub:OWNER/NAME/folder --output dev/data/theirs         a data set of the hub
-    python dev/data/prepare.py --check 'dev/data/mine/*.bin'                                  what is in these shards?
-    mpirun -np 64 python dev/data/prepare.py ...                                              on several machines
+    llmc prepare --input books/ notes.txt 'web/*.jsonl.gz' --output dev/data/mine
+    llmc prepare --python-stdlib --tokenizer bytes --output dev/data/python     text at hand everywhere
+    llmc prepare --input books/ --tokenizer models/qwen --output dev/data/mine  for that folder's model
+    llmc prepare --input 'src/**/*.c' --as text --output dev/data/source        any file that is text
+    llmc prepare --input hub:OWNER/NAME/folder --output dev/data/theirs         a data set of the hub
+    llmc prepare --check 'dev/data/mine/*.bin'                                  what is in these shards?
+    mpirun -np 64 llmc prepare ...                                              on several machines
 
 Inputs: files, folders (searched below) and globs of .txt .md .py (a file is a document), .jsonl (a line is one) and
 .parquet (a row is one), also as .gz .bz2 .xz and .zst (such a file is read by one process). A .json file, of lines or

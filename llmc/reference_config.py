@@ -1,6 +1,6 @@
-"""The shapes of models: Config, the presets by name, and config.json of a Hugging Face folder, as llmc/base/config.h and
-llmc/files/hf_config.h have them. dev/test/test_train_gpt2.py compares each preset with what the C headers make of
-it."""
+"""The shapes of models: Config, the presets by name, and config.json of a Hugging Face folder, as llmc/base/config.h
+and llmc/files/hf_config.h have them. dev/test/test_train_gpt2.py compares each preset with what the C headers make
+of it."""
 
 import json
 import os

@@ -63,10 +63,9 @@ class Rewards:
     def __init__(self, path, weights=None, seconds=10, on_bad="skip"):
         if not path.endswith(".py") or not os.path.isfile(path):
             raise BadReward(f"there is no Python file '{path}'\n  hint: name a .py file that has reward functions")
-        self.path, self.on_bad, here = path, on_bad, os.path.dirname(os.path.abspath(__file__))
-        self.child = Limited(
-            "reward_file:reward_functions", os.path.abspath(path), seconds=seconds, memory=None, path=[here]
-        )
+        self.path, self.on_bad = path, on_bad
+        target = "llmc.reward_file:reward_functions"
+        self.child = Limited(target, os.path.abspath(path), seconds=seconds, memory=None)
         try:
             self.names, self.taken, classes = self.child()
         except Failed as e:

@@ -1,7 +1,7 @@
 """Reinforcement learning from rewards: GRPO (Shao et al., arXiv:2402.03300), Dr. GRPO (Liu et al., arXiv:2503.20783) or
 RLOO (Ahmadian et al., arXiv:2402.14740).
 
-  python scripts/grpo.py --model models/qwen --prompts prompts.jsonl --rewards rewards.py --output log/mine -- --lora 16
+  llmc rl --model models/qwen --prompts prompts.jsonl --rewards rewards.py --output log/mine -- --lora 16
 
 prompts.jsonl   a line each: {"prompt": a text, a list of ids or of messages, any other fields}. A text stands behind
                 end-of-text; messages are written by the chat template in the model's folder, with "system", "tools"
@@ -19,21 +19,19 @@ clipped (shares), left_out (bad samples), and logp_difference (mean, of generate
 
 import argparse
 import math
-import os
 import sys
 
-sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import llmc.missing_package  # noqa: E402,F401, before numpy
+import llmc.missing_package  # noqa: F401, before numpy
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-import llmc  # noqa: E402, which finds dev/
-from llmc.chat_template import TemplateError  # noqa: E402
-from llmc.checked_json import BadFile  # noqa: E402
-from llmc.post_training import end_of, make_steps, of_step, parse, rate_of, read_prompts, rows_of  # noqa: E402
-from llmc.post_training import has_adapters, refuse_idle, require_same_tokenizer, stops_of, tokenised  # noqa: E402
-from llmc.post_training import trainer_options, write_messages  # noqa: E402
-from llmc.reward_file import BadReward, Rewards  # noqa: E402
+import llmc
+from llmc.chat_template import TemplateError
+from llmc.checked_json import BadFile
+from llmc.post_training import end_of, make_steps, of_step, parse, rate_of, read_prompts, rows_of
+from llmc.post_training import has_adapters, refuse_idle, require_same_tokenizer, stops_of, tokenised
+from llmc.post_training import trainer_options, write_messages
+from llmc.reward_file import BadReward, Rewards
 
 # ---- the mathematics
 

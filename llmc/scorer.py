@@ -3,9 +3,8 @@ transformers as the reference for it."""
 
 import os
 import shlex
-import sys
 
-from llmc.weights import ROOT, opened, read_config  # first: it finds dev/data
+from llmc.weights import opened, read_config  # first: it finds dev/data
 
 import numpy as np
 
@@ -14,9 +13,8 @@ from llmc.data_common import die
 from llmc.tokenizer_json import folder_tokenizer
 from llmc.tool_output import whole_from
 
-sys.path.append(ROOT)
-import llmc  # noqa: E402
-from llmc.program import NoProgram, trainer  # noqa: E402
+import llmc
+from llmc.program import NoProgram, trainer
 
 WAYS = ("engine", "transformers")
 NARROWEST = 32  # columns of a call: of fewer, each kind of row would fill a call by itself

@@ -1,8 +1,8 @@
 """An OpenAI-compatible server and a web page to talk to a model; the program that trained it is a child process.
 
-    python dev/serve.py log/mine                       then open http://127.0.0.1:8000
-    python dev/serve.py models/llama --gpus 0,1        a copy of the model on each of two GPUs
-    python dev/serve.py models/llama --tp 2 -- --weights int8
+    llmc serve log/mine                       then open http://127.0.0.1:8000
+    llmc serve models/llama --gpus 0,1        a copy of the model on each of two GPUs
+    llmc serve models/llama --tp 2 -- --weights int8
                                                        one model on two GPUs; behind "--": options of the program
 
 Requests become lines of JSON to `train_gpt2cu --serve`, which runs many sequences together; its answers come back token
@@ -30,14 +30,15 @@ import uuid
 from pathlib import Path
 
 from llmc import missing_package
+from llmc.places import CHECKOUT
 from llmc.program import NoProgram, trainer, under_mpirun
 from llmc.tool_output import Parser, outlive_reader, whole_from
 
-missing_package.HINT = "python3 dev/venv.py serve; source .venv/bin/activate"
+missing_package.HINT = "make venv; source .venv/bin/activate" if CHECKOUT else "pip install 'llmc[serve]'"
 # aiohttp: server, streaming, limits of a body and the end of a connection in one well-kept package; starlette with
 # uvicorn would be two and theirs.
-from aiohttp import web  # noqa: E402
-from llmc.chat_template import Renderer, TemplateError, ends_of_folder, read_template  # noqa: E402
+from aiohttp import web
+from llmc.chat_template import Renderer, TemplateError, ends_of_folder, read_template
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = Path(__file__).with_suffix(".html")

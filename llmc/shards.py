@@ -55,6 +55,7 @@ from llmc.data_common import (
     write_shard,
 )
 from llmc.doctor import cores
+from llmc.places import data_folder
 from llmc.reader import once, plan
 from llmc.tokenizer_json import PUBLISHED, add_tokenizer_arguments, publish, tokenizer_suffix
 
@@ -94,8 +95,7 @@ def add_arguments(parser):
 
 def check_arguments(args, name=None, folder=None):
     """name, folder: of a data set that has its own."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    args.output = args.output or os.path.join(here, folder + tokenizer_suffix(args.tokenizer))
+    args.output = args.output or data_folder(folder + tokenizer_suffix(args.tokenizer))
     args.name = args.name or name or os.path.basename(os.path.abspath(args.output))
     if "/" in args.name:
         die(f"--name {args.name} is a path", "--output is the folder, --name the first part of the file names in it")

@@ -2,7 +2,7 @@
 ways, one or two in a conversation. A model of a few hundred thousand parameters learns to answer them in minutes on a
 CPU, also in ways in which a fact was never asked.
 
-    python dev/data/tiny_chats.py --output build/chats.jsonl --tokenizer build/tiny
+    llmc prepare tiny-chats --output build/chats.jsonl --tokenizer build/tiny
 
 --tokenizer: also writes what a model needs in its folder to be talked to: a tokenizer of bytes with the special tokens
 of ChatML, and the chat template. doc/finetune.md goes on from there.

@@ -1,8 +1,8 @@
 """Tiny Shakespeare as token shards: 32,768 tokens for validation, 305,260 for training, as in llm.c.
 
-    python dev/data/tinyshakespeare.py                     GPT-2's tokens, in dev/data/tinyshakespeare
-    python dev/data/tinyshakespeare.py --tokenizer bytes   needs numpy only, in dev/data/tinyshakespeare_bytes
-    python dev/data/tinyshakespeare.py --file input.txt    without a download
+    llmc prepare tinyshakespeare                     GPT-2's tokens, in dev/data/tinyshakespeare
+    llmc prepare tinyshakespeare --tokenizer bytes   needs numpy only, in dev/data/tinyshakespeare_bytes
+    llmc prepare tinyshakespeare --file input.txt    without a download
 
 The text is cut at its blank lines; every piece (its blank line included) is one document behind an end-of-text token.
 """
@@ -17,6 +17,7 @@ from llmc import download  # first: what if numpy is missing
 import numpy as np
 
 from llmc.data_common import Parser, die, make_folder, make_tokenizer, outlive_reader, write_shard
+from llmc.places import data_folder
 from llmc.shards import new_name
 from llmc.tokenizer_json import add_tokenizer_arguments, publish, tokenizer_suffix
 
@@ -46,8 +47,7 @@ def main():
     parser.add_argument("--output", metavar="FOLDER")
     download.add_arguments(parser)
     args = parser.parse_args()
-    here = os.path.dirname(os.path.abspath(__file__))
-    folder = args.output or os.path.join(here, "tinyshakespeare" + tokenizer_suffix(args.tokenizer))
+    folder = args.output or data_folder("tinyshakespeare" + tokenizer_suffix(args.tokenizer))
     make_folder(folder)
     tokenizer = make_tokenizer(args.tokenizer, args.tokenizer_file)
     sections = get_text(args).split(b"\n\n")

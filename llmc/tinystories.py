@@ -1,8 +1,8 @@
 """TinyStories as token shards: tinystories/TinyStories_val_000000.bin, TinyStories_train_000001.bin ...
 
-    python dev/data/tinystories.py                        2.1 million short stories (1 GB to download)
-    python dev/data/tinystories.py --tokenizer llama3 --tokenizer-file tokenizer.model
-    python dev/data/tinystories.py --local my_copy/       a copy of the hub's files instead of a download
+    llmc prepare tinystories                        2.1 million short stories (1 GB to download)
+    llmc prepare tinystories --tokenizer llama3 --tokenizer-file tokenizer.model
+    llmc prepare tinystories --local my_copy/       a copy of the hub's files instead of a download
 
 Validation is the data set's own validation split. (llm.c takes another edition, of which it makes two files.) Stories
 are shuffled by --seed.

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import re
-import sys
 import unicodedata
 
 from llmc.data_common import (
@@ -29,8 +28,7 @@ from llmc.data_common import (
     tokenizer_hash,
 )
 
-sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from llmc.checked_json import BadFile, Object, read_object  # noqa: E402
+from llmc.checked_json import BadFile, Object, read_object
 
 # in the order in which transformers adds them
 SPECIAL_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
@@ -121,7 +119,7 @@ def folder_tokenizer(folder):
         if os.path.exists(published):  # a tokenizer.bin may be older
             tokenizer.first = first_of(read_object(published))
     except (OSError, ValueError) as e:
-        hint = "import the model again: python dev/eval/hf.py import"
+        hint = "import the model again: llmc import"
         die(f"tokenizer '{path}' {getattr(e, 'strerror', None) or e}", hint)
     if tokenizer.kind != "bytes":
         import_package("tiktoken")

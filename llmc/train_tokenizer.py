@@ -1,9 +1,9 @@
 """Trains a tokenizer of your own: byte-level BPE, by the package tokenizers.
 
-    python dev/data/train_tokenizer.py --input books/ 'web/*.jsonl.zst' --vocab-size 8192 --output models/mine
-    python dev/data/train_tokenizer.py --python-stdlib --pattern llama3 --special '<|im_start|>' '<|im_end|>' \\
+    llmc tokenizer --input books/ 'web/*.jsonl.zst' --vocab-size 8192 --output models/mine
+    llmc tokenizer --python-stdlib --pattern llama3 --special '<|im_start|>' '<|im_end|>' \\
         --output models/python
-    python dev/data/prepare.py --input books/ --tokenizer models/mine --output dev/data/mine
+    llmc prepare --input books/ --tokenizer models/mine --output dev/data/mine
 
 Inputs are those of prepare.py. The output is a new folder with tokenizer.json and what transformers wants beside it.
 Its ids: the 256 bytes; what was joined, the most frequent first; <|endoftext|>, which stands between documents; and

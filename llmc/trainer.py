@@ -18,7 +18,6 @@ llmc/run/calls.h is the other side."""
 import collections.abc
 import contextlib
 import functools
-import importlib
 import itertools
 import json
 import math
@@ -39,25 +38,7 @@ import weakref
 import numpy as np
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-DEV = os.path.join(ROOT, "dev")
-
-
-def import_program():
-    """dev/program.py, whatever else is called so, or as what it imports, where a user's program is."""
-    names = ("program", "doctor", "tool_output")
-    theirs = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    sys.path.insert(0, DEV)
-    try:
-        return importlib.import_module("llmc.program")
-    finally:
-        sys.path.remove(DEV)
-        for name in names:
-            sys.modules.pop(name, None)
-        sys.modules.update(theirs)
-
-
-program_of_dev = import_program()
-sys.path += [DEV, ROOT]  # dev.data.rows, too
+from llmc import program as programs
 
 VERDICTS = ("applied", "not finite", "loss is an outlier", "norm is an outlier")
 STOP, LENGTH, NOT_FINITE = 1, 2, 4  # llmc/talk/engine.h: SequenceEnd
@@ -447,10 +428,10 @@ class Trainer:
         if ranks < 1:
             raise Error(f"{ranks} ranks\n  hint: give 1, or a number of GPUs")
         try:
-            command = [*before, str(program_of_dev.trainer(program))]
+            command = [*before, str(programs.trainer(program))]
             if ranks > 1 and not before:
-                command, environment = program_of_dev.under_mpirun(ranks, command, environment)
-        except program_of_dev.NoProgram as e:
+                command, environment = programs.under_mpirun(ranks, command, environment)
+        except programs.NoProgram as e:
             raise Error("\n  hint: ".join(e.args)) from None
         if model is None and options.get("resume") in (None, False, 0, "0"):
             model = "gpt2:124M"
@@ -527,7 +508,7 @@ class Trainer:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
         self._errors.join(2)
-        of_mpirun = program_of_dev.said_by_mpirun(self._errors.lines, self._ranks)
+        of_mpirun = programs.said_by_mpirun(self._errors.lines, self._ranks)
         text = "\n  hint: ".join(of_mpirun or [of_python(self._errors.error(process.poll()))])
         if text.startswith("another run writes to "):
             text += "; a trainer of this Python, such as that of a cell that is run again, ends by t.close()"

@@ -1,10 +1,12 @@
 """Makes .venv and installs what one task needs, and nothing that is there already.
 
-    dev/venv.py demo       numpy and matplotlib
-    dev/venv.py test       besides: torch, tiktoken, transformers, pytest and more (requirements.txt)
-    dev/venv.py serve      aiohttp and jinja2, for dev/serve.py (dev/serve_requirements.txt)
-    dev/venv.py mpi        MPI
-    dev/venv.py toolkit    besides: a CUDA toolkit with cuBLASLt and NCCL in .toolkit, 1.1 to 1.3 GB, no root needed
+    python -m llmc.venv demo       numpy and matplotlib
+    python -m llmc.venv test       besides: torch, tiktoken, transformers, pytest and more (requirements.txt)
+    python -m llmc.venv serve      aiohttp and jinja2, for llmc serve
+    python -m llmc.venv mpi        MPI
+    python -m llmc.venv toolkit    besides: a CUDA toolkit with cuBLASLt and NCCL in .toolkit, 1.2 GB, no root needed
+
+.venv also has the command llmc and finds this checkout's package.
 
 Packages that the machine's own Python has are used, not downloaded again: where that Python has torch, or all that is
 asked for, .venv sees its packages, and then no package index is needed. An installation that was interrupted leaves
@@ -72,12 +74,11 @@ def requirements(group):
         return MPI
     sections = {"demo": ("demo",), "test": ("demo", "serve", "test"), "serve": ("serve",)}[group]
     wanted, section = [], ""
-    for file in (ROOT / "requirements.txt", *ROOT.glob("dev/*_requirements.txt")):
-        for line in file.read_text().splitlines():
-            if line.startswith("# "):
-                section = line[2:].partition(":")[0]
-            elif line.strip() and section in sections:
-                wanted.append(line.strip())
+    for line in (ROOT / "requirements.txt").read_text().splitlines():
+        if line.startswith("# "):
+            section = line[2:].partition(":")[0]
+        elif line.strip() and section in sections:
+            wanted.append(line.strip())
     return wanted
 
 
@@ -190,6 +191,18 @@ def install_cuda(wanted):
     TOOLKIT_UNFINISHED.rename(TOOLKIT)
 
 
+def link_package():
+    """In .venv, `import llmc` and the command llmc are this checkout's. An installed package of that name stays."""
+    script = VENV / "bin/llmc"
+    for folder in VENV.glob("lib/python*/site-packages"):
+        link = folder / "llmc_checkout.pth"
+        if (folder / "llmc").exists() or link.exists() and link.read_text() == f"{ROOT}\n" and script.exists():
+            continue
+        link.write_text(f"{ROOT}\n")
+        script.write_text(f"#!{PYTHON}\nfrom llmc.__main__ import main\n\nmain()\n")
+        script.chmod(0o755)
+
+
 def main():
     if len(sys.argv) != 2 or sys.argv[1] not in ("demo", "test", "serve", "toolkit", "mpi"):
         sys.exit(__doc__)
@@ -221,6 +234,7 @@ def main():
         install(missing)
     if sys.argv[1] == "toolkit" and missing_in(PYTHON, cuda_packages(), TOOLKIT):
         install_cuda(cuda_packages())
+    link_package()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """A running job in the terminal: loss curve, speed, time left, memory, last evaluation, checkpoint and message, from
 its log alone.
 
-  python dev/watch.py log/mine
+  llmc watch log/mine
     the run's --output folder or its main.jsonl; q or Ctrl-C leaves, the run goes on
-  python dev/watch.py log/mine --once     one picture and the end; so too where the output is no terminal
+  llmc watch log/mine --once     one picture and the end; so too where the output is no terminal
 
 Reads the log as it grows (run_log.py): it may be started before the run, and stays through crashes, resumes and new
 beginnings. Standard library only. On a remote machine: ssh -t host python path/to/watch.py path/to/run"""

@@ -10,11 +10,10 @@ import os
 import subprocess
 import sys
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path.insert(0, os.path.join(ROOT, "dev/data"))
-from llmc.data_common import create, die  # noqa: E402, first: what if numpy is missing
+from llmc.data_common import create, die  # first: what if numpy is missing
+from llmc.places import ROOT
 
-import numpy as np  # noqa: E402
+import numpy as np
 
 DTYPES = {"F32": np.dtype("<u4"), "BF16": np.dtype("<u2"), "F16": np.dtype("<f2")}
 built = False

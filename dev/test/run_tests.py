@@ -21,7 +21,7 @@ from pathlib import Path
 from threading import Lock
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "dev"))
+sys.path.append(str(ROOT))
 from llmc import missing_package  # noqa: E402,F401, before pytest
 
 from llmc.doctor import cores  # noqa: E402
@@ -92,8 +92,8 @@ def end_all(signum, frame):
 
 
 def read_config():
-    """What dev/doctor.py found, as the Makefile sees it."""
-    subprocess.run([PYTHON, "dev/doctor.py", "--make", "build/config.mk"], check=True)
+    """What llmc/doctor.py found, as the Makefile sees it."""
+    subprocess.run([PYTHON, "-m", "llmc.doctor", "--make", "build/config.mk"], check=True)
     lines = Path("build/config.mk").read_text().splitlines()
     return dict(line.split(" := ", 1) for line in lines if " := " in line)
 
@@ -397,7 +397,7 @@ def main():
     if wanted("demo"):
         test(
             "demo, a short one",
-            [PYTHON, "dev/demo.py", "--seconds", "10", "--output", "build/test/demo", "./train_gpt2"],
+            [PYTHON, "-m", "llmc.demo", "--seconds", "10", "--output", "build/test/demo", "./train_gpt2"],
         )
     if config["NVCC"]:
         gpu_tests(config, good, ladder_arch, wanted)

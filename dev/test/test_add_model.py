@@ -80,7 +80,7 @@ def test_a_new_activation(tmp_path):
     first = run(tree, "-x", 3, "-n", 3, "-o", "first")
     assert first.returncode == 0, first.stderr
     assert json.loads((tree / "first/step_00000003/config.json").read_text())["hidden_act"] == "silu2"
-    for file in ["train_gpt2.py", "dev/reference/config.py"]:
+    for file in ["train_gpt2.py", "llmc/reference_config.py"]:
         text = (tree / file).read_text()
         for before, after in PYTHON:
             text = text.replace(before, after)

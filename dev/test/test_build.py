@@ -1,7 +1,6 @@
 """Rules of the house that a machine can check, and the build: what it makes, how it survives, what it finds."""
 
 import ast
-import importlib.util
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from llmc import doctor, venv
 
 import launcher
 
@@ -71,13 +71,13 @@ LONGER = {
     "dev/test/test_json.c: test_grammar": 89,
     "dev/test/test_tp.c: test_split": 64,
     "llmc/kernels/norm.cu: norm_backward_kernel": 105,
-    "dev/doctor.py: report": 109,
+    "llmc/doctor.py: report": 109,
 }
 # Of C and CUDA in llmc, train_gpt2.cu and train_gpt2.c, without comments and indentation: every KB must earn its place.
 CORE_KB = 1136
 # Includes go one way: a file of llmc may include those of its own folder and of those before it. README.md says what is
 # in which.
-FOLDERS = ("llmc", *(f"llmc/{room}" for room in "cuda kernels ranks model data files talk run cpu".split()), ".")
+FOLDERS = (*(f"llmc/{room}" for room in "base cuda kernels ranks model data files talk run cpu".split()), ".")
 # What a file of a folder does not know even through others that it includes.
 UNKNOWN = {
     "llmc/kernels": ("llmc/base/options.h", "llmc/ranks/"),
@@ -272,12 +272,11 @@ def test_includes_go_one_way():
 
 
 def test_everything_is_formatted(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "dev")
     import format
 
     if why := format.missing():
         pytest.skip("; ".join(why))
-    check = subprocess.run([sys.executable, "dev/format.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    check = subprocess.run([sys.executable, "dev/tools/format.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert check.returncode == 0, check.stdout + check.stderr
     ruff = subprocess.run(
         [format.program("ruff")[0], "check", "--quiet", "."], cwd=ROOT, capture_output=True, text=True
@@ -286,7 +285,6 @@ def test_everything_is_formatted(monkeypatch):
 
 
 def test_format_wraps_what_the_formatters_leave(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "dev")
     import format
 
     prose = "// " + "word " * 30 + "and"
@@ -592,25 +590,19 @@ def test_precision_and_architectures_have_their_own_folders():
     assert make("-n", "train_gpt2cu", "PRECISION=FP8").returncode != 0
 
 
-def venv_tool():
-    """dev/venv.py, whose name is that of a module of Python's; dev must be on the path."""
-    spec = importlib.util.spec_from_file_location("llmcu_venv", ROOT / "dev/venv.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    return tool
-
-
 def copy_tools(folder, *names):
-    for name in ("tool_output.py", *names):
-        shutil.copy(ROOT / "dev" / name, folder / "dev")
+    """A package of the modules that need the standard library only, in a checkout of its own."""
+    (folder / "llmc").mkdir()
+    (folder / "train_gpt2.c").touch()
+    for name in ("__init__.py", "places.py", "tool_output.py", *names):
+        shutil.copy(ROOT / "llmc" / name, folder / "llmc")
 
 
 def test_doctor_says_what_is_off(tmp_path):
-    (tmp_path / "dev").mkdir()
     copy_tools(tmp_path, "doctor.py")
     bare = {"PATH": "/nonexistent", "CUDA_HOME": "/nonexistent"}
     report = subprocess.run(
-        [sys.executable, "-S", tmp_path / "dev/doctor.py"], env=bare, capture_output=True, text=True
+        [sys.executable, "-S", "-m", "llmc.doctor"], cwd=tmp_path, env=bare, capture_output=True, text=True
     )
     assert report.returncode == 0, report.stderr
     assert "CUDA_HOME=/nonexistent has no bin/nvcc" in report.stdout
@@ -640,25 +632,22 @@ def test_doctor_says_what_root_must_set(monkeypatch):
 
 @pytest.mark.parametrize("glibc, least", [("2.40", (12, 1)), ("2.41", (13, 1)), ("2.43", (13, 2))])
 def test_glibc_that_clashes_with_a_toolkit_is_named(monkeypatch, glibc, least):
-    monkeypatch.syspath_prepend(ROOT / "dev")
-    from llmc import doctor
-
     monkeypatch.setattr(doctor.platform, "libc_ver", lambda: ("glibc", glibc))
     works = [v for v in ((12, 1), (12, 9), (13, 0), (13, 1), (13, 2), (13, 5)) if not doctor.glibc_clash(v)]
     assert works[0] == least and len(works) == 6 - sum(v < least for v in ((12, 1), (12, 9), (13, 0), (13, 1)))
-    pinned = venv_tool().cuda_packages(tuple(map(int, glibc.split("."))))[0]
+    pinned = venv.cuda_packages(tuple(map(int, glibc.split("."))))[0]
     assert tuple(map(int, re.search(r"==(\d+)\.(\d+)", pinned).groups())) in works
 
 
 @pytest.mark.parametrize("release, old", [("11.8", True), ("12.0", True), ("12.1", False)])
 def test_a_toolkit_that_is_too_old_is_named(tmp_path, release, old):
-    (tmp_path / "dev").mkdir()
     (tmp_path / "bin").mkdir()
     copy_tools(tmp_path, "doctor.py")
     (tmp_path / "bin/nvcc").write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.89'\n")
     (tmp_path / "bin/nvcc").chmod(0o755)
     report = subprocess.run(
-        [sys.executable, "-S", tmp_path / "dev/doctor.py"],
+        [sys.executable, "-S", "-m", "llmc.doctor"],
+        cwd=tmp_path,
         env={"PATH": "/nonexistent", "CUDA_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
@@ -705,8 +694,8 @@ def test_gpus_that_are_too_old_do_not_count(tmp_path):
         (3, "[('NVIDIA H100', '90a'), ('GeForce RTX 3090', '86')], 12, ''"),
     ):
         run = subprocess.run(
-            [sys.executable, "-c", "import doctor; print(doctor.gpus())"],
-            cwd=ROOT / "dev",
+            [sys.executable, "-c", "from llmc import doctor; print(doctor.gpus())"],
+            cwd=ROOT,
             env=driver_in(tmp_path, count),
             capture_output=True,
             text=True,
@@ -716,15 +705,11 @@ def test_gpus_that_are_too_old_do_not_count(tmp_path):
 
 @launcher.on_linux
 def test_a_toolkit_that_the_driver_cannot_run_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "dev")
-    from llmc import doctor
-
-    assert f"-cu{doctor.TOOLKIT_CUDA}==" in venv_tool().cuda_packages()[1]
-    (tmp_path / "dev").mkdir()
+    assert f"-cu{doctor.TOOLKIT_CUDA}==" in venv.cuda_packages()[1]
     copy_tools(tmp_path, "doctor.py", "venv.py")
     environment = driver_in(tmp_path, 2) | {"PATH": "/nonexistent", "CUDA_HOME": "/nonexistent"}
     install = subprocess.run(
-        [sys.executable, "dev/venv.py", "toolkit"], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "llmc.venv", "toolkit"], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert (
         install.returncode != 0
@@ -732,15 +717,12 @@ def test_a_toolkit_that_the_driver_cannot_run_is_not_installed(tmp_path, monkeyp
         and not (tmp_path / ".venv").exists()
     ), install.stdout + install.stderr
     report = subprocess.run(
-        [sys.executable, "-S", "dev/doctor.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [sys.executable, "-S", "-m", "llmc.doctor"], cwd=tmp_path, env=environment, capture_output=True, text=True
     ).stdout
     assert "install a newer driver, or a toolkit of CUDA 12, 12.1 or newer, and set CUDA_HOME" in report, report
 
 
 def test_what_was_missing_is_looked_for_again(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "dev")
-    from llmc import doctor
-
     there = tmp_path / "libomp"
     (tmp_path / "cc").write_text(
         f"#!/bin/sh\n"
@@ -766,7 +748,7 @@ def test_a_run_of_no_test_is_no_success():
 
 def test_cuda_targets_without_a_toolkit_say_so(tmp_path):
     tree = copy_tree(tmp_path)
-    (tree / "dev/doctor.py").write_text(
+    (tree / "llmc/doctor.py").write_text(
         "import sys; open(sys.argv[2], 'w').write('CC := gcc\\nGPUS := 0\\nCUDA_OFF := no nvcc\\n')"
     )
     (tree / "build").mkdir()
@@ -838,23 +820,23 @@ def test_no_toolkit_serialises_wgmma(tmp_path):
 
 
 def test_two_makes_share_one_venv(tmp_path):
-    (tmp_path / "dev").mkdir()
     copy_tools(tmp_path, "venv.py")
     (tmp_path / "requirements.txt").write_text("# demo: nothing\n")
-    command = [sys.executable, tmp_path / "dev/venv.py", "demo"]
-    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]
+    command = [sys.executable, "-m", "llmc.venv", "demo"]
+    more = dict(cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    runs = [subprocess.Popen(command, **more) for _ in range(2)]
     said = [run.communicate()[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0] and sorted(map(bool, said)) == [False, True], said
     assert not (tmp_path / ".venv-unfinished").exists()
 
 
 def test_venv_refuses_a_folder_that_is_not_one(tmp_path):
-    (tmp_path / "dev").mkdir()
     copy_tools(tmp_path, "venv.py")
     shutil.copy(ROOT / "requirements.txt", tmp_path)
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv/precious").write_text("mine")
-    run = subprocess.run([sys.executable, tmp_path / "dev/venv.py", "demo"], capture_output=True, text=True)
+    command = [sys.executable, "-m", "llmc.venv", "demo"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode != 0 and "hint:" in run.stderr
     assert (tmp_path / ".venv/precious").read_text() == "mine"
 
@@ -875,14 +857,12 @@ def write_wheel(folder, name, version, requires=(), extras=(), file=None):
 def test_toolkit_and_torch_have_parts_of_their_own(tmp_path, monkeypatch):
     """torch comes with an NCCL and a CUDA, and so does the toolkit, in other versions. A .venv in which the one lies
     over the other is put right."""
-    monkeypatch.syspath_prepend(ROOT / "dev")
     wheels, nccl = tmp_path / "wheels", "nvidia/nccl/lib/libnccl.so.2"
     (tmp_path / "dev").mkdir()
     wheels.mkdir()
     copy_tools(tmp_path, "doctor.py", "venv.py")
     (tmp_path / "requirements.txt").write_text("# test: torch\ntorch==2.13.0\n")
-    tool = venv_tool()
-    packages = [*tool.cuda_packages(), *tool.MPI]
+    packages = [*venv.cuda_packages(), *venv.MPI]
     pins = dict(re.fullmatch(r"([\w-]+)(?:\[.*\])?==(.*)", p).groups() for p in packages)
     extras = re.search(r"\[(.*)\]", packages[0])[1].split(",")
     for name, version in pins.items():
@@ -894,28 +874,26 @@ def test_toolkit_and_torch_have_parts_of_their_own(tmp_path, monkeypatch):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     environment = os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "CUDA_VISIBLE_DEVICES": ""}
     environment["PIP_CONFIG_FILE"] = os.devnull
-    run = lambda *command: subprocess.run(command, env=environment, capture_output=True, text=True)
+    run = lambda *command: subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     ours = lambda: next(tmp_path.glob(".venv/lib/python3*/site-packages")) / nccl
 
     for task in ("test", "toolkit", "test", "toolkit"):
-        done = run(bare, tmp_path / "dev/venv.py", task)
+        done = run(bare, "-m", "llmc.venv", task)
         assert done.returncode == 0, done.stdout + done.stderr
         assert ours().read_text() == "1.2.0" and not (tmp_path / ".toolkit-unfinished").exists()
     assert done.stdout == "" and (tmp_path / ".toolkit" / nccl).read_text() == pins["nvidia-nccl-cu13"]
     over = f"nvidia-nccl-cu13=={pins['nvidia-nccl-cu13']}"
     assert run(tmp_path / ".venv/bin/python", "-m", "pip", "install", over).returncode == 0
     assert ours().read_text() == pins["nvidia-nccl-cu13"]
-    assert run(bare, tmp_path / "dev/venv.py", "test").returncode == 0 and ours().read_text() == "1.2.0"
+    assert run(bare, "-m", "llmc.venv", "test").returncode == 0 and ours().read_text() == "1.2.0"
 
 
 def test_pins_resolve(tmp_path, monkeypatch):
     """What goes into .venv together fits together, and so do the parts of the toolkit: pip says so without installing
     them, from the index that it is set up for, whatever lies in folders of this machine."""
-    monkeypatch.syspath_prepend(ROOT / "dev")
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
-    venv = venv_tool()
     pip = lambda *words: subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", *words], capture_output=True, text=True
     )

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "dev/data"))
 from llmc import data_common
 from llmc import tokenizer_json
 

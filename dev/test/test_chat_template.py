@@ -15,7 +15,6 @@ import pytest
 if missing := [p for p in ("jinja2", "tokenizers") if not importlib.util.find_spec(p)]:
     pytest.skip(f"without {', '.join(missing)}", allow_module_level=True)
 ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "dev"), str(ROOT / "dev/data")]
 from llmc import chat_data as chat  # noqa: E402
 from llmc import data_common  # noqa: E402
 from llmc import tokenizer_json  # noqa: E402

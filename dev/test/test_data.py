@@ -30,7 +30,6 @@ import pytest
 import launcher
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "dev/data"), str(ROOT)]
 from llmc import data_common
 from llmc import reader
 from llmc import tokenizer_json
@@ -1129,7 +1128,7 @@ def test_a_second_demo_keeps_the_model_of_the_first(tmp_path, monkeypatch, capsy
 @needs_trainer
 def test_the_demo_keeps_to_its_time_where_the_machine_becomes_slower(tmp_path):
     """Measured a hundred times too fast: it ends when it said, with a curve, a text and a model."""
-    program = """import sys; sys.path.insert(0, "dev"); import demo
+    program = """from llmc import demo
 measure = demo.measure
 demo.measure = lambda *args: [t / 100 for t in measure(*args)]
 demo.main()"""
@@ -1152,7 +1151,7 @@ demo.main()"""
 
 @needs_trainer
 def test_ctrl_c_in_the_demo_says_how_it_goes_on(tmp_path):
-    command = [sys.executable, "dev/demo.py", "./train_gpt2", "--seconds", "100", "--output", tmp_path]
+    command = [sys.executable, "-m", "llmc.demo", "./train_gpt2", "--seconds", "100", "--output", tmp_path]
     demo = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     while not (line := demo.stdout.readline()).startswith("step "):
         assert line, "it ended before its first step"

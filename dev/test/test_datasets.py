@@ -24,7 +24,6 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "dev/data"))
 from llmc import data_common
 from llmc import download
 from llmc import reader

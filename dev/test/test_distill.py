@@ -2,15 +2,12 @@
 
 import argparse
 import shutil
-import sys
 
 import numpy as np
 import pytest
 import torch
-from test_build import ROOT
 from test_dpo import CPU, SMALL, draw, start, steps_of, write_lines  # noqa: F401
 
-sys.path += [str(ROOT), str(ROOT / "scripts"), str(ROOT / "dev")]
 from llmc import distill  # noqa: E402
 import llmc  # noqa: E402
 from llmc.post_training import Prompt, require_same_tokenizer  # noqa: E402

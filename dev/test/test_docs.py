@@ -19,7 +19,6 @@ import pytest
 from test_build import CONFIG, ROOT, copy_tree, tracked
 from test_generate import talk
 
-sys.path.insert(0, str(ROOT))
 from dev.test import oracle as ref  # noqa: E402
 
 TRAINER = ROOT / "build/train_gpt2"
@@ -241,7 +240,7 @@ def test_links_and_pictures_exist():
 
 
 def test_pictures_of_a_step_name_calls_that_exist():
-    drawn = (ROOT / "dev/draw_step.py").read_text().partition("# ---- a batch")[2]
+    drawn = (ROOT / "dev/tools/draw_step.py").read_text().partition("# ---- a batch")[2]
     calls = set(re.findall(r'"([a-z]+(?:_[a-z]+)+)"', drawn))
     model = "\n".join((ROOT / f).read_text() for f in tracked(".cu", ".cuh"))
     assert len(calls) > 15 and not [call for call in calls if f"{call}(" not in model]

@@ -3,7 +3,6 @@
 import argparse
 import json
 import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from test_build import ROOT
 
-sys.path += [str(ROOT), str(ROOT / "scripts"), str(ROOT / "dev")]
 from llmc import dpo  # noqa: E402
 import llmc  # noqa: E402
 from llmc.data_common import make_tokenizer  # noqa: E402

@@ -21,7 +21,6 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "dev/data"), str(ROOT / "dev/test")]
 from llmc import data_common
 from dev.test import oracle as ref
 import launcher

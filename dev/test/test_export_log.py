@@ -185,11 +185,11 @@ def test_messages(export, tmp_path):
         state.unlink(missing_ok=True)
         hidden = (
             "import sys; sys.modules.update({n: None for n in ('tensorboardX', 'torch', 'torch.utils', "
-            "'torch.utils.tensorboard', 'wandb')}); sys.path.insert(0, %r); import export_log; "
+            "'torch.utils.tensorboard', 'wandb')}); sys.path.insert(0, %r); from llmc import export_log; "
             "export_log.main(%r)"
         )
         done = subprocess.run(
-            [sys.executable, "-c", hidden % (os.path.join(ROOT, "dev"), [target, str(tmp_path / "run"), "--once"])],
+            [sys.executable, "-c", hidden % (str(ROOT), [target, str(tmp_path / "run"), "--once"])],
             capture_output=True,
             text=True,
         )

@@ -14,7 +14,6 @@ import pytest
 
 from test_build import ROOT
 
-sys.path.insert(0, str(ROOT / "dev/data"))
 from llmc import tiny_chats
 
 SCRIPT = ROOT / "scripts/run_finetune.sh"

@@ -170,7 +170,7 @@ def test_a_demo_leaves_a_model_to_generate_from(tmp_path):
     for name in ("step_00000007/config.json", "main.jsonl", "DONE_00000007", "mine.txt"):
         (left / name).write_text('{"event":"step","step":7}\n')
     demo = subprocess.run(
-        [sys.executable, "dev/demo.py", TRAINER, "--seconds", "1", "--output", left],
+        [sys.executable, "-m", "llmc.demo", TRAINER, "--seconds", "1", "--output", left],
         cwd=ROOT,
         capture_output=True,
         text=True,

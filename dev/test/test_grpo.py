@@ -19,7 +19,6 @@ import pytest
 
 from test_build import ROOT
 
-sys.path += [str(ROOT), str(ROOT / "scripts")]
 from llmc import rl as grpo  # noqa: E402
 import llmc  # noqa: E402
 

@@ -22,8 +22,6 @@ from test_data import ASSETS, fuzz_text, needs_assets, python_source, write_rank
 from test_datasets import hub  # noqa: E402, F401
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "dev/eval"))
-sys.path.insert(0, str(ROOT))
 from llmc import hf  # noqa: E402
 import train_gpt2  # noqa: E402
 from llmc import data_common  # noqa: E402

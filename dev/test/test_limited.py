@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from llmc.checked_json import BadFile, Object, parse_object, read_object  # noqa: E402
-from llmc.limited import Exceeded, Failed, Limited  # noqa: E402
+from llmc.checked_json import BadFile, Object, parse_object, read_object
+from llmc.limited import Exceeded, Failed, Limited
 
 HOSTILE = """
 import os, re, subprocess, sys

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "dev"))
 from llmc import doctor  # noqa: E402
 
 ZIG = [sys.executable, "-m", "ziglang"] if importlib.util.find_spec("ziglang") else [shutil.which("zig") or ""]

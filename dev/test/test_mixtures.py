@@ -5,15 +5,12 @@ import argparse
 import math
 import os
 import re
-import sys
 import types
 
 import pytest
 import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path.insert(0, ROOT)
-sys.path.insert(0, os.path.join(ROOT, "dev/eval"))
 from llmc import adapter  # noqa: E402
 from llmc import gguf_file  # noqa: E402
 from llmc.reference_config import HF_DEFAULTS, HF_EXPERTS  # noqa: E402

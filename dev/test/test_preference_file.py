@@ -5,7 +5,6 @@ import importlib.util
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from llmc.checked_json import BadFile
 from llmc.post_training import read_prompts, stops_of, tokenised, write_messages
 from llmc.preference_file import arrays, read_pairs, read_texts
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
 from llmc.data_common import PATTERNS, Tokenizer  # noqa: E402
 from llmc.tokenizer_json import tokenizer_json  # noqa: E402
 

@@ -27,8 +27,8 @@ from safetensors.numpy import load_file
 from transformers import BatchEncoding
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 import llmc
+from llmc import program
 from dev.test import oracle as ref
 import launcher
 from launcher import ENVIRONMENT, FAILED
@@ -429,7 +429,7 @@ def test_mpirun(start, straight):
 
 
 def test_no_mpirun(monkeypatch, tmp_path):
-    monkeypatch.setattr(llmc.program_of_dev, "ROOT", tmp_path)  # without what a build has found
+    monkeypatch.setattr(program, "ROOT", tmp_path)  # without what a build has found
     with pytest.raises(llmc.Error, match="there is no mpirun to start 2 ranks with\n  hint: make mpi") as e:
         llmc.Trainer(MODELS["gpt2"], ranks=2, program=TRAINER, environment={"PATH": str(tmp_path)})
     assert not e.value.ended
@@ -437,11 +437,11 @@ def test_no_mpirun(monkeypatch, tmp_path):
 
 def test_mpirun_as_root(monkeypatch, tmp_path, capsys):
     (tmp_path / "mpirun").touch(0o755)
-    monkeypatch.setattr(llmc.program_of_dev, "ROOT", tmp_path)
+    monkeypatch.setattr(program, "ROOT", tmp_path)
     both = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     for user, given, says in ((0, {}, True), (0, both, False), (1000, {}, False)):
         monkeypatch.setattr(os, "geteuid", lambda user=user: user)
-        command, environment = llmc.program_of_dev.under_mpirun(2, ["x"], {"PATH": str(tmp_path), **given})
+        command, environment = program.under_mpirun(2, ["x"], {"PATH": str(tmp_path), **given})
         assert command == [str(tmp_path / "mpirun"), "-np", "2", "x"]
         assert (both.items() <= environment.items()) == (user == 0)
         assert ("note: mpirun may run as root here: OMPI_ALLOW" in capsys.readouterr().err) == says
@@ -897,8 +897,8 @@ def test_a_users_module_beside(tmp_path, name):
     path.parent.mkdir(exist_ok=True)
     path.write_text("mine = 1\n")
     module = name.removesuffix(".py").split("/")[0]
-    for code in (f"import llmc, {module}", f"import {module}, llmc"):
-        code += f"; assert {module}.mine and llmc.program_of_dev.trainer({str(TRAINER)!r})"
+    for code in (f"import llmc.trainer, {module}", f"import {module}, llmc.trainer"):
+        code += f"; assert {module}.mine and llmc.trainer.programs.trainer({str(TRAINER)!r})"
         environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
@@ -1299,6 +1299,7 @@ PROGRAM = """
 import sys
 sys.path.insert(0, {root!r})
 import llmc
+from llmc import program
 t = llmc.Trainer({model!r}, program={program!r}, launcher={launcher!r}, batch_size={batch}, seq_len={T})
 print(t.names()[0], flush=True)
 {body}

@@ -19,7 +19,6 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 tokenizers = pytest.importorskip("tokenizers", reason="transformers is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "dev/eval"), str(ROOT / "dev/test")]
 os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 from llmc import core  # noqa: E402
 from llmc import perplexity  # noqa: E402

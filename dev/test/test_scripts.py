@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path.insert(0, os.path.join(ROOT, "dev", "data"))
 from llmc import data_common  # noqa: E402
 
 PATIENCE = 600  # seconds: a loaded machine is no failure

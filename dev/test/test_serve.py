@@ -22,7 +22,6 @@ pytest.importorskip("aiohttp")
 openai = pytest.importorskip("openai")
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "dev"))
 from llmc import program
 from llmc import serve  # noqa: E402
 import launcher
@@ -923,7 +922,7 @@ def test_a_page_of_another_site(server, tmp_path):
 def test_who_does_not_send_or_read(tmp_path):
     """600 half requests are hung up, and so is who does not read an answer; a slow body is refused."""
     script = tmp_path / "impatient.py"
-    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT / 'dev')!r})\nimport serve\n"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom llmc import serve\n"
                       "serve.CLIENT_SECONDS = 2\nserve.main()\n")  # fmt: skip
     with Server(tmp_path, script=script) as s:
         files = lambda: len(os.listdir(f"/proc/{s.process.pid}/fd"))
@@ -974,7 +973,7 @@ def test_bad_starts(tmp_path, server):
         assert run(*arguments).returncode == 2
     assert "--slots: '0' is not a whole number from 1 on\n  hint: " in run("--slots", 0).stderr
     bare = subprocess.run([sys.executable, "-S", ROOT / "dev/serve.py", "x"], capture_output=True, text=True)
-    assert bare.returncode == 1 and "hint: python3 dev/venv.py serve" in bare.stderr and "Traceback" not in bare.stderr
+    assert bare.returncode == 1 and "hint: make venv" in bare.stderr and "Traceback" not in bare.stderr
 
 
 def test_commands(tmp_path, monkeypatch):

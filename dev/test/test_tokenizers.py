@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "dev/data"))
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 pytest.importorskip("tiktoken", reason="tiktoken is not installed")
 from llmc import data_common  # noqa: E402
@@ -65,7 +64,7 @@ def program(tmp_path_factory):
 
 
 def test_the_tables_are_what_tokenizers_does():
-    assert subprocess.run([sys.executable, ROOT / "dev/unicode_tables.py", "--check"]).returncode == 0
+    assert subprocess.run([sys.executable, ROOT / "dev/tools/unicode_tables.py", "--check"]).returncode == 0
 
 
 def same_chunks(program, kind, texts):

@@ -1,5 +1,5 @@
-"""Tools whose reader goes away (dev/tool_output.py), as with `| head -1`: no traceback, and what they make is made. For
-the C trainers: test_cli.py."""
+"""Tools whose reader goes away (llmc/tool_output.py), as with `| head -1`: no traceback, and what they make is made.
+The C trainers are in test_cli.py."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 from test_build import ROOT, tracked
 
 # programs and tests call them
-WITHOUT_HELP = {"dev/limited.py", "dev/venv.py", "dev/test/sanitize.py", "dev/test/serve_child.py"}
+WITHOUT_HELP = {"llmc/limited.py", "llmc/venv.py", "dev/test/sanitize.py", "dev/test/serve_child.py"}
 TOOLS = [
     str(f)
     for f in tracked(".py")
@@ -24,13 +24,19 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} |
 SIGPIPE_STATUS = 128 + signal.SIGPIPE
 
 
+def called(tool, *more):
+    """A module of the package is run by its name, another tool by its path."""
+    name = ["-m", "llmc." + tool[5:-3]] if str(tool).startswith("llmc/") else [str(tool)]
+    return [sys.executable, *name, *map(str, more)]
+
+
 def unread(*command, lines=0, errors=False, **more):
     """Runs a tool whose reader leaves after so many lines: (its status, what it wrote to stderr). errors: stderr goes
     the same way."""
     environment = ENVIRONMENT | more
     begin, end = os.pipe()
     with subprocess.Popen(
-        [sys.executable, *map(str, command)],
+        called(*command),
         stdout=end,
         stderr=end if errors else subprocess.PIPE,
         cwd=ROOT,
@@ -46,9 +52,9 @@ def unread(*command, lines=0, errors=False, **more):
 
 
 def test_every_tool_is_looked_at():
-    assert {"train_gpt2.py", "dev/plot.py", "dev/data/prepare.py", "dev/eval/hf.py", "dev/bench/kernels.py"} < set(
+    assert {"train_gpt2.py", "llmc/plot.py", "llmc/prepare.py", "llmc/hf.py", "dev/bench/kernels.py"} < set(
         TOOLS
-    ) and len(TOOLS) >= 17
+    ) and len(TOOLS) >= 27
 
 
 def test_help():
@@ -68,7 +74,7 @@ def test_what_only_tells_ends(tmp_path, unbuffered):
     check = ("dev/data/prepare.py", "--check", tmp_path / "x_*.bin")
     assert unread(*check, lines=1, PYTHONUNBUFFERED=unbuffered) == (SIGPIPE_STATUS, "")
     assert unread(*check, PYTHONUNBUFFERED=unbuffered, errors=True) == (SIGPIPE_STATUS, "")
-    assert unread("dev/doctor.py", PYTHONUNBUFFERED="1") == (SIGPIPE_STATUS, "")
+    assert unread("llmc/doctor.py", PYTHONUNBUFFERED="1") == (SIGPIPE_STATUS, "")
 
 
 def test_names_that_are_no_text_are_escaped(tmp_path):
@@ -148,17 +154,18 @@ def test_a_missing_package_is_named():
     """Without site-packages (-S) a tool works, or says what it lacks and what to do."""
     environment = {k: v for k, v in ENVIRONMENT.items() if k != "PYTHONPATH"}
     options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
-    run = lambda tool: subprocess.run([sys.executable, "-S", tool, "--help"], **options)
+    run = lambda tool: subprocess.run([sys.executable, "-S", *called(tool, "--help")[1:]], **options)
     with ThreadPoolExecutor(2) as pool:
         results = dict(zip(TOOLS, pool.map(run, TOOLS)))
     failed = {tool: done for tool, done in results.items() if done.returncode}
     for tool, done in failed.items():
         package, command = r"numpy|matplotlib|pytest|tokenizers|torch", "make venv"
-        if tool == "dev/serve.py":
-            package, command = "aiohttp", "python3 dev/venv.py serve"
+        if tool == "llmc/serve.py":
+            package = "aiohttp"
         said = rf"error: the package ({package}) is not installed for \S+\n  hint: "
         assert done.returncode == 1, (tool, done.stderr)
         assert re.fullmatch(said + f"{command}; source .venv/bin/activate\n", done.stderr), (tool, done.stderr)
-    data = {"dev/data/prepare.py", "dev/data/multiple_choice.py", "dev/data/tinyshakespeare.py", "dev/data/fineweb.py"}
-    assert {"train_gpt2.py", "dev/plot.py", "dev/eval/hf.py", "dev/test/run_tests.py", *data} < set(failed)
-    assert not {"dev/watch.py", "dev/demo.py", "dev/doctor.py", "dev/export_log.py"} & set(failed)
+    data = {"llmc/prepare.py", "llmc/multiple_choice.py", "llmc/tinyshakespeare.py", "llmc/fineweb.py"}
+    assert {"train_gpt2.py", "llmc/plot.py", "llmc/hf.py", "dev/test/run_tests.py", *data} < set(failed)
+    alone = {"llmc/watch.py", "llmc/demo.py", "llmc/doctor.py", "llmc/export_log.py", "llmc/__main__.py"}
+    assert not alone & set(failed)

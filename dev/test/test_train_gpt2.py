@@ -14,7 +14,6 @@ import torch
 from safetensors.numpy import load_file
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path.insert(0, ROOT)
 from dev.test import oracle as ref  # noqa: E402
 
 torch.set_num_threads(1)  # models are tiny

@@ -19,7 +19,6 @@ import unicodedata
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path.insert(0, os.path.join(ROOT, "dev"))
 from llmc import watch  # noqa: E402
 from llmc.run_log import RunLog  # noqa: E402
 

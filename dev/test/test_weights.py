@@ -14,7 +14,6 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "dev/test")]
 from launcher import ENVIRONMENT
 from test_ranks import MPIRUN
 

@@ -17,7 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import Circle, FancyBboxPatch
 
-DOC = Path(__file__).resolve().parents[1] / "doc"
+DOC = Path(__file__).resolve().parents[2] / "doc"
 LINEAR, OTHER, HEAD, RANKS = "#dcebf7", "#eeeeee", "#f7e6d2", "#e0f0e2"  # boxes
 STREAM, GRADIENT, KEPT, INK, FAINT = "#1f6fb4", "#c0392b", "#2e8b57", "#222222", "#777777"  # lines and words
 WIDTH, INCHES = 100, 0.11  # units across a picture, and inches of a unit

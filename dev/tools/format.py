@@ -1,6 +1,6 @@
 """Formats C, CUDA and Python: clang-format (.clang-format) and ruff (ruff.toml), and first what they leave alone.
 
-    .venv/bin/python dev/format.py [--check] [FILE ...]      default: every file of the repository
+    .venv/bin/python dev/tools/format.py [--check] [FILE ...]      default: every file of the repository
 
 What they leave alone: comments and docstrings over 120 columns, which are wrapped (tables, formulas and lists keep
 their lines), comments behind code that is full, which go above it, and long strings, which become several. --check
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from llmc.tool_output import Parser, outlive_reader, plural
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 120
 C_FILES = (".c", ".h", ".cu", ".cuh", ".cpp")
 C_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'|//|/\*.*?\*/|.', re.S)

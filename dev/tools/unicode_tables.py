@@ -1,6 +1,6 @@
 """Makes llmc/data/unicode_tables.h: the letters, numbers, spaces and marks of Unicode, and its normal form NFC.
 
-    .venv/bin/python dev/unicode_tables.py [--check]
+    .venv/bin/python dev/tools/unicode_tables.py [--check]
 
 Both are what the package `tokenizers` does, found by asking it about every character. So the C tokenizer splits a text
 as the published ones do, whatever version of Unicode Python has. --check changes nothing and exits with 1 if the file
@@ -16,7 +16,7 @@ from llmc import missing_package  # noqa: F401, before tokenizers
 from tokenizers import Regex, normalizers, pre_tokenizers
 from llmc.tool_output import Parser, outlive_reader
 
-FILE = Path(__file__).resolve().parent.parent / "llmc/data/unicode_tables.h"
+FILE = Path(__file__).resolve().parents[2] / "llmc/data/unicode_tables.h"
 CODES, END = [*range(0xD800), *range(0xE000, 0x110000)], 0x110000
 HANGUL = range(0xAC00, 0xD7A4)  # composed by arithmetic
 LETTER, NUMBER, SPACE, OTHER, MARK = range(5)
@@ -160,7 +160,7 @@ def made():
     groups = decompositions()
     ranks = combining_classes({code for group in groups for code, _, _ in group})
     return (
-        "// Made by dev/unicode_tables.py, which says of what: not to be edited.\n"
+        "// Made by dev/tools/unicode_tables.py, which says of what: not to be edited.\n"
         "#pragma once\n\n"
         + table("unicode_runs", runs_of(classes()))
         + table("unicode_pairs", itertools.chain.from_iterable(map(pairs_of, groups)))

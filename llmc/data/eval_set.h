@@ -40,7 +40,7 @@ typedef struct EvalSet {
 
 // ---- the file
 
-#define EVAL_HINT "make it again: python dev/data/hellaswag.py, or from other sets: python dev/data/multiple_choice.py"
+#define EVAL_HINT "make it again: llmc prepare hellaswag, or from other sets: llmc prepare choices"
 
 #define EVAL_REQUIRE(ok, what, ...) require(ok, "'%s' " what, path, __VA_ARGS__)
 
@@ -114,7 +114,7 @@ static void eval_open(EvalSet *s, const char *path, int T, int vocab_size) {
                  "is truncated: %d examples do not fit into %ld bytes\n" EVAL_HINT, h[2], bytes);
     EVAL_REQUIRE(!wide || (h[4] > 0 && (!vocab_size || h[4] <= vocab_size)),
                  "was made with a vocabulary of %d tokens, the model has %d\n"
-                 "make it with the model's tokenizer: python dev/data/multiple_choice.py --tokenizer",
+                 "make it with the model's tokenizer: llmc prepare choices --tokenizer",
                  h[4], vocab_size);
     s->hash = wide ? header_hash(h + 6) : 0;
     eval_read(s, fd, path, wide);

@@ -7,7 +7,7 @@
 
 typedef enum { CHAR_LETTER, CHAR_NUMBER, CHAR_SPACE, CHAR_OTHER, CHAR_MARK } CharClass;
 
-// ---- the tables: dev/unicode_tables.py says how they are coded
+// ---- the tables: dev/tools/unicode_tables.py says how they are coded
 
 // {code, its canonical decomposition as first << 32 | second}, or the other way round.
 typedef struct { int64_t key, value; } UnicodePair;

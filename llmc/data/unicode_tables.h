@@ -1,4 +1,4 @@
-// Made by dev/unicode_tables.py, which says of what: not to be edited.
+// Made by dev/tools/unicode_tables.py, which says of what: not to be edited.
 #pragma once
 
 static const char unicode_runs[] =

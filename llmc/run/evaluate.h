@@ -40,7 +40,7 @@ static void evaluation_add_sets(Evaluation *e, const char *patterns, int vocab_s
         if (!*pattern) continue;
         require(find_files(pattern, &found) == 0 && found.gl_pathc > 0,
                 "no file matches '%s'\n"
-                "make multiple-choice sets with: python dev/data/multiple_choice.py",
+                "make multiple-choice sets with: llmc prepare choices",
                 pattern);
         grow_array(e->sets, e->num_sets + found.gl_pathc);
         for (size_t i = 0; i < found.gl_pathc; i++) {
@@ -76,7 +76,7 @@ static void evaluation_open(Evaluation *e, Options *o, const Comm *comm, int voc
     int found = o->hellaswag && file_exists(hellaswag);
     if (found) evaluation_add_sets(e, hellaswag, vocab_size);
     if (o->hellaswag && !found)
-        printf("HellaSwag is skipped: there is no %s\nmake it with: python dev/data/hellaswag.py\n", hellaswag);
+        printf("HellaSwag is skipped: there is no %s\nmake it with: llmc prepare hellaswag\n", hellaswag);
     evaluation_add_sets(e, o->choice_data, vocab_size);
     EVALUATION_EACH(s, e)
     require(!s->hash || s->hash == evaluation_tokenizer(e),

@@ -163,12 +163,12 @@ static void choose_config(Trainer *t) {
     size_t n = strlen(model);
     require(n < 4 || strcmp(model + n - 4, ".bin") != 0,
             "'%s' is an llm.c checkpoint\n"
-            "make a folder of it: python dev/eval/hf.py import '%s' FOLDER, then --model FOLDER",
+            "make a folder of it: llmc import '%s' FOLDER, then --model FOLDER",
             model, model);
     require(!strchr(model, '/') || is_directory(model),
             "'%s' is no folder\n"
             "name the Hugging Face folder that holds config.json and model.safetensors; a model of the Hub comes into "
-            "one by: python dev/eval/hf.py import %s FOLDER",
+            "one by: llmc import %s FOLDER",
             model, model);
     const char *data = t->o.overfit || t->o.evaluate || *t->o.calls ? t->o.val_data : t->o.train_data;
     if (is_directory(model)) {
@@ -340,7 +340,7 @@ static void compare_tokenizers(Trainer *t) {
     tokenizer_name(&data, datas, sizeof datas);
     require(t->o.force,
             "the model '%s' has the tokenizer %s, the data were made with %s\n"
-            "make data for this model with python dev/data/prepare.py --tokenizer '%s'; or use these all the same "
+            "make data for this model with llmc prepare --tokenizer '%s'; or use these all the same "
             "with --force 1",
             folder, models, datas, folder);
     printf("warning: the model has the tokenizer %s, the data were made with %s (--force 1)\n", models, datas);
@@ -390,7 +390,7 @@ static void report_changed_options(Trainer *t) {
 static void use_adapters(Trainer *t, const char *folder) {
     require(forward_only(&t->o),
             "'%s' holds adapters, and a run begins with a whole model\n"
-            "go on with them by --resume 1; or merge them: python dev/eval/hf.py merge '%s' FOLDER",
+            "go on with them by --resume 1; or merge them: llmc merge '%s' FOLDER",
             folder, folder);
     t->adapters = path_of("%s", folder);
     t->base = adapter_base(folder);

@@ -1,0 +1,8 @@
+"""The command llmc prepare tinystories, under its path of before."""
+
+import os
+import runpy
+import sys
+
+sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+runpy.run_module("llmc.tinystories", run_name="__main__")

@@ -1,0 +1,8 @@
+"""The command llmc rl, under its path of before."""
+
+import os
+import runpy
+import sys
+
+sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+runpy.run_module("llmc.rl", run_name="__main__")
