@@ -1299,7 +1299,6 @@ PROGRAM = """
 import sys
 sys.path.insert(0, {root!r})
 import llmc
-from llmc import program
 t = llmc.Trainer({model!r}, program={program!r}, launcher={launcher!r}, batch_size={batch}, seq_len={T})
 print(t.names()[0], flush=True)
 {body}
