@@ -4,6 +4,7 @@ import argparse
 import shutil
 import sys
 
+import launcher
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,9 @@ sys.path += [str(ROOT), str(ROOT / "scripts"), str(ROOT / "dev")]
 import distill  # noqa: E402
 import llmc  # noqa: E402
 from post_training import Prompt  # noqa: E402
+
+
+pytestmark = launcher.thorough
 
 
 def taught(begin, folder, steps, rows):
