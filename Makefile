@@ -49,12 +49,15 @@ RANKS := $(if $(MPI_LIBS),-DUSE_MPI $(MPI_CFLAGS))
 GPU_RANKS := $(RANKS) $(if $(and $(MPI_LIBS),$(NCCL_LIBS)),-DUSE_NCCL $(NCCL_CFLAGS))
 ASAN_CFLAGS := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 
-# One build folder for each precision and list of architectures, so that switching between them rebuilds nothing.
-CU := $(BUILD)/$(if $(filter FP32,$(PRECISION)),fp32,bf16)-$(subst $(space),-,$(ARCHS))
+# One build folder for each precision and list of architectures, so that switching between them rebuilds nothing; and one for
+# QUICK=1, hardly optimised objects which tests compile where no GPU can run them: no program for users comes of these.
+QUICK :=
+CU := $(BUILD)/$(if $(QUICK),quick-)$(if $(filter FP32,$(PRECISION)),fp32,bf16)-$(subst $(space),-,$(ARCHS))
 PTX := $(lastword $(filter-out %a,$(ARCHS)))
 GENCODE := $(foreach a,$(ARCHS),-gencode arch=compute_$a,code=sm_$a) $(if $(PTX),-gencode arch=compute_$(PTX)$(comma)code=compute_$(PTX))
 # ptxas compiles kernels beside each other where it can: the same machine code. OpenMP: for a large model's random weights.
-SPLIT := $(if $(NVCC),$(if $(findstring --split-compile,$(shell $(NVCC) --help)),-Xptxas -split-compile=0))
+# QUICK: ptxas -O1 does not end on products of wgmma whose loops cicc -O1 did not unroll.
+SPLIT := $(if $(QUICK),-Xcicc -O1 -Xptxas -O2,$(if $(NVCC),$(if $(findstring --split-compile,$(shell $(NVCC) --help)),-Xptxas -split-compile=0)))
 NVFLAGS := -std=c++17 -O3 --threads 0 $(SPLIT) $(if $(OPENMP),-Xcompiler $(OPENMP)) $(GENCODE) $(if $(filter FP32,$(PRECISION)),-DPRECISION_FP32) -I. $(CUDA_CFLAGS)
 
 RANKED := dev/cuda/p2p.cu dev/cuda/tp.cu dev/cuda/decode.cu
@@ -66,17 +69,17 @@ HEADERS := $(C_HEADERS) $(wildcard llmc/*/*.cuh)
 
 # An unfinished dependency file would stop every later make, so it is renamed before its object. Makes may run beside each other: each has its own partial files.
 PARTIAL := $(shell echo $$PPID).partial
-keep = mv -f $@.d.$(PARTIAL) $(basename $@).d && mv -f $@.$(PARTIAL) $@
+keep = mv -f $@.d.$(PARTIAL) $@.d && mv -f $@.$(PARTIAL) $@
 depend = -MMD -MP -MT $@ -MF $@.d.$(PARTIAL)
 renew = cmp -s $1 $@ || { cp $1 $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@; }
 
-.PHONY: help all demo test doctor headers ladders bench sanitize fuzz parity format venv toolkit mpi clean FORCE \
+.PHONY: help all demo test test-all doctor headers ladders bench sanitize fuzz parity format venv toolkit mpi clean FORCE \
         train_gpt2 train_gpt2cu train_gpt2fp32cu test_gpt2cu host_tests
 FORCE:
 
 help:
 	@echo 'make demo          train a small GPT-2 on this machine, about two minutes'
-	@echo 'make test          every test that this machine can run'
+	@echo 'make test          what a day'\''s work can break;  make test-all: every test that this machine can run'
 	@echo 'make doctor        what was found here, what is off, and how to turn it on'
 	@echo 'make train_gpt2    the CPU trainer'
 	@echo 'make train_gpt2cu  the GPU trainer (PRECISION=BF16|FP32, ARCHS="80 89 90a 100")'
@@ -114,16 +117,18 @@ $(BUILD)/train_gpt2: $(BUILD)/train_gpt2.o $(BUILD)/revision.o
 train_gpt2: $(BUILD)/train_gpt2
 	@$(call renew,$<)
 # The same program with every access checked, for the tests of bad input; without MPI, whose own leaks are not ours.
-$(BUILD)/train_gpt2.asan: train_gpt2.c $(C_HEADERS) $(BUILD)/revision.o $(CONFIG) Makefile
-	$(CC) $(CFLAGS) $(ASAN_CFLAGS) $(REVISION_FLAGS) $< $(BUILD)/revision.o -o $@.$(PARTIAL) -lm -ldl && mv -f $@.$(PARTIAL) $@
+$(BUILD)/train_gpt2.asan: train_gpt2.c $(BUILD)/revision.o $(CONFIG) Makefile
+	$(CC) $(CFLAGS) $(ASAN_CFLAGS) $(REVISION_FLAGS) $(depend) $< $(BUILD)/revision.o -o $@.$(PARTIAL) -lm -ldl
+	@$(keep)
 
 # What dev/eval/hf.py asks of the trainers' own readers.
-$(BUILD)/hf: dev/eval/hf.c train_gpt2.c $(C_HEADERS) $(CONFIG) Makefile
-	$(CC) $(CFLAGS) $< -o $@.$(PARTIAL) -lm && mv -f $@.$(PARTIAL) $@
+$(BUILD)/hf: dev/eval/hf.c $(CONFIG) Makefile
+	$(CC) $(CFLAGS) $(depend) $< -o $@.$(PARTIAL) -lm
+	@$(keep)
 
 need_cuda = $(if $(NVCC),,@printf 'error: no CUDA toolkit: %s\n  hint: make doctor shows what is missing; make toolkit puts one into .toolkit\n' '$(CUDA_OFF)' >&2; exit 1;)
 # Where ptxas serialises wgmma (C7510, C7512, ...) it says so and goes on, to a program slower than any that was measured.
-# Ladders have shapes that lose, and what is hardly optimised (run_tests.py) is not to be fast.
+# Ladders have shapes that lose, and what is hardly optimised (QUICK) is not to be fast.
 said = $@.said.$(PARTIAL)
 watched = $(if $(filter dev/cuda/%,$<)$(findstring -Xcicc,$(SPLIT)),,$(said))
 not_serialised = cat $(said) >&2; slow=$$(grep -c 'wgmma.*serialized' $(watched) < /dev/null); rm -f $(said); [ $$slow = 0 ] || { \
@@ -137,8 +142,11 @@ $(CU)/%.o: %.cu $(BUILD)/revision.h $(CONFIG) Makefile
 	@$(not_serialised)
 	@$(keep)
 # Tests where no GPU can run them: as far as PTX only and not optimised (-G), a tenth of the time.
-$(CU)/%.ptx: %.cu train_gpt2.cu train_gpt2.c $(HEADERS) $(wildcard dev/cuda/*.cuh dev/test/*.h dev/test/*.cuh) $(BUILD)/revision.h $(CONFIG) Makefile
-	mkdir -p $(@D) && $(NVCC) $(subst code=sm_,code=compute_,$(nvflags)) -G --ptx $< -o $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@
+$(CU)/%.ptx: %.cu $(BUILD)/revision.h $(CONFIG) Makefile
+	$(need_cuda)
+	@mkdir -p $(@D)
+	$(NVCC) $(subst code=sm_,code=compute_,$(subst $(SPLIT),,$(nvflags))) $(depend) -G --ptx $< -o $@.$(PARTIAL)
+	@$(keep)
 # What takes long to compile is an object that trainer, tests and ladders share.
 MATMUL_OBJECTS := $(patsubst %,$(CU)/llmc/kernels/matmul_hopper_%.o,forward backward fp8)
 $(addprefix $(CU)/,train_gpt2cu test_gpt2cu $(addprefix dev/cuda/,experts lora matmul matmul_fp8 muon qk_norm rope tp)): $(MATMUL_OBJECTS)
@@ -150,11 +158,14 @@ $(CU)/train_gpt2cu $(CU)/test_gpt2cu: $(CU)/%cu: $(CU)/%.o $(BUILD)/revision.o
 	$(NVCC) $(NVFLAGS) $^ -o $@.$(PARTIAL) $(CUDA_LIBS) $(MPI_LIBS) $(if $(MPI_LIBS),$(NCCL_LIBS)) && mv -f $@.$(PARTIAL) $@
 # All objects at once, under a plain make, too. fp32 has a name of its own, to have both.
 at_once = --no-print-directory $(if $(findstring jobserver,$(MAKEFLAGS)),,-j7)
+not_quick = $(if $(QUICK),@printf 'error: QUICK=1 is for tests that only compile\n  hint: leave it out\n' >&2; exit 1;)
 train_gpt2cu test_gpt2cu: FORCE
+	$(not_quick)
 	@$(MAKE) $(at_once) $(CU)/$@
 	@$(call renew,$(CU)/$@)
 FP32 := $(BUILD)/fp32-$(subst $(space),-,$(ARCHS))/train_gpt2cu
 train_gpt2fp32cu: FORCE
+	$(not_quick)
 	@$(MAKE) $(at_once) PRECISION=FP32 $(FP32)
 	@$(call renew,$(FP32))
 
@@ -175,10 +186,11 @@ $(BUILD)/test/%.asan.o: dev/test/%.c $(CONFIG) Makefile
 	@$(keep)
 $(BUILD)/test/%.asan: $(BUILD)/test/%.asan.o
 	$(CC) $(TEST_CFLAGS) $(ASAN_CFLAGS) $< -o $@.$(PARTIAL) -lm && mv -f $@.$(PARTIAL) $@
-$(BUILD)/test/%.mpi: dev/test/%.c $(C_HEADERS) $(CONFIG) Makefile
+$(BUILD)/test/%.mpi: dev/test/%.c $(CONFIG) Makefile
 	@mkdir -p $(@D)
 	$(if $(MPI_LIBS),,@printf 'error: no MPI\n  hint: make doctor says how to turn it on\n' >&2; exit 1;)
-	$(CC) $(TEST_CFLAGS) $(RANKS) $< -o $@.$(PARTIAL) -lm $(MPI_LIBS) && mv -f $@.$(PARTIAL) $@
+	$(CC) $(TEST_CFLAGS) $(RANKS) $(depend) $< -o $@.$(PARTIAL) -lm $(MPI_LIBS)
+	@$(keep)
 $(BUILD)/test/%: $(BUILD)/test/%.o
 	$(CC) $(TEST_CFLAGS) $< -o $@.$(PARTIAL) -lm && mv -f $@.$(PARTIAL) $@
 
@@ -189,30 +201,31 @@ FUZZ_FLAGS = -std=gnu11 -Wall -Wextra -Werror -Wno-unused-function -Wno-unknown-
 	$< -lm -pthread
 CLANG ?= clang
 SECONDS ?= 60
-$(BUILD)/fuzz/%.replay: dev/fuzz/%.c dev/fuzz/fuzz.h $(C_HEADERS) $(CONFIG) Makefile
+$(BUILD)/fuzz/%.replay: dev/fuzz/%.c $(CONFIG) Makefile
 	@mkdir -p $(@D)
-	$(CC) -DFUZZ_REPLAY $(FUZZ_FLAGS) -o $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@
-$(BUILD)/fuzz/%.fuzzer: dev/fuzz/%.c dev/fuzz/fuzz.h $(C_HEADERS) $(CONFIG) Makefile
+	$(CC) -DFUZZ_REPLAY $(FUZZ_FLAGS) $(depend) -o $@.$(PARTIAL)
+	@$(keep)
+$(BUILD)/fuzz/%.fuzzer: dev/fuzz/%.c $(CONFIG) Makefile
 	@mkdir -p $(@D)
-	$(CLANG) -fsanitize=fuzzer $(FUZZ_FLAGS) -o $@.$(PARTIAL) && mv -f $@.$(PARTIAL) $@ || { \
+	$(CLANG) -fsanitize=fuzzer $(FUZZ_FLAGS) $(depend) -o $@.$(PARTIAL) && $(keep) || { \
 	printf 'error: $@ was not built\n  hint: it needs clang with libFuzzer: apt install clang libclang-rt-dev, or CLANG=...\n' >&2; \
 	exit 1; }
 
 # A header is included by a file that has nothing else. C headers serve C and C++; device code is compiled for one GPU only,
 # and not optimised (-G), which would take six times as long.
 headers: $(HEADERS:llmc/%=$(BUILD)/headers/%.ok)
-$(BUILD)/headers/%.h.ok: llmc/%.h $(C_HEADERS) $(CONFIG)
+$(BUILD)/headers/%.h.ok: llmc/%.h $(CONFIG) Makefile
 	@mkdir -p $(@D)
 	@printf '#include "llmc/$*.h"\n' > $(@:.ok=.c)
-	@$(CC) -std=gnu11 $(WARNINGS) -I. -fsyntax-only $(@:.ok=.c)
-	@$(if $(CXX),$(CXX) -x c++ -std=c++17 $(WARNINGS) -I. -fsyntax-only $(@:.ok=.c))
-	@touch $@ && echo 'ok llmc/$*.h'
-$(BUILD)/headers/%.cuh.ok: llmc/%.cuh $(HEADERS) $(CONFIG)
+	@$(CC) -std=gnu11 $(WARNINGS) -I. $(depend) -fsyntax-only $(@:.ok=.c)
+	@$(if $(CXX),$(CXX) -x c++ -std=c++17 $(WARNINGS) -I. $(depend).cxx -fsyntax-only $(@:.ok=.c) && cat $@.d.$(PARTIAL).cxx >> $@.d.$(PARTIAL) && rm $@.d.$(PARTIAL).cxx)
+	@touch $@.$(PARTIAL) && $(keep) && echo 'ok llmc/$*.h'
+$(BUILD)/headers/%.cuh.ok: llmc/%.cuh $(CONFIG) Makefile
 	$(need_cuda)
 	@mkdir -p $(@D)
 	@printf '#include "llmc/$*.cuh"\nint main() {}\n' > $(@:.ok=.cu)
-	@$(NVCC) -std=c++17 -I. $(CUDA_CFLAGS) -gencode arch=compute_90a,code=compute_90a --ptx -G $(@:.ok=.cu) -o $(@:.ok=.ptx)
-	@touch $@ && echo 'ok llmc/$*.cuh'
+	@$(NVCC) -std=c++17 -I. $(CUDA_CFLAGS) -gencode arch=compute_90a,code=compute_90a $(depend) --ptx -G $(@:.ok=.cu) -o $@.$(PARTIAL)
+	@$(keep) && echo 'ok llmc/$*.cuh'
 
 # ---- what people call
 
@@ -221,12 +234,12 @@ demo:
 	@$(MAKE) --no-print-directory $(if $(and $(NVCC),$(filter-out 0,$(GPUS))),train_gpt2cu,train_gpt2)
 	@$(VENV_PYTHON) -m llmc.demo ./$(if $(and $(NVCC),$(filter-out 0,$(GPUS))),train_gpt2cu,train_gpt2)
 
-# A toolkit is fetched where there is a GPU; to compile the GPU programs elsewhere: make toolkit, then make test.
-test:
+# A toolkit is fetched where there is a GPU; to compile the GPU programs elsewhere: make toolkit, then make test-all.
+test test-all:
 	@$(PYTHON) -m llmc.venv test
 	@$(if $(NVCC),,$(if $(filter-out 0,$(GPUS)),$(PYTHON) -m llmc.venv toolkit || true))
 	@$(if $(MPI_LIBS),,$(PYTHON) -m llmc.venv mpi || true)
-	@$(VENV_PYTHON) dev/test/run_tests.py
+	@$(VENV_PYTHON) dev/test/run_tests.py $(if $(filter test-all,$@),--all)
 
 doctor:
 	@$(PYTHON) -m llmc.doctor
@@ -263,4 +276,4 @@ fuzz: $(foreach t,$(or $(ONLY),$(FUZZ_TARGETS)),$(BUILD)/fuzz/$t.fuzzer $(BUILD)
 clean:
 	rm -rf $(BUILD) train_gpt2 train_gpt2cu train_gpt2fp32cu test_gpt2cu
 
--include $(wildcard $(BUILD)/*.d $(BUILD)/test/*.d $(CU)/*.d $(CU)/llmc/*/*.d $(CU)/llmc/*.d $(CU)/dev/cuda/*.d)
+-include $(wildcard $(BUILD)/*.d $(BUILD)/test/*.d $(BUILD)/headers/*.d $(BUILD)/headers/*/*.d $(BUILD)/fuzz/*.d $(CU)/*.d $(CU)/llmc/*/*.d $(CU)/llmc/*.d $(CU)/dev/cuda/*.d)

@@ -171,7 +171,7 @@ def main():
     trainer = shlex.quote(args.trainer)
     print(f"loss curve:  {picture}\nlog:         {args.output}/main.jsonl\nmodel:       {model}\n\nnext:")
     print(f"  {trainer} -e {shlex.quote(model)} --generate -g 400 --prompt 'import '       more text")
-    print("  make test                        every check that this machine can run")
+    print("  make test                        what a day's work can break; make test-all: every check")
     print("  make doctor                      what else it could use, and how to turn it on")
     print(f"  {trainer} --help               the options that matter; --help all: every one")
     python = os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(ROOT) else sys.executable

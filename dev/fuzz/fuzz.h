@@ -4,7 +4,7 @@
 //   static void fuzz_seeds(void)                             calls fuzz_seed(data, size) for small inputs that are good
 //
 // and includes this file first. It is built twice. With clang's libFuzzer (make fuzz) inputs are searched for. With any
-// compiler (FUZZ_REPLAY) it is a program that runs what it is given, for make test and to look into a finding:
+// compiler (FUZZ_REPLAY) it is a program that runs what it is given, for make test-all and to look into a finding:
 //
 //   build/fuzz/json.replay               the seeds and some thousand mutations of each, the same ones every time
 //   build/fuzz/json.replay FILE ...      these inputs

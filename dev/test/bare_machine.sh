@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# make demo and make test on a bare Debian or Ubuntu: one that has what README.md installs with apt, and nothing else.
+# make demo, make test and make test-all on a bare Debian or Ubuntu: one that has what README.md installs with apt, and
+# nothing else.
 #
 #   dev/test/bare_machine.sh [RELEASE [FOLDER [COMMAND ...]]]
 #
 # RELEASE (trixie) is installed into FOLDER (build/bare-RELEASE, 10 GB after make test) by debootstrap. A user without
-# rights then clones this checkout's last commit and runs each COMMAND ('make demo' 'make test') there. A second call
-# goes on with what is in FOLDER. Needs root, debootstrap, a mirror and a package index.
+# rights then clones this checkout's last commit and runs each COMMAND ('make demo' 'make test' 'make test-all') there. A
+# second call goes on with what is in FOLDER. Needs root, debootstrap, a mirror and a package index.
 #
 #   dev/test/bare_machine.sh RELEASE FOLDER image
 #
@@ -20,7 +21,7 @@ checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 release=${1:-trixie}
 folder=$(realpath -m "${2:-$checkout/build/bare-$release}")
 shift $(($# < 2 ? $# : 2))
-[ $# -gt 0 ] || set -- 'make demo' 'make test'
+[ $# -gt 0 ] || set -- 'make demo' 'make test' 'make test-all'
 
 die() {
     printf 'error: %s\n  hint: %s\n' "$1" "$2" >&2

@@ -13,6 +13,11 @@ import pytest
 # What looks at processes in /proc, limits one that runs, or puts a library in front of another.
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="it needs Linux's /proc, prlimit, loader or linker")
 
+# A test that is long and that a day's work hardly breaks: `make test` leaves it to `make test-all`. By hand it runs.
+QUICK = "LLMC_QUICK_TESTS"  # run_tests.py sets it
+THOROUGH = "make test-all runs it"
+thorough = pytest.mark.skipif(QUICK in os.environ, reason=THOROUGH)
+
 # Now and then Open MPI 5 does not start its own server, and ends before a rank has run. Then, and only then, tests
 # start it again.
 FAILED = "The PMIx server's listener thread failed to start"

@@ -10,7 +10,7 @@ error.
                again, and another job goes on from there
 
 Layouts are random, too: stages of ZeRO, tensor parallelism, micro-steps. A hundred faults take a quarter of an hour,
-so `make test` does not run them. OPTIONS go to the program."""
+so `make test-all` does not run them. OPTIONS go to the program."""
 
 import argparse
 import os

@@ -6,7 +6,7 @@
 Two small models learn a few steps. Then `--serve --tp RANKS` gets requests of all kinds, with random prompts, lengths
 and ways to draw, and some that are cancelled. Each is sent again later, when it has other neighbours, and must get the
 same tokens. The last line has a hash of all answers: with --draft it must be the same as without. 6,000 requests are
-a million tokens, so `make test` does not run it. OPTIONS go to the program, such as --debug p2p=0."""
+a million tokens, so `make test-all` does not run it. OPTIONS go to the program, such as --debug p2p=0."""
 
 import argparse
 import hashlib

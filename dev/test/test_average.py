@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 
+import launcher
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -53,8 +54,8 @@ def logits(folder):
     "model, more",
     [
         (GPT2, []),
-        (GROUPED, ["--window", "20"]),
-        (ROTATED, ["--documents", "1"]),
+        pytest.param(GROUPED, ["--window", "20"], marks=launcher.thorough),
+        pytest.param(ROTATED, ["--documents", "1"], marks=launcher.thorough),
         (GPT2, ["--optimizer", "muon"]),
     ],
     ids=["gpt2", "grouped", "rotated", "muon"],
@@ -146,6 +147,7 @@ def test_a_damaged_average_is_seen_and_old_ones_are_removed(train, tmp_path):
     assert "ema/model.safetensors is not what was written" in text and "step_00000008" in text
 
 
+@launcher.thorough
 @pytest.mark.parametrize("model, more", [(GPT2, []), (GROUPED, ["--optimizer", "muon"])], ids=["adamw", "muon"])
 def test_ranks_train_as_one(train, tmp_path, model, more):
     """Stages of ZeRO have the same bits, and other layouts are near; all average and clip."""

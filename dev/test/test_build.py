@@ -414,8 +414,8 @@ def fatbin_contents(path):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_binary_carries_every_architecture(precision):
-    lists = [CONFIG.get("FAT_ARCHS", "").split(), ["80", "90a"]]  # with a GPU; without one: run_tests.py
-    paths = [(ROOT / f"build/{precision}-{'-'.join(archs)}/train_gpt2cu", archs) for archs in lists]
+    lists = [("", CONFIG.get("FAT_ARCHS", "").split()), ("quick-", ["80", "90a"])]  # with a GPU; without: run_tests.py
+    paths = [(ROOT / f"build/{quick}{precision}-{'-'.join(archs)}/train_gpt2cu", archs) for quick, archs in lists]
     built = [(path, archs) for path, archs in paths if path.exists()]
     if not built:
         pytest.skip("not built here")
@@ -491,6 +491,7 @@ def copy_tree(target):
     return target
 
 
+@launcher.thorough
 def test_make_survives_being_killed(tmp_path):
     """Not optimised, to save time: the products, and the order in which they are written, are the same."""
     tree, trainer = copy_tree(tmp_path), ("train_gpt2", "OPTIMISE=-O0", "PLAIN=1")
@@ -518,17 +519,17 @@ def test_make_survives_being_killed(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def plain_program(tmp_path_factory):
-    """The CPU trainer whose products are three loops."""
-    folder = tmp_path_factory.mktemp("plain") / "build"
-    built = make(f"{folder}/train_gpt2", "PLAIN=1", f"BUILD={folder}")
+def plain_program():
+    """The CPU trainer whose products are three loops, in a build folder of its own that later runs find."""
+    built = make("build/plain/train_gpt2", "PLAIN=1", "BUILD=build/plain")
     assert built.returncode == 0, built.stderr
-    return folder / "train_gpt2"
+    return ROOT / "build/plain/train_gpt2"
 
 
 CLANG = next((name for name in ("clang", *(f"clang-{n}" for n in range(30, 11, -1))) if shutil.which(name)), None)
 
 
+@launcher.thorough
 @pytest.mark.skipif(not CLANG or not shutil.which("gcc"), reason="gcc or clang is not installed")
 def test_gcc_and_clang_compute_the_same(tmp_path, monkeypatch):
     """Without a warning. They add in another order here and there, so that the last of fp32's digits may differ."""
@@ -587,6 +588,10 @@ def test_precision_and_architectures_have_their_own_folders():
         plan.count("code=compute_") and "arch=compute_100,code=compute_100" in plan and "code=compute_80 " not in plan
     )
     assert "fast-math" not in plan
+    quick = make("-n", "-B", "build/quick-fp32-80/train_gpt2cu", "PRECISION=FP32", "ARCHS=80", "QUICK=1").stdout
+    assert "-Xcicc -O1" in quick and "build/fp32-80" not in quick and "-Xcicc" not in plan
+    refused = make("train_gpt2cu", "QUICK=1")
+    assert refused.returncode != 0 and "QUICK=1 is for tests" in refused.stderr
     assert make("-n", "train_gpt2cu", "PRECISION=FP8").returncode != 0
 
 
@@ -787,7 +792,7 @@ def test_a_build_with_serialised_wgmma_stops(tmp_path):
         (tree / kernel).unlink(missing_ok=True)
     (tree / "said").write_text(SERIALISED)
     assert make("ARCHS=90a", ladder, cwd=tree).returncode == 0
-    assert make("ARCHS=90a", kernel, "SPLIT=-Xcicc -O1 -Xptxas -O2", cwd=tree).returncode == 0
+    assert make("ARCHS=90a", "QUICK=1", kernel.replace("bf16", "quick-bf16"), cwd=tree).returncode == 0
 
 
 def hopper_kernels():
@@ -803,6 +808,7 @@ def hopper_kernels():
     return "\n".join(lines) + "\n"
 
 
+@launcher.thorough
 def test_no_toolkit_serialises_wgmma(tmp_path):
     """That of the build and that of make toolkit. Of the other kernels' objects, make itself says so."""
     toolkits = dict.fromkeys([CONFIG.get("NVCC"), *map(str, ROOT.glob(".toolkit/nvidia/cu*/bin/nvcc"))])
@@ -819,6 +825,7 @@ def test_no_toolkit_serialises_wgmma(tmp_path):
         assert len(of_hopper) == 12 and "serialized" not in said.stderr, said.stderr
 
 
+@launcher.thorough
 def test_two_makes_share_one_venv(tmp_path):
     copy_tools(tmp_path, "venv.py")
     (tmp_path / "requirements.txt").write_text("# demo: nothing\n")
@@ -854,6 +861,7 @@ def write_wheel(folder, name, version, requires=(), extras=(), file=None):
             wheel.writestr(path, text)
 
 
+@launcher.thorough
 def test_toolkit_and_torch_have_parts_of_their_own(tmp_path, monkeypatch):
     """torch comes with an NCCL and a CUDA, and so does the toolkit, in other versions. A .venv in which the one lies
     over the other is put right."""
@@ -888,6 +896,7 @@ def test_toolkit_and_torch_have_parts_of_their_own(tmp_path, monkeypatch):
     assert run(bare, "-m", "llmc.venv", "test").returncode == 0 and ours().read_text() == "1.2.0"
 
 
+@launcher.thorough
 def test_pins_resolve(tmp_path, monkeypatch):
     """What goes into .venv together fits together, and so do the parts of the toolkit: pip says so without installing
     them, from the index that it is set up for, whatever lies in folders of this machine."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import launcher
 import numpy as np
 import pytest
 
@@ -429,6 +430,7 @@ def test_check(tmp_path):
 # ---- training
 
 
+@launcher.thorough
 @pytest.mark.skipif(not (ROOT / "train_gpt2").exists(), reason="train_gpt2 is not built")
 def test_both_trainers_learn_what_is_marked(tmp_path, monkeypatch):
     """Equal losses in C and PyTorch with the options' defaults; others if one mark is changed; no NaN where nothing is

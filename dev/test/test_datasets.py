@@ -509,7 +509,7 @@ def texts_of(folder):
     return np.concatenate(parts).astype(np.uint8).tobytes().decode().split("\0")[1:]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(k, marks=launcher.thorough) for k in KINDS[1:])])
 def test_fineweb(fineweb, tmp_path, kind):
     args = fineweb(kind)
     for n in 1, 2, 3:

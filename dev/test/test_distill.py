@@ -3,6 +3,7 @@
 import argparse
 import shutil
 
+import launcher
 import numpy as np
 import pytest
 import torch
@@ -11,6 +12,9 @@ from test_dpo import CPU, SMALL, draw, start, steps_of, write_lines  # noqa: F40
 from llmc import distill  # noqa: E402
 import llmc  # noqa: E402
 from llmc.post_training import Prompt, require_same_tokenizer  # noqa: E402
+
+
+pytestmark = launcher.thorough
 
 
 def taught(begin, folder, steps, rows):

@@ -119,6 +119,7 @@ ELSEWHERE = [
 ]
 
 
+@launcher.thorough
 @pytest.mark.parametrize("page, line", ELSEWHERE, ids=[f"{page.name}: {line[:70]}" for page, line in ELSEWHERE])
 def test_commands_for_other_machines(page, line):
     understand(shlex.split(line, comments=True))
@@ -180,6 +181,7 @@ def run(tree, line):
     return done.stdout
 
 
+@launcher.thorough
 @pytest.mark.parametrize("page", PAGES, ids=[p.name for p in PAGES])
 def test_pages_run(tree, page):
     lines = [line for language, lines in blocks(page, "") if language == "sh" for line in lines]
@@ -188,6 +190,7 @@ def test_pages_run(tree, page):
         assert said in re.sub(r" +", " ", output), (said, output)
 
 
+@launcher.thorough
 def test_the_program_of_python_md_runs(tree):
     """After the page's commands: its pieces are one program."""
     test_pages_run(tree, ROOT / "doc/python.md")
@@ -198,6 +201,7 @@ def test_the_program_of_python_md_runs(tree):
     assert (tree / "log/python.png").stat().st_size > 1000
 
 
+@launcher.thorough
 def test_the_model_of_data_md_answers(tree):
     """After the page's commands: its example of a conversation is what the model says."""
     page = ROOT / "doc/data.md"

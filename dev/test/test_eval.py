@@ -448,6 +448,7 @@ def worst(a, b):
 BOUND = 3e-6  # of a loss of about 6 in fp32; measured 8e-7
 
 
+@launcher.thorough
 @needs_trainer
 def test_scores_do_not_depend_on_batch_and_ranks_nor_on_the_language(world, tmp_path, monkeypatch):
     said, one = in_c(world, tmp_path / "c1", **{"-b": 1})
@@ -752,6 +753,7 @@ def test_run_eval(tmp_path):
     assert os.listdir(tmp_path / "run/lm_eval/step_00000010") == ["piqa"]
 
 
+@launcher.thorough
 def test_data_and_output_of_odd_kinds(tmp_path):
     """The tokenizer lies beside the first shard, however that was named, as in the C trainers; a terminal may lack
     U+FFFD, or be closed."""

@@ -16,6 +16,7 @@ from test_build import ROOT
 
 from llmc import tiny_chats
 
+pytestmark = launcher.thorough  # it trains a model until it answers
 SCRIPT = ROOT / "scripts/run_finetune.sh"
 TRAINER = ROOT / "build/train_gpt2"
 # one thread: the model is so small that two would mostly wait for each other

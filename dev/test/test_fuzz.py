@@ -15,7 +15,7 @@ import pytest
 import launcher
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = launcher.on_linux  # the linker's --wrap
+pytestmark = [launcher.on_linux, launcher.thorough]  # the linker's --wrap
 sys.path.append(str(ROOT / "dev/fuzz"))
 import fuzz  # noqa: E402
 

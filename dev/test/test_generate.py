@@ -163,6 +163,7 @@ def test_refused():
         assert "--cache-dtype says nothing without" in run(*cache, "fp8", *silent, status=1)
 
 
+@launcher.thorough
 def test_a_demo_leaves_a_model_to_generate_from(tmp_path):
     """Its last lines say how. What an earlier one left is replaced, and nothing else."""
     left = tmp_path / "demo"
@@ -733,6 +734,7 @@ def test_ranks_serve_together(runs):
     assert not server.close(quits=True)
 
 
+@launcher.thorough
 @pytest.mark.skipif(not test_ranks.MPIRUN, reason="no MPI (make toolkit)")
 def test_random_requests_on_ranks():
     """A million tokens take minutes: the program's own first lines say how."""

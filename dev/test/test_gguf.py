@@ -5,6 +5,7 @@ import json
 import math
 import sys
 
+import launcher
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from llmc import hf  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 LLAMA3_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+pytestmark = launcher.thorough
 FAMILIES = {  # name: (configuration, tokenizer, architecture)
     "gpt2": (small("gpt2"), "gpt2", "gpt2"),
     "llama3": (

@@ -22,6 +22,7 @@ from test_build import ROOT
 from llmc import rl as grpo  # noqa: E402
 import llmc  # noqa: E402
 
+pytestmark = launcher.thorough
 TRAINER = ROOT / "build/train_gpt2"
 DIGITS, PLUS, EQUALS = 4, 10, 11  # tokens of x + y = with x, y < DIGITS; the answer is one token, then end-of-text
 MODEL = "d2,channels=64,heads=2,vocab=16,seq=8"

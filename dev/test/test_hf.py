@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import launcher
 import numpy as np
 import pytest
 
@@ -597,6 +598,7 @@ print(json.dumps([transformers.__version__, made]))
 """
 
 
+@launcher.thorough
 def test_every_tokenizer_beside_every_model(program, tmp_path, monkeypatch, capfd):  # noqa: F811
     """The same ids from every architecture, with no token beyond the vocabulary. transformers 4 goes by the files, 5 by
     the architecture. LLMC_TRANSFORMERS names Pythons that have other versions than .venv's."""
@@ -771,6 +773,7 @@ def test_a_run_stands_for_its_newest_checkpoint(program, tmp_path, monkeypatch, 
 ODD = [None, [], {}, 5, "x", True, [[1]], {"a": 1}, [None], ["x"], 10**400, -1, 1.5]
 
 
+@launcher.thorough
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
 def test_odd_json(program, tmp_path, monkeypatch, capfd, name):  # noqa: F811
     """Each field in turn is something else: success, or an error that names the file."""

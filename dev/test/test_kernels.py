@@ -1,13 +1,16 @@
 """dev/bench/kernels.py: what ladders print becomes a table, and what fails is said. No GPU: scripts stand in for the
 ladders, and for attention's kernels on mma.sync a CPU plays the threads of a block."""
 
+import hashlib
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import launcher
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,6 +179,7 @@ def test_fastest_of_the_vendors_and_the_rest():
     assert row.cells()[5:] == ["cuDNN", "125.0", "1.25x", "FlashAttention-2 250.0; a note"]
 
 
+@launcher.thorough
 def test_failures_are_passed_on(ladder, tmp_path):
     ladder(
         "attention",
@@ -362,6 +366,25 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
     assert torch_kernels.time_peers("rope forward", HEADS) == ({"PyTorch, compiled": 5.0}, [])
 
 
+def compiled_once(words, tmp_path):
+    """The program, compiled where the text that its compiler sees, or the compiler, is another than the last time."""
+    command = [CONFIG["CXX"], "-std=c++17", "-O2", "-fno-strict-aliasing", *words]
+    run = lambda *command: subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    seen = [run(*command, "-E", "-P"), run(CONFIG["CXX"], "--version")]
+    assert not any(p.returncode for p in seen), seen[0].stderr[-3000:]
+    text = "".join(p.stdout for p in seen) + " ".join(command)
+    key = hashlib.sha256(text.replace(str(tmp_path), "").encode()).hexdigest()[:16]
+    folder = ROOT / "build/test/kernels" / re.sub(r"\W+", "_", " ".join(words[:-1]))
+    program = folder / key
+    if not program.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        build = run(*command, "-o", str(program.with_suffix(".partial")), "-lm")
+        assert build.returncode == 0, build.stderr[-3000:]
+        program.with_suffix(".partial").rename(program)
+    return program
+
+
 @pytest.mark.skipif(not CONFIG.get("CXX") or sys.platform != "linux", reason="no C++ compiler, or no Linux")
 @pytest.mark.parametrize(
     "source, flags, passed",
@@ -384,7 +407,6 @@ def test_what_pytorch_cannot(on_cpu, monkeypatch):
     ],
 )
 def test_kernels_without_a_gpu(source, flags, passed, tmp_path):
-    program = tmp_path / source
     for name in (
         "attention_hopper.cuh",
         "matmul_hopper.cuh",
@@ -405,14 +427,7 @@ def test_kernels_without_a_gpu(source, flags, passed, tmp_path):
             header = header[: header.index("// ---- host")] + "#endif\n"
         (tmp_path / f"{stem}.h").write_text(header)
     (tmp_path / "cuda_fp8.h").write_text("struct __nv_fp8_e4m3 {};\n")
-    build = subprocess.run(
-        [CONFIG["CXX"], "-std=c++17", "-O2", "-fno-strict-aliasing", *flags]
-        + ["-I.", f"-I{tmp_path}", f"dev/test/{source}.cpp", "-o", program, "-lm"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert build.returncode == 0, build.stderr[-3000:]
+    program = compiled_once([f"dev/test/{source}.cpp", *flags, "-I.", f"-I{tmp_path}"], tmp_path)
     run = subprocess.run([program], capture_output=True, text=True)
     assert run.returncode == 0 and f"{passed} passed, 0 failed" in run.stdout, run.stdout + run.stderr
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = launcher.on_linux
+pytestmark = [launcher.on_linux, launcher.thorough]
 CONFIG = dict(line.split(" := ", 1) for line in (ROOT / "build/config.mk").read_text().splitlines() if " := " in line)
 MPIRUN = CONFIG.get("MPIRUN", "")
 TOKENS = 524288 // 1024  # of a step: a thousandth of theirs

@@ -232,6 +232,7 @@ def test_debug_files(tmp_path):
 # ---- from a run to a merged model
 
 
+@launcher.thorough
 def test_from_a_run_to_a_model(text_shards, tmp_path, monkeypatch, capsys):  # noqa: F811
     """The merged folder has the loss that the run's last evaluation saw."""
     base, out, whole = tmp_path / "base", tmp_path / "run", tmp_path / "whole"
@@ -758,6 +759,7 @@ def chat_checkpoints(c_trainer, text_shards, tmp_path_factory):  # noqa: F811
     return made
 
 
+@launcher.thorough
 @pytest.mark.parametrize("kind", ["model", "adapter"])
 def test_any_flipped_bit_is_noticed(chat_checkpoints, tmp_path, monkeypatch, capfd, kind):
     """Of every file, by every command. Of what people edit, the chat template and generation_config.json, a change is

@@ -40,6 +40,7 @@ MODELS = {
     "olmoe": f"olmoe:d1,{COMMON},kv_heads=4,experts=6,active=3",
 }
 FAMILIES = list(MODELS)
+ONE_FAMILY = [f if f == "mixtral" else pytest.param(f, marks=launcher.thorough) for f in FAMILIES]  # of long tests
 
 
 def run(*arguments, ranks=0, status=0, program=TRAINER):
@@ -132,7 +133,7 @@ def routers(tensors):
 
 
 @needs_mpi
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_FAMILY)
 def test_any_number_of_ranks(data, folders, tmp_path, family):
     """Without the balance, which is that of each micro-step's tokens, all layouts of a batch train alike."""
     how = {"model": copy(folders[family], tmp_path / "base", router_aux_loss_coef=0.0)}
@@ -150,7 +151,7 @@ def test_any_number_of_ranks(data, folders, tmp_path, family):
 
 
 @needs_mpi
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_FAMILY)
 def test_ranks_with_balance(data, folders, tmp_path, family):
     """A stage of ZeRO changes no bit; ranks of --tp share a micro-step, and with it its balance."""
     how = {"model": copy(folders[family], tmp_path / "base", router_aux_loss_coef=0.3)}

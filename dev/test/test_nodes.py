@@ -46,7 +46,7 @@ from test_ranks import (
 SCRIPTS = ROOT / "scripts/multi_node"
 LONG = ["-n", "100000", "-x", "1000000"]
 needs_mpi = pytest.mark.skipif(not MPIRUN, reason="no MPI (make toolkit)")
-pytestmark = launcher.on_linux
+pytestmark = [launcher.on_linux, launcher.thorough]
 
 
 class Hosts:

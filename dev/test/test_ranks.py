@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = dict(line.split(" := ", 1) for line in (ROOT / "build/config.mk").read_text().splitlines() if " := " in line)
 MPIRUN = CONFIG.get("MPIRUN", "")
 COMM, TRAINER = ROOT / "build/test/test_comm.mpi", ROOT / "build/train_gpt2"
-REPEAT = int(os.environ.get("LLMC_REPEAT", "2"))
+REPEAT = int(os.environ.get("LLMC_REPEAT", "1" if launcher.QUICK in os.environ else "2"))
 # --timeout of the jobs that lose a rank, seconds; jobs that must succeed have a minute, because a machine may be busy
 TIMEOUT = 2
 MARGIN = 10  # all must be gone within the time-out and this

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("aiohttp")
+import launcher  # noqa: E402
 from launcher import ENVIRONMENT  # noqa: E402
 from test_generate import bytes_tokenizer  # noqa: E402,F401
 from test_serve import Server  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "build/train_gpt2"
+pytestmark = launcher.thorough
 COUNTS = "--clients 4 --requests 24 --prompt-tokens 40 --answer-tokens 30".split()
 
 

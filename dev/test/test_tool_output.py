@@ -9,12 +9,14 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import launcher
 import numpy as np
 import pytest
 from test_build import ROOT, tracked
 
 # programs and tests call them
 WITHOUT_HELP = {"llmc/limited.py", "llmc/venv.py", "dev/test/sanitize.py", "dev/test/serve_child.py"}
+WITHOUT_HELP |= {"dev/test/worker.py"}
 TOOLS = [
     str(f)
     for f in tracked(".py")
@@ -57,6 +59,7 @@ def test_every_tool_is_looked_at():
     ) and len(TOOLS) >= 27
 
 
+@launcher.thorough
 def test_help():
     with ThreadPoolExecutor(2) as pool:
         results = zip(TOOLS, pool.map(lambda tool: unread(tool, "--help"), TOOLS))

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import launcher
 import numpy as np
 import pytest
 import torch
@@ -1329,6 +1330,7 @@ def test_messages_for_the_user(text_shards, tmp_path, capsys):
     assert ref.parse_options(["--overfit", "--max-steps", "3"]).overfit == 1  # a switch alone means 1, as in C
 
 
+@launcher.thorough
 def test_random_models():
     """One; a hundred take a quarter of an hour, and the program's own first lines say how."""
     program = os.path.join(ROOT, "build/train_gpt2")

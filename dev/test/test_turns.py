@@ -13,7 +13,8 @@ TRAINER = ROOT / "build/train_gpt2"
 SMALL = "layers=1,channels=64,heads=2,kv_heads=1,ffn=64"
 PEER = shlex.join([sys.executable, "-c", 'print("begin"); print(\'{"tok_s": 1000, "peak_gib": 2.5}\'); print("end")'])
 
-pytestmark = pytest.mark.skipif(not TRAINER.exists(), reason="build/train_gpt2 is not built (make train_gpt2)")
+needs_trainer = pytest.mark.skipif(not TRAINER.exists(), reason="build/train_gpt2 is not built (make train_gpt2)")
+pytestmark = [needs_trainer, launcher.thorough]
 
 
 def turns(*arguments):
