@@ -3,13 +3,19 @@ main.log).
 
   llmc plot out/a out/b -o curves.png                    folders or log files
   llmc plot out/* -o curves.png --x tokens --panels loss,accuracy,norm,speed,lr --labels "baseline,lr 6e-4"
+  llmc plot out/a --panels loss,kl,my_score              any numbers of the log, a program's own among them
   llmc plot out/a --reference gpt2:124M,gpt3:124M        with the figures of OpenAI's models
   llmc plot out/a --follow                               draws anew while the run goes, until it has ended
 
-Training loss is drawn twice: every step, faint, and smoothed (an average whose weights halve every --smooth steps).
-Validation losses are points on a line, and the last one stands in the legend. A log may end in the middle of a line
-(the run was killed) and may go back to an earlier step (it was resumed): what was logged beyond that step no longer
-counts.
+Without --panels the runs choose: pre-training loss and the accuracies on its questions; preferences loss, accuracy and
+margin; rewards reward, kl, entropy and length; distillation loss, entropy and length. A panel is loss, accuracy, norm,
+speed, lr or the name of any other number in the log; EVENT.NAME takes it from one kind of line, as in
+eval_average.loss.
+
+What a step has is drawn twice: every step, faint, and smoothed (an average whose weights halve every --smooth steps).
+What evaluations and other lines have are points on a line, and the last validation loss stands in the legend. A log may
+end in the middle of a line (the run was killed) and may go back to an earlier step (it was resumed): what was logged
+beyond that step no longer counts.
 """
 
 import argparse
@@ -34,14 +40,15 @@ from llmc.tool_output import Parser, outlive_reader, plural
 COLOURS = ["#1f6fb4", "#d9541e", "#2e8b57", "#8e44ad", "#b8860b", "#c2185b", "#008b9a", "#5d6d7e", "#7b3f00", "#6b8e23"]
 X_LABELS = {"step": "step", "tokens": "training tokens", "time": "training time"}
 X_FIELDS = {"step": "step", "tokens": "tokens", "time": "elapsed"}
-PANELS = {
-    "loss": ("loss", "loss"),
-    "reward": ("reward", "reward"),
-    "accuracy": ("acc_norm", "accuracy"),
-    "norm": ("norm", "gradient norm"),
-    "speed": ("tok_s", "tokens/s"),
-    "lr": ("lr", "learning rate"),
-}
+TITLES = {"norm": "gradient norm", "speed": "tokens/s", "lr": "learning rate"}  # of panels; else their names
+ORDINARY = ("loss", "accuracy", "norm", "speed", "lr")  # panels that need not be fields of the log
+# Kinds of runs: fields that the steps of no kind further down have, and panels.
+KINDS = (
+    (("reward",), ("reward", "kl", "entropy", "length")),
+    (("margin",), ("loss", "accuracy", "margin")),
+    (("entropy", "truncated"), ("loss", "entropy", "length")),
+    ((), ("loss", "accuracy")),
+)
 # (validation loss, HellaSwag accuracy). OpenAI's GPT-2 checkpoints on llm.c's FineWeb validation shard, and the
 # accuracies that the GPT-3 paper reports: llm.c, dev/vislog.ipynb at f1e2ace. On FineWeb-Edu's shard ("-edu"):
 # build-nanogpt, play.ipynb at 136b65e. A loss compares only with the same tokenizer and the same validation text.
@@ -92,18 +99,57 @@ def read_log(path):
     return run
 
 
+def has(series, field):
+    return any(map(math.isfinite, series[field]))
+
+
+def lines_of(run):
+    """(event, name, Series) of each kind of line that has numbers; the name is that of a set, or ""."""
+    yield "step", "", run.step
+    yield "eval", "", run.eval
+    yield from (("eval_choice", name, series) for name, series in run.choices.items())
+    yield from ((event, name, series) for (event, name), series in run.others.items())
+
+
+def field_of(panel, event, series):
+    """The field of a kind of line that a panel shows; None: it shows none of these lines."""
+    if panel == "loss":  # the losses of averages and of a mixture's sets are no validation losses
+        return panel if event in ("step", "eval") else None
+    if panel == "accuracy" and event == "eval_choice":
+        return "acc_norm" if has(series, "acc_norm") else "acc"
+    if panel == "speed":
+        return "tok_s" if event == "step" else None
+    return panel.removeprefix(event + ".")
+
+
+def shown_of(run, panel):
+    """[(event, name, Series, field)]: what a panel shows of a run."""
+    found = [(*line, field_of(panel, line[0], line[2])) for line in lines_of(run)]
+    return [one for one in found if one[3] is not None and has(one[2], one[3])]
+
+
+def panels_of(runs):
+    """The panels that the runs choose, each once."""
+    chosen = []
+    for run in runs:
+        panels = next(panels for fields, panels in KINDS if all(has(run.step, field) for field in fields))
+        chosen += [panel for panel in panels if panel == "loss" or shown_of(run, panel)]
+    return list(dict.fromkeys(chosen))
+
+
 def panels_with_data(runs, panels):
     """Without those that no run has anything for: their axes would be empty."""
-    lacks = {}
-    if not any(len(series) for run in runs for series in run.choices.values()):
-        lacks["accuracy"] = "--choice-data"
-    if not any(math.isfinite(v) for run in runs for v in run.step["reward"]):
-        lacks["reward"] = "scripts/grpo.py"
-    left = [panel for panel in panels if panel not in lacks]
+    left = [panel for panel in panels if panel == "loss" or any(shown_of(run, panel) for run in runs)]
+    lacks = [panel for panel in panels if panel not in left]
+    fields = {name for run in runs for _, _, series in lines_of(run) for name in series.columns if has(series, name)}
+    more = ", ".join(sorted(fields - {"step", "elapsed", "tok_s", *ORDINARY}))
+    hint = f"beside {', '.join(ORDINARY)} the logs have {more or 'nothing'}"
+    if "accuracy" in lacks:
+        hint += "; --choice-data and preferences have an accuracy"
     if not left:
-        fail(f"no run has data for the panel {panels[0]}", f"train with {lacks[panels[0]]}, or name other --panels")
-    for panel in set(panels) - set(left):
-        print(f"not drawn: the panel {panel}, because no run has one ({lacks[panel]})", file=sys.stderr)
+        fail(f"no run has data for the panel {lacks[0]}", hint)
+    for panel in lacks:
+        print(f"not drawn: the panel {panel}, because no run has it ({hint})", file=sys.stderr)
     return left
 
 
@@ -186,22 +232,15 @@ def draw_points(axis, where, marker="o", **style):
         )
 
 
-def draw_run(axis, run, panel, colour, kind, half_life, sets):
-    field = PANELS[panel][0]
-    if panel == "accuracy":
-        for name, series in run.choices.items():
-            draw_points(
-                axis,
-                points(run, series, kind, field) or points(run, series, kind, "acc"),
-                MARKERS[sets.index(name) % len(MARKERS)],
-                color=colour,
-            )
-        return
-    x, y, width = x_values(run, run.step, kind), run.step[field], 1.6 if panel == "loss" else 1.2
-    axis.plot(x, y, color=colour, linewidth=0.7, alpha=0.25, zorder=1)
-    axis.plot(x, smooth(y, 0 if panel == "lr" else half_life), color=colour, linewidth=width, zorder=3)
-    if panel == "loss":
-        draw_points(axis, points(run, run.eval, kind, field), color=colour)
+def draw_run(axis, run, panel, colour, kind, half_life, names):
+    for event, name, series, field in shown_of(run, panel):
+        if event == "step":
+            x, y, width = x_values(run, series, kind), series[field], 1.6 if panel in ("loss", "reward") else 1.2
+            axis.plot(x, y, color=colour, linewidth=0.7, alpha=0.25, zorder=1)
+            axis.plot(x, smooth(y, 0 if panel == "lr" else half_life), color=colour, linewidth=width, zorder=3)
+            continue
+        marker = MARKERS[names.index(name) % len(MARKERS)] if name else "o"
+        draw_points(axis, points(run, series, kind, field), marker, color=colour)
 
 
 def draw_references(axis, names, panel):
@@ -246,9 +285,8 @@ def save(figure, output):
 def draw(runs, labels, output, kind="step", panels=("loss",), half_life=None, title="", log_y=False, references=()):
     longest = max(len(run.step) for run in runs)
     half_life = max(longest / 100, 2) if half_life is None else half_life
-    sets = sorted({name for run in runs for name, series in run.choices.items() if len(series)})
     plt.rcParams.update(STYLE)
-    heights = [3.0 if p == "loss" else 1.4 if p == "accuracy" else 1.0 for p in panels]
+    heights = [3.0 if p in ("loss", "reward") else 1.4 if p == "accuracy" else 1.0 for p in panels]
     figure, axes = plt.subplots(
         len(panels),
         1,
@@ -259,9 +297,10 @@ def draw(runs, labels, output, kind="step", panels=("loss",), half_life=None, ti
         layout="constrained",
     )
     for axis, panel in zip(axes[:, 0], panels):
+        names = sorted({name for run in runs for _, name, *_ in shown_of(run, panel) if name})
         for i, run in enumerate(runs):
-            draw_run(axis, run, panel, COLOURS[i % len(COLOURS)], kind, half_life, sets)
-        if panel == "accuracy" and sets:
+            draw_run(axis, run, panel, COLOURS[i % len(COLOURS)], kind, half_life, names)
+        if names:
             axis.legend(
                 handles=[
                     Line2D(
@@ -273,13 +312,13 @@ def draw(runs, labels, output, kind="step", panels=("loss",), half_life=None, ti
                         markersize=4.5,
                         label=name,
                     )
-                    for k, name in enumerate(sets)
+                    for k, name in enumerate(names)
                 ],
                 loc="lower right",
                 fontsize=8,
             )
         draw_references(axis, references, panel)
-        axis.set_ylabel(PANELS[panel][1])
+        axis.set_ylabel(TITLES.get(panel, panel))
         if panel == "loss":
             levels = [v for _, v in references_of(references, "loss")]
             scale_loss(axis, loss_range(runs, half_life, levels, log_y), log_y)
@@ -360,7 +399,9 @@ def parse_arguments(argv):
     p.add_argument("runs", nargs="+", help="run folders or log files")
     p.add_argument("-o", "--output", default="curves.png", help="picture to write (default: curves.png)")
     p.add_argument("--x", choices=X_LABELS, default="step", help="horizontal axis (default: step)")
-    p.add_argument("--panels", default="loss", help=f"comma-separated, of {', '.join(PANELS)} (default: loss)")
+    p.add_argument(
+        "--panels", default="", help=f"comma-separated: {', '.join(ORDINARY)}, and numbers of the log (default: see above)"
+    )
     p.add_argument("--labels", default="", help="comma-separated names of the runs (default: from the paths)")
     p.add_argument(
         "--reference",
@@ -387,9 +428,7 @@ def parse_arguments(argv):
         help="look every SECONDS (10) for new lines and draw anew, until every run has ended",
     )
     a = p.parse_args(argv)
-    a.panels, a.reference = a.panels.split(","), [name for name in a.reference.split(",") if name]
-    if not set(a.panels) <= set(PANELS):
-        fail(f"unknown panel in '{','.join(a.panels)}'", f"use {', '.join(PANELS)}")
+    a.panels, a.reference = ([name for name in names.split(",") if name] for names in (a.panels, a.reference))
     if not set(a.reference) <= set(REFERENCES):
         fail(f"unknown reference in '{','.join(a.reference)}'", f"use {', '.join(REFERENCES)}")
     if a.follow is not None and not a.follow > 0:
@@ -414,17 +453,20 @@ def main(argv=None):
             fail(f"no {X_LABELS[a.x]} in {' '.join(without)}", "use --x step")
         for path in without:
             print(f"not drawn: {path} has no {X_LABELS[a.x]}", file=sys.stderr)
-        draw(runs, labels, a.output, a.x, a.panels, a.smooth, a.title, a.log, a.reference)
+        panels = a.panels or panels_of(runs)  # while a run goes on it may get more
+        draw(runs, labels, a.output, a.x, panels, a.smooth, a.title, a.log, a.reference)
         for label, run in zip(labels, runs):
             last = run.step if len(run.step) else run.eval
             evals = f", val loss {run.eval['loss'][-1]:.4f} at step {run.eval['step'][-1]:.0f}" if len(run.eval) else ""
-            print(f"{label}: {plural(int(last['step'][-1]), 'step')}, loss {last['loss'][-1]:.4f}{evals}")
+            own = [panel for panel in panels if panel not in ORDINARY and has(run.step, panel)]
+            more = "".join(f", {panel} {run.step[panel][-1]:.4g}" for panel in own)
+            print(f"{label}: {plural(int(last['step'][-1]), 'step')}, loss {last['loss'][-1]:.4f}{more}{evals}")
         print(f"wrote {a.output}", flush=True)
 
     if a.follow:  # what is not there may come
         follow(runs, a.follow, redraw)
     else:
-        a.panels = panels_with_data(runs, a.panels)
+        a.panels = a.panels and panels_with_data(runs, a.panels)
         redraw()
 
 

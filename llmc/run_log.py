@@ -88,7 +88,8 @@ class Series:
 
 
 class RunLog:
-    """start, sample, checkpoint, end: the last record of that event, or None; step, eval, choices[name]: Series."""
+    """start, sample, checkpoint, end: the last record of that event, or None; step, eval, choices[name]: Series;
+    others[event, name]: Series of all further records, those that a user's program has logged among them."""
 
     def __init__(self, path):
         self.given, self.path, self.generation = path, log_path(path), 0
@@ -98,7 +99,7 @@ class RunLog:
         self.at, self.head, self.records, self.damaged, self.starts = 0, b"", 0, 0, 0
         self.base, self.started = 0.0, False
         self.start, self.sample, self.checkpoint, self.end = {}, None, None, None
-        self.step, self.eval, self.choices = Series(), Series(), {}
+        self.step, self.eval, self.choices, self.others = Series(), Series(), {}, {}
 
     def no_log(self):
         """Whether the file has lines, and none of them is a record."""
@@ -144,7 +145,8 @@ class RunLog:
                 if event == "eval_choice"
                 else getattr(self, event)
             )
-            for series in (self.step, self.eval, *self.choices.values()):  # the run went back: forget what came after
+            # the run went back: forget what came after
+            for series in (self.step, self.eval, *self.choices.values(), *self.others.values()):
                 series.cut(record["step"] + (series is not own))
             if self.started:  # clocks begin anew with each start
                 self.base = max((s["elapsed"][-1] for s in (self.step, self.eval) if len(s)), default=0.0)
@@ -156,6 +158,10 @@ class RunLog:
             own.append(record)
         elif event in ("sample", "checkpoint", "end"):
             setattr(self, event, record)
+        elif math.isfinite(number(record.get("step"))):
+            own = self.others.setdefault((str(event), str(record.get("name", ""))), Series())
+            own.cut(record["step"])
+            own.append(record | {"elapsed": self.base + number(record.get("elapsed"))})
 
 
 def smooth(values, half_life):

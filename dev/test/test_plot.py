@@ -324,7 +324,7 @@ def test_messages(tmp_path, capsys):
     for arguments, words in (
         ([str(tmp_path / "none")], "no log"),
         ([empty], "no step or eval lines"),
-        ([good, "--panels", "lost"], "unknown panel"),
+        ([good, "--panels", "lost"], "no run has data for the panel lost\n  hint: beside loss, accuracy, norm, speed, lr"),
         ([good, "--labels", "a,b"], "2 labels for 1 runs"),
         ([good, "--panels", "accuracy"], "no run has data for the panel accuracy"),
     ):
@@ -363,6 +363,55 @@ def test_a_panel_without_data_is_left_out(tmp_path, capsys, monkeypatch):
     ):
         plot.main([*runs, "-o", str(tmp_path / "x.png"), "--panels", "loss,accuracy,reward,lr"])
         assert shown.pop() == panels and said in capsys.readouterr().err
+
+
+def test_any_logged_number_has_a_panel(tmp_path, capsys):
+    """Fields of steps are lines, those of other lines points, each where its line of the log stands."""
+    own = [start()]
+    for n in range(1, 9):
+        own += [step(n, my_score=n / 2), {"event": "quiz", "step": n, "elapsed": n, "right": n * n, "text": "a"}]
+    own += [{"event": "eval_average", "step": 8, "elapsed": 9, "loss": 1.5}]
+    own += [{"event": "eval_set", "step": 8, "elapsed": 9, "name": name, "loss": 2.0} for name in ("a/*.bin", "b/*.bin")]
+    own += [{"event": "quiz", "step": 8, "elapsed": 9, "right": 49}]  # resumed from step 7
+    run = plot.read_log(write(tmp_path / "own", own))
+    panels = ["loss", "my_score", "right", "quiz.right", "eval_average.loss", "eval_set.loss"]
+    axes = drawn([run], panels=panels, half_life=0)
+    values = [[list(line.get_ydata()) for line in axis.lines] for axis in axes]
+    scores, squares = [n / 2 for n in range(1, 9)], [*(n * n for n in range(1, 8)), 49]
+    assert values[1:5] == [[scores, scores], [squares], [squares], [[1.5]]] and values[5] == [[2.0], [2.0]]
+    assert len(values[0]) == 2 and [axis.get_ylabel() for axis in axes] == panels
+    assert [text.get_text() for text in axes[5].get_legend().get_texts()] == ["a/*.bin", "b/*.bin"]
+    assert list(drawn([run], kind="tokens", panels=["right"])[0].lines[0].get_xdata()) == [512 * n for n in range(1, 9)]
+    with pytest.raises(SystemExit):
+        plot.main([str(tmp_path / "own"), "--panels", "rigth", "-o", str(tmp_path / "x.png")])
+    assert "the logs have mem_gib" not in (err := capsys.readouterr().err) and "my_score, right, tokens" in err
+
+
+def test_panels_by_the_kind_of_run(tmp_path, monkeypatch):
+    """As llmc's own programs log them."""
+    shown = []
+    monkeypatch.setattr(plot, "draw", lambda runs, labels, output, kind, panels, *rest: shown.append(panels))
+    fields = {
+        "rewards": {"reward": 1.0, "reward_std": 0.5, "length": 3, "truncated": 0, "kl": 0.1, "entropy": 2.0},
+        "no_reference": {"reward": 1.0, "reward_std": 0.5, "length": 3, "truncated": 0, "entropy": 2.0},
+        "preferences": {"accuracy": 0.75, "margin": 0.2, "chosen": 0.1, "rejected": -0.1},
+        "distillation": {"length": 3, "truncated": 0, "entropy": 2.0},
+        "own": {"entropy": 2.0},
+    }
+    runs = {name: write(tmp_path / name, [start(), step(1, **more)]) for name, more in fields.items()}
+    runs |= {"plain": ordinary(tmp_path / "plain"), "scored": ordinary(tmp_path / "scored", choices=True)}
+    for names, panels in (
+        ("rewards", "reward kl entropy length"),
+        ("no_reference", "reward entropy length"),
+        ("preferences", "loss accuracy margin"),
+        ("distillation", "loss entropy length"),
+        ("own", "loss"),
+        ("plain", "loss"),
+        ("plain scored", "loss accuracy"),
+        ("preferences rewards", "loss accuracy margin reward kl entropy length"),
+    ):
+        plot.main([runs[name] for name in names.split()] + ["-o", str(tmp_path / "x.png")])
+        assert shown.pop() == panels.split(), names
 
 
 def test_from_the_command_line(tmp_path):
