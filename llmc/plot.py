@@ -400,7 +400,9 @@ def parse_arguments(argv):
     p.add_argument("-o", "--output", default="curves.png", help="picture to write (default: curves.png)")
     p.add_argument("--x", choices=X_LABELS, default="step", help="horizontal axis (default: step)")
     p.add_argument(
-        "--panels", default="", help=f"comma-separated: {', '.join(ORDINARY)}, and numbers of the log (default: see above)"
+        "--panels",
+        default="",
+        help=f"comma-separated: {', '.join(ORDINARY)}, and numbers of the log (default: see above)",
     )
     p.add_argument("--labels", default="", help="comma-separated names of the runs (default: from the paths)")
     p.add_argument(

@@ -324,7 +324,10 @@ def test_messages(tmp_path, capsys):
     for arguments, words in (
         ([str(tmp_path / "none")], "no log"),
         ([empty], "no step or eval lines"),
-        ([good, "--panels", "lost"], "no run has data for the panel lost\n  hint: beside loss, accuracy, norm, speed, lr"),
+        (
+            [good, "--panels", "lost"],
+            "no run has data for the panel lost\n  hint: beside loss, accuracy, norm, speed, lr",
+        ),
         ([good, "--labels", "a,b"], "2 labels for 1 runs"),
         ([good, "--panels", "accuracy"], "no run has data for the panel accuracy"),
     ):
@@ -371,7 +374,9 @@ def test_any_logged_number_has_a_panel(tmp_path, capsys):
     for n in range(1, 9):
         own += [step(n, my_score=n / 2), {"event": "quiz", "step": n, "elapsed": n, "right": n * n, "text": "a"}]
     own += [{"event": "eval_average", "step": 8, "elapsed": 9, "loss": 1.5}]
-    own += [{"event": "eval_set", "step": 8, "elapsed": 9, "name": name, "loss": 2.0} for name in ("a/*.bin", "b/*.bin")]
+    own += [
+        {"event": "eval_set", "step": 8, "elapsed": 9, "name": name, "loss": 2.0} for name in ("a/*.bin", "b/*.bin")
+    ]
     own += [{"event": "quiz", "step": 8, "elapsed": 9, "right": 49}]  # resumed from step 7
     run = plot.read_log(write(tmp_path / "own", own))
     panels = ["loss", "my_score", "right", "quiz.right", "eval_average.loss", "eval_set.loss"]
