@@ -151,6 +151,15 @@ def figures(log):
     return [f"{a:<39} {b}" for a, b in zip(left, right)]
 
 
+def is_dead(log):
+    """Whether the last step has taught nothing, and none after it will."""
+    config = log.start.get("config") if isinstance(log.start.get("config"), dict) else {}
+    vocab = number(config.get("vocab_size"), 0)
+    last = log.step[-1] if len(log.step) else {}
+    guess = vocab > 0 and abs(last.get("loss", math.nan) - math.log(vocab)) < 1e-3
+    return guess and last.get("norm", math.nan) < 1e-6
+
+
 def frame(log, width, height, now, changed, blocks=BLOCKS):
     """The picture: at most `height` lines of at most `width` columns. now, changed: seconds; when the log last grew."""
     start, options = log.start, log.start.get("options") if isinstance(log.start.get("options"), dict) else {}
@@ -184,7 +193,8 @@ def frame(log, width, height, now, changed, blocks=BLOCKS):
         top.append(f"checkpoint {log.checkpoint.get('path', '')}")
     skipped = sum(1 for v in log.step["skipped"] if v == 1)
     notes = (
-        [f"{skipped} updates skipped"] * (skipped > 0)
+        ["dead: the loss is that of guessing, and there is no gradient"] * is_dead(log)
+        + [f"{skipped} updates skipped"] * (skipped > 0)
         + [f"started {log.starts} times"] * (log.starts > 1)
         + [f"{log.damaged} damaged lines in the log"] * (log.damaged > 0)
     )

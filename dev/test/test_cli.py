@@ -24,6 +24,9 @@ import launcher
 import numpy as np
 import pytest
 
+from llmc.run_log import RunLog
+from llmc.watch import is_dead
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = dict(line.split(" := ", 1) for line in (ROOT / "build/config.mk").read_text().splitlines() if " := " in line)
 GPU_PROGRAM = ROOT / f"build/bf16-{CONFIG.get('FAT_ARCHS', '').replace(' ', '-')}/train_gpt2cu"
@@ -513,6 +516,7 @@ def test_patience_keeps_the_best_and_ends(trainer, tmp_path):
     assert sorted(p.name for p in log.glob("step_*")) == [f"step_{s:08}" for s in (best, last)]
     assert (log / "best").resolve().name == f"step_{best:08}"
     assert "3 evaluations without a lower" in run.stdout and events(log, "end")[0]["reason"] == "patience"
+    assert [p.name for p in log.glob("DONE_*")] == [f"DONE_{last:08}"]
     succeeds(trainer.bare("-o", "log", "--resume", "1"))
     assert max(e["step"] for e in events(log, "step")) == last
     goes_on = trainer.bare("-o", "log", "--resume", "1", "--patience", "4")
@@ -1905,6 +1909,41 @@ def test_skipping_ends(trainer, nan_weights, tmp_path):
     assert run.stdout.count("update skipped") == 9
 
 
+def test_another_seed_is_another_order(trainer, tmp_path):
+    """The rows of an epoch that is half done are those of another shuffle: some come twice."""
+    run = ["-o", "run", "-n", "1", "-y", "1", "--threads", "1"]
+    succeeds(trainer(*run, "-x", "2", "--seed", "7"))
+    assert "order of sequences" not in succeeds(trainer.bare(*run, "-x", "3", "--seed", "7")).stdout
+    said = succeeds(trainer.bare(*run, "-x", "4", "--seed", "8")).stdout
+    assert re.search("changed since the checkpoint: .* 7 -> 8; the order of sequences differs: .* seen again", said)
+
+
+def test_results_in_a_checkpoint_outlive_it(trainer, tmp_path):
+    """They move to where dev/eval/run_eval.sh writes them now."""
+    succeeds(trainer("-o", "run", "-x", "1", "-n", "1", "-nk", "1"))
+    (tmp_path / "run/step_00000001/lm_eval/task").mkdir(parents=True)
+    (tmp_path / "run/step_00000001/lm_eval/task/results.json").write_text("{}")
+    resumed = succeeds(trainer.bare("-o", "run", "-y", "1", "-x", "2"))
+    assert "cannot remove" not in resumed.stderr and sorted(p.name for p in (tmp_path / "run").glob("step_*")) == [
+        "step_00000002"
+    ]
+    assert (tmp_path / "run/lm_eval/step_00000001/task/results.json").read_text() == "{}"
+
+
+def test_a_dead_run_is_marked(trainer, checkpoint, tmp_path):
+    """All weights are 0: the loss is that of guessing, and no gradient leads away from it."""
+    folder, header, data = checkpoint
+    write_safetensors(folder / "model.safetensors", header, bytes(len(data)))
+    run = succeeds(trainer("-e", folder, "-o", tmp_path / "dead", "-x", "2"))
+    lines = re.findall(r"step +\d/2 .*", run.stdout)
+    assert len(lines) == 2 and all("| norm 0.0000 |" in line and line.endswith("| diverged") for line in lines), lines
+    why = (tmp_path / "dead/step_00000002/diverged").read_text()
+    assert "is that of guessing, and there is no gradient" in why
+    log = RunLog(str(tmp_path / "dead"))
+    log.poll()
+    assert is_dead(log)
+
+
 def test_a_diverged_run_keeps_what_was_good(trainer, tmp_path):
     """Its checkpoints are marked, replace no good one, and are passed over when it is resumed."""
     run = tmp_path / "run"
@@ -2084,7 +2123,8 @@ def test_a_mixture_of_sets(trainer, tmp_path):
         ("words.mix", ["'words.mix' line 2: 'good.bin' names no shards, and no set with its share"]),
         ("nul.mix", ["'nul.mix' line 2: 'good.bin:1' names no shards", "lines of a FILE.mix in UTF-8"]),
         ("wide.mix", ["'wide.mix' line 1: "]),
-        ("byte.mix", ["no file matches 'none\ufffd.bin'"]),
+        ("byte.mix", ["'byte.mix' line 2: no file matches 'none\ufffd.bin'"]),
+        ("none.mix", ["'none.mix' line 4: no file matches 'none*.bin'"]),
     ],
 )
 @pytest.mark.parametrize("option", ["-i", "-j"])
@@ -2096,6 +2136,7 @@ def test_bad_mixtures(trainer, tmp_path, option, sets, words):
     (tmp_path / "nul.mix").write_bytes(b"good.bin:1\ngood.bin:1\0\ngood.bin:1\n")
     (tmp_path / "wide.mix").write_text("good.bin:1\n", encoding="utf-16")
     (tmp_path / "byte.mix").write_bytes(b"good.bin:1\nnone\xff.bin:1\n")
+    (tmp_path / "none.mix").write_text("good.bin:1\n# a remark\n\nnone*.bin:1\ngood.bin:1\n")
     fails(trainer(option, sets, "-v", "1", "-o", "run"), *words)
     assert not list(tmp_path.glob("run/*.jsonl"))
 

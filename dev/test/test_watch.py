@@ -99,6 +99,18 @@ def test_a_run_of_rewards(tmp_path):
         assert words in text, (words, text)
 
 
+def test_a_dead_run(tmp_path):
+    """Its loss is ln V and its norm 0, which a step of rewards alone may have, too."""
+    word, config = "note       dead: the loss is that of guessing", {"config": {"vocab_size": 256}}
+    for begin, last, dead in (
+        (start(**config), {"loss": math.log(256), "norm": 0.0}, True),
+        (start(**config), {"loss": math.log(256), "norm": 0.1}, False),
+        (start(**config), {"loss": 0.0, "norm": 0.0}, False),
+        (start(config=None), {"loss": math.log(256), "norm": 0.0}, False),
+    ):
+        assert (word in picture(tmp_path, [begin, step(1), step(2, **last)])) == dead
+
+
 def test_an_ordinary_run(tmp_path):
     text = picture(tmp_path, RUN)
     smoothed = watch.smooth([r["loss"] for r in RUN if r["event"] == "step"][-200:], 20)[-1]

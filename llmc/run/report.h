@@ -180,6 +180,7 @@ static void write_step_line(Trainer *t, const StepReport *r, double mfu, const c
     APPEND(t->step_line, " | %.0f tok/s", (double)r->tokens / t->step_seconds);
     duration_text((t->steps - t->state.step) * t->step_seconds, eta, sizeof eta);
     if (t->steps) APPEND(t->step_line, " | ETA %s", eta);
+    if (*t->diverged) APPEND(t->step_line, " | diverged");
     if (skipped) APPEND(t->step_line, " | update skipped: %s", skipped);
 }
 static void report_step(Trainer *t, const StepReport *r) {

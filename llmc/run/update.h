@@ -41,6 +41,8 @@ static void judge_step(Trainer *t, const StepResult *r, int finite) {
         strcpy(why, " is far above the losses before it");
     else if (r->loss > 2 * log(t->config.vocab_size))
         strcpy(why, " is more than twice that of guessing");
+    else if (r->norm < 1e-6 && fabs(r->loss - log(t->config.vocab_size)) < 1e-3)
+        strcpy(why, " is that of guessing, and there is no gradient");
     *t->diverged = 0;
     if (*why) FORMAT(t->diverged, "step %lld: loss %g%s", t->state.step + 1ll, r->loss, why);
     t->not_finite_in_a_row = finite ? 0 : t->not_finite_in_a_row + 1;
