@@ -849,6 +849,11 @@ def test_a_conversation_on_a_terminal(runs, tmp_path):
         status, again = talk(folder, "Hi", options=options)
         assert status == 0 and again[1] == parts[1], again
     (folder / "chat_template.jinja").unlink()
+    config.write_text(json.dumps({"chat_template": template}))
+    (folder / "chat_template.jinja").mkdir()  # it is there, and cannot be read
+    status, parts = talk(folder, options=options)
+    assert status == 1 and "chat_template.jinja': not a file" in parts[0], parts
+    (folder / "chat_template.jinja").rmdir()
     for written, words in (
         ([named[0]], "chat_template of "),
         ({"a": "b"}, "chat_template of "),
@@ -951,6 +956,18 @@ def test_a_prompt_from_standard_input(runs, tmp_path):
     assert sample(piped(*options, stdin=subprocess.DEVNULL)) == nothing
     assert sample(piped(*options, preexec_fn=lambda: os.close(0))) == nothing
     assert sample(piped(*options, "--prompt", "int", input=b"other")) == said("int")
+    chat, told = tmp_path / "chat", b"the prompt is continued as it is; the chat template is applied by llmc serve"
+    shutil.copytree(runs / "big/step_00000040", chat)
+    for files in ({"tokenizer_config.json": '{"chat_template": "[INST]"}'}, {"chat_template.jinja": "[INST]"}):
+        for name, text in files.items():
+            (chat / name).write_text(text)
+        p = piped("-e", chat, *options[2:], input=b"static int")
+        assert p.stderr.count(told) == 1 and sample(p) == said("static int"), p
+        assert told not in piped("-e", chat, *options[2:], "--prompt", "static int").stderr
+        for name in files:
+            (chat / name).unlink()
+    (chat / "tokenizer_config.json").write_text('{"chat_template": null}')
+    assert told not in piped("-e", chat, *options[2:], input=b"static int").stderr
     for bad in (b"a\0b", b"a" * ((16 << 20) + 1)):
         p = piped(*options, input=bad)
         assert p.returncode == 1 and b"holds no text" in p.stderr and b"hint: " in p.stderr, p.stderr

@@ -110,8 +110,7 @@ typedef struct DataLoader {
 
 // ---- shards
 
-#define DATA_HINT \
-    "make shards with: llmc prepare tinyshakespeare, or of your own text: llmc prepare"
+#define DATA_HINT "make shards with: llmc prepare tinyshakespeare, or of your own text: llmc prepare"
 
 static int compare_keys(const void *a, const void *b) {
     const ShuffleKey *x = (const ShuffleKey *)a, *y = (const ShuffleKey *)b;
@@ -275,12 +274,12 @@ static void shard_open(DataLoader *d, Shard *s, Packing *packing) {
 }
 
 // Appends the files of a pattern to the shards, in the order of their names. Returns their number.
-static int find_shards(DataLoader *d, const char *pattern) {
+static int find_shards(DataLoader *d, const char *pattern, Path place) {
     glob_t found;
     int status = find_files(pattern, &found);
     require(status == 0 || status == GLOB_NOMATCH, "cannot list '%s': %s\ncheck the folder", pattern, strerror(errno));
     require(*pattern, "no data are named\ngive --train-data PATTERN");
-    require(status == 0 && found.gl_pathc > 0, "no file matches '%s'\n" DATA_HINT, pattern);
+    require(status == 0 && found.gl_pathc > 0, "%sno file matches '%s'\n" DATA_HINT, place.text, pattern);
     require(found.gl_pathc < (1 << 24) - 1, "%zu files match '%s': too many\nmake larger shards", found.gl_pathc,
             pattern);
     const int n = (int)found.gl_pathc;
@@ -319,10 +318,12 @@ static void dataloader_open(DataLoader *d, const char *pattern, int B, int T, Ro
     d->shuffle = shuffle;
     d->seed = seed;
     d->check_vocab = vocab_size;
+    const Mixture *m = &d->mixture;
     mixture_open(&d->mixture, pattern);
-    const int count = d->mixture.count;
+    const int count = m->count;
     d->sets = new_zeros(DataSet, count);
-    for (int i = 0; i < count; i++) d->sets[i].num_shards = find_shards(d, d->mixture.patterns[i]);
+    for (int i = 0; i < count; i++)
+        d->sets[i].num_shards = find_shards(d, m->patterns[i], mixture_place(pattern, m->lines[i]));
     d->raw = malloc_or_die((kind.pack && T < SCAN_TOKENS ? SCAN_TOKENS : T + 1) * sizeof(uint32_t));
     Shard *first = d->shards;
     for (int i = 0; i < count; first += d->sets[i++].num_shards) {

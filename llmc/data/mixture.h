@@ -27,6 +27,7 @@ typedef struct {
     int count, line;  // line: of a file, where something is wrong
     char *text;       // of the patterns, private
     char *patterns[MOST_SETS];
+    int lines[MOST_SETS];              // of a file, where the patterns stand
     int64_t shares[MOST_SETS], total;  // in units of 1 / SHARE_UNITS, and their sum
     // the place
     int64_t row, taken[MOST_SETS];  // rows before, and of them those of each set
@@ -66,6 +67,7 @@ static int mixture_add(Mixture *m, char *part) {
             MOST_SETS);
     *colon = 0;
     m->patterns[m->count] = part;
+    m->lines[m->count] = m->line;
     m->shares[m->count++] = (int64_t)whole;
     m->total += (int64_t)whole;
     return 1;
@@ -108,13 +110,15 @@ static const char *mixture_parse(Mixture *m, const char *text) {
     m->line = 0;
     return m->count ? NULL : text;
 }
+// How messages begin. line: 0 where there is no file.
+static Path mixture_place(const char *text, int line) {
+    return line ? path_of("'%s' line %d: ", text, line) : (Path){};
+}
 static void mixture_open(Mixture *m, const char *text) {
     const char *bad = mixture_parse(m, text);
-    Path where = {""};
-    if (m->line) where = path_of("'%s' line %d: ", text, m->line);
     require(!bad,
             "%s'%s' names no shards, and no set with its share: above 0, up to 100, at most 5 decimals\n" MIXTURE_HINT,
-            where.text, bad);
+            mixture_place(text, m->line).text, bad);
 }
 static void mixture_close(Mixture *m) { free(m->text); }
 // Of a text that may be wrong.

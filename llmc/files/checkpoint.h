@@ -590,6 +590,12 @@ static void remove_old_checkpoints(const char *output, int64_t step, int keep, i
         int major = (major_every > 0 && at % major_every == 0) || !strcmp(names[i]->d_name, best);
         int last_good = whole && !checkpoint_is_diverged(path.text) && goods++ == 0;
         if (!whole || kept++ < keep || major || last_good) continue;
+        // once dev/eval/run_eval.sh wrote what it measured into the checkpoint, now beside it
+        const Path scores = path_in(path.text, "lm_eval"), all = path_in(output, "lm_eval");
+        if (is_directory(scores.text)) {
+            mkdir(all.text, 0777);
+            rename(scores.text, path_in(all.text, names[i]->d_name).text);
+        }
         // renamed first: never half a folder under a whole one's name
         if (rename(path.text, gone.text) == 0) remove_checkpoint(gone.text);
     }

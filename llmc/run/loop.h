@@ -136,7 +136,8 @@ static const char *after_step(Trainer *t, int64_t first) {
 
 // llm.c's run scripts restart the program until this file exists.
 static void write_done_file(const Trainer *t) {
-    Path path = path_of("%s/DONE_%08lld", t->o.output, t->steps);
+    const long long last = is_out_of_patience(t) ? t->state.step : t->steps;
+    Path path = path_of("%s/DONE_%08lld", t->o.output, last);
     int fd = open(path.text, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
     if (fd < 0 || close(fd) != 0) st_failed(path.text);
 }
@@ -243,6 +244,10 @@ static void take_prompt(Trainer *t) {
     t->talks = asks && terminal && isatty(STDOUT_FILENO) && t->o.samples == 1 && t->comm.world == 1;
     if (!asks || terminal) return;
     if (t->comm.world == 1) t->o.prompt = piped_prompt();
+    if (*t->o.prompt && has_chat_template(model_source(t)))
+        fprintf(stderr,
+                "the prompt is continued as it is; the chat template is applied by llmc serve, and by llmc chat "
+                "on a terminal\n");
     // some versions of mpirun never pass on the end
     if (t->comm.world > 1 && t->comm.rank == 0) ioctl(STDIN_FILENO, FIONREAD, &waiting);
     require(!waiting, "a prompt on standard input is for one process\ngive --prompt");

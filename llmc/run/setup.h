@@ -373,6 +373,8 @@ static void record_options(Trainer *t) {
     if (*t->o.calls && !strcmp(t->o.train_data, standard.train_data)) state_set_option(&t->state, "train-data", "");
     if (t->o.val_data == t->val_data) state_set_option(&t->state, "val-data", "auto");
 }
+#define OTHER_ORDER \
+    "; the order of sequences differs: to the end of the epoch some are seen again and others not at all"
 // Prints what a resumed run changes, because its loss curve will show it. --patience begins anew where validation
 // losses no longer compare with those before.
 static void report_changed_options(Trainer *t) {
@@ -380,7 +382,9 @@ static void report_changed_options(Trainer *t) {
     OPTION_EACH(p) {
         const char *before = state_option(&t->before, p->name), *now = state_option(s, p->name);
         if (!before || !strcmp(before, now) || has_word(" resume output calls ", p->name)) continue;
-        printf("changed since the checkpoint: %s%c%s -> %s\n", p->word, option_separator(p), before, now);
+        const int moves = t->train.num_shards && has_word(" seed ", p->name);
+        printf("changed since the checkpoint: %s%c%s -> %s%s\n", p->word, option_separator(p), before, now,
+               moves ? OTHER_ORDER : "");
         if (has_word(" val-data eval-steps seq-len ", p->name))
             s->best_step = s->evaluated_step = s->worse_evaluations = 0;
     }
@@ -525,11 +529,8 @@ static void compare_data(Trainer *t) {
     free(files);
     int same_size = s->data_tokens == d->num_tokens && s->data_shards == d->num_shards;
     if (s->data_tokens && (!same_size || (s->data_hash && s->data_hash != hash))) {
-        FORMAT(t->data_changed,
-               "%ld tokens in %ld shards -> %ld in %d%s; the order of sequences differs: from number %ld of "
-               "%ld, where this run goes on, to the end of the epoch some are seen again and others not at all",
-               s->data_tokens, s->data_shards, d->num_tokens, d->num_shards,
-               same_size ? ", with other names, tokens or shares" : "", d->next % d->rows_per_epoch, d->rows_per_epoch);
+        FORMAT(t->data_changed, "%ld tokens in %ld shards -> %ld in %d%s" OTHER_ORDER, s->data_tokens, s->data_shards,
+               d->num_tokens, d->num_shards, same_size ? ", with other names, tokens or shares" : "");
         printf("changed since the checkpoint: the training data, %s\n", t->data_changed);
     }
     s->data_tokens = d->num_tokens;

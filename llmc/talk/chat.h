@@ -37,12 +37,23 @@ static const char *piped_prompt(void) {
     return text;
 }
 
+static int has_chat_template(const char *folder) {
+    Json j;
+    if (file_exists(path_in(folder, "chat_template.jinja").text)) return 1;
+    const int read = json_load(&j, path_in(folder, "tokenizer_config.json").text);
+    const int value = read ? json_get(&j, 0, "chat_template") : JSON_NONE;
+    const int has = value != JSON_NONE && !json_is(&j, value, JSON_NULL);
+    json_free(&j);
+    return has;
+}
 // The template of a model's folder, the one named default of several. NULL: it has none.
 static const ChatTemplate *chat_template_of(const char *folder) {
     Json j, unparsed;
     size_t bytes = 0;
-    const Path config = path_in(folder, "tokenizer_config.json");
-    char *apart = json_read(&unparsed, path_in(folder, "chat_template.jinja").text, &bytes);
+    const Path config = path_in(folder, "tokenizer_config.json"), own = path_in(folder, "chat_template.jinja");
+    char *apart = json_read(&unparsed, own.text, &bytes);
+    require(apart || !file_exists(own.text), "cannot read '%s': %s\nmake it readable, or remove it", own.text,
+            unparsed.error);
     int value = !bytes && json_open(&j, config.text) ? json_get(&j, 0, "chat_template") : JSON_NONE;
     int several = JSON_NONE;
     if (apart) apart[bytes] = 0;
