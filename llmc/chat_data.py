@@ -1,6 +1,7 @@
 """Turns conversations into token shards in which only what the assistant says is learned, its end of turn included:
-<output>/<name>_val_000000.bin, <name>_train_000001.bin ... and tokenizer.bin; with them chat_template.jinja and
-generation_config.json, which trainers copy into their checkpoints: how to talk to the model, and what ends an answer.
+<output>/<name>_val_000000.bin, <name>_train_000001.bin ... and tokenizer.bin; with them chat_template.jinja,
+generation_config.json and tokenizer.json, which trainers copy into their checkpoints: how to talk to the model, what
+ends an answer, and how transformers reads and writes it.
 
     llmc prepare chat --input chats.jsonl --model models/qwen --output dev/data/mychats
     llmc prepare chat --input chats/ --tokenizer bytes --template chatml --output dev/data/tiny
@@ -402,7 +403,7 @@ def write(converter, results, companions):
         with shards.unfinished(prefix):
             if encoder.own:
                 encoder.own.source = args.model or None
-                shards.write_tokenizer(encoder.own, args.output, args.overwrite, bool(args.model))
+                shards.write_tokenizer(encoder.own, args.output, args.overwrite)
             for path, content in companions.items():
                 atomic_write(path, content)
             stale = set(existing(prefix)) - set(written)

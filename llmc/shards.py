@@ -607,10 +607,10 @@ class Job:
                 os.rmdir(self.args.output)
 
 
-def write_tokenizer(tokenizer, folder, overwrite, published=True):
-    """tokenizer.bin, and where `published` what others read of it."""
+def write_tokenizer(tokenizer, folder, overwrite):
+    """tokenizer.bin, and what others read of it."""
     path = os.path.join(folder, "tokenizer.bin")
-    lacks = published and not all(os.path.exists(os.path.join(folder, name)) for name in PUBLISHED)
+    lacks = not all(os.path.exists(os.path.join(folder, name)) for name in PUBLISHED)
     try:
         there = os.path.exists(path) and read_tokenizer(path)
         same = there and tokenizer_hash(path) == tokenizer.hash
@@ -623,8 +623,7 @@ def write_tokenizer(tokenizer, folder, overwrite, published=True):
             )
     except ValueError:
         pass  # a damaged one is replaced
-    if published:
-        publish(tokenizer, folder, tokenizer.source)
+    publish(tokenizer, folder, tokenizer.source)
     tokenizer.write(folder)
 
 

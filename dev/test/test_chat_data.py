@@ -363,17 +363,34 @@ def test_held_out_by_hash_on_any_number_of_processes(tmp_path, monkeypatch):
     for n in 1, 2:
         call(monkeypatch, *args, "--output", tmp_path / f"out{n}", "--workers", n)
     names = sorted(p.name for p in (tmp_path / "out1").iterdir())
-    assert names == sorted(p.name for p in (tmp_path / "out2").iterdir()) and len(names) == 7
+    assert names == sorted(p.name for p in (tmp_path / "out2").iterdir()) and len(names) == 9
     assert names[:3] == ["chat_template.jinja", "generation_config.json", "tokenizer.bin"]
-    assert names[-1] == "x_val_000000.bin" and names[3] == "x_train_000001.bin"
+    assert names[3:5] == ["tokenizer.json", "tokenizer_config.json"]
+    assert names[-1] == "x_val_000000.bin" and names[5] == "x_train_000001.bin"
     for name in names:
         assert (tmp_path / "out1" / name).read_bytes() == (tmp_path / "out2" / name).read_bytes()
     train, val = texts_of(tmp_path / "out1"), texts_of(tmp_path / "out1", "val")
     assert len(train) + len(val) == 500 and not set(train) & set(val) and 15 < len(set(val)) < 50
     call(monkeypatch, *args, "--output", tmp_path / "out1", fails="x_*.bin' exist")
     call(monkeypatch, *args, "--output", tmp_path / "out1", "--overwrite", "-s", 1e6)
-    assert sorted(p.name for p in (tmp_path / "out1").iterdir()) == [*names[:4], names[-1]]
+    assert sorted(p.name for p in (tmp_path / "out1").iterdir()) == [*names[:6], names[-1]]
     assert texts_of(tmp_path / "out1") == train
+
+
+@pytest.mark.parametrize("kind", ["bytes", "folder"])
+def test_a_run_from_scratch_has_a_tokenizer_for_transformers(kind, tmp_path, monkeypatch):
+    """Without --model: from the files beside the shards it makes of a conversation the tokens that the shards have."""
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    byte_level(folder)
+    monkeypatch.chdir(tmp_path)
+    data = write_lines(tmp_path / "c.jsonl", [{"messages": CHATS[0]}])
+    named = ("--tokenizer", "bytes" if kind == "bytes" else folder)
+    call(monkeypatch, "--input", data, *named, *BYTES[2:], "--output", tmp_path / "out")
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    [(ids, _)] = chats_of(tmp_path / "out")
+    text = read.apply_chat_template(CHATS[0], tokenize=False)
+    assert read.encode(text, add_special_tokens=False) == ids and len(ids) > 40
 
 
 def test_a_failure_leaves_the_earlier_shards_whole(tmp_path, monkeypatch):
