@@ -38,7 +38,7 @@ missing_package.HINT = "make venv; source .venv/bin/activate" if CHECKOUT else "
 # aiohttp: server, streaming, limits of a body and the end of a connection in one well-kept package; starlette with
 # uvicorn would be two and theirs.
 from aiohttp import web
-from llmc.chat_template import Renderer, TemplateError, ends_of_folder, read_template
+from llmc.chat_template import Renderer, Task, TemplateError, ends_of_folder, read_template
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = Path(__file__).with_suffix(".html")
@@ -347,43 +347,20 @@ def understand_chat(f):
             message["content"] = "".join(part["text"] for part in message["content"])
 
 
-class PlainContent:
-    """Keeps names of special tokens in contents apart from those that a template writes: a content must not end its
-    turn, or begin one of another role. names: of the tokens."""
-
-    PRIVATE = range(0xF0000, 0xFFFFE)  # code points that belong to nobody
-
-    def __init__(self, names):
-        self.pattern = "|".join(map(re.escape, sorted(filter(None, names), key=len, reverse=True)))
-
-    def hide(self, messages):
-        """The messages, in which a private character stands for each name; and {character: name}."""
-        used, hidden = set().union(*(message["content"] for message in messages)), {}
-        free = (c for c in map(chr, self.PRIVATE) if c not in used)
-        put = lambda match: hidden.get(match[0]) or hidden.setdefault(match[0], next(free))
-        if self.pattern:
-            messages = [m | {"content": re.sub(self.pattern, put, m["content"])} for m in messages]
-        return messages, {character: name for name, character in hidden.items()}
-
-    def places(self, text, hidden):
-        """What a template made of them, with all names; and from and to which of its bytes names are tokens."""
-        parts, places, at, length = [], [], 0, 0
-        pattern = "|".join(filter(None, [self.pattern, *hidden]))
-        for match in re.finditer(pattern, text) if pattern else ():
-            parts += [text[at : match.start()], hidden.get(match[0], match[0])]
-            at, name = match.end(), len(parts[-1].encode())
-            length += len(parts[-2].encode()) + name
-            places += [length - name, length] if match[0] not in hidden else []
-        return "".join([*parts, text[at:]]), places
+def places_of(parts):
+    """Of a Written from and to which of its bytes names of special tokens count; True: everywhere."""
+    ends = list(itertools.accumulate(len(text.encode()) for text, _ in parts))
+    places = [place for (_, special), *span in zip(parts, [0, *ends], ends) if special for place in span]
+    return all(special for _, special in parts) or places
 
 
 class ChatTemplate:
     """The folder's own way to write a conversation, and what ends an answer in it. It runs in a process of its own, for
-    which a thread waits. stops: texts that end any answer of this model; plain: PlainContent, or None where names of
-    special tokens in contents are these tokens."""
+    which a thread waits. stops: texts that end any answer of this model; names: of special tokens, which are text in
+    contents."""
 
-    def __init__(self, folder, vocab, stops, plain=None):
-        self.thread, self.plain = concurrent.futures.ThreadPoolExecutor(1), plain
+    def __init__(self, folder, vocab, stops, names=()):
+        self.thread, self.names = concurrent.futures.ThreadPoolExecutor(1), names
         self.folder, self.vocab, self.ends, self.stops, self.renderer = folder, vocab, [], stops, None
         self.problem = f"this model has no chat template: {folder} has no chat_template.jinja and no tokenizer_config."
         self.problem += "json with a chat_template"
@@ -408,11 +385,10 @@ class ChatTemplate:
         """The prompt, and what the program is told as `special`."""
         if self.problem:
             raise Refusal(400, self.problem, "use /v1/completions, or a model that was tuned to chat", "messages")
-        messages, hidden = self.plain.hide(messages) if self.plain else (messages, {})
-        work = asyncio.get_running_loop().run_in_executor(self.thread, self.renderer.render, messages)
+        work = asyncio.get_running_loop().run_in_executor(self.thread, self.renderer.ask, Task(messages), self.names)
         try:
-            text = await asyncio.wait_for(work, RENDER_SECONDS)
-            return self.plain.places(text, hidden) if self.plain else (text, True)
+            asked = await asyncio.wait_for(work, RENDER_SECONDS)
+            return asked.text, places_of(asked.parts)
         except asyncio.TimeoutError:
             raise Refusal(503, "the chat template is busy with other conversations", "try again later") from None
         except TemplateError as e:
@@ -651,8 +627,8 @@ class Server:
             facts = self.children[0].facts
             self.fields = fields(facts["context"], facts["vocab"])
             self.ends, self.stops = [], merged(facts.get("stop_strings", []))
-            plain = None if self.args.special_in_content else PlainContent(facts["special"])
-            self.template = ChatTemplate(Path(facts["model"]), facts["vocab"], self.stops, plain)
+            names = () if self.args.special_in_content else facts["special"]
+            self.template = ChatTemplate(Path(facts["model"]), facts["vocab"], self.stops, names)
             await self.template.open()
             self.model = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "llm.cu"}
             self.model |= {"context": facts["context"], "chat": self.template.problem is None}

@@ -208,9 +208,7 @@ def test_chat(server, client):
     assert answer.object == "chat.completion" and answer.choices[0].finish_reason == "stop"
     asked = server.requests()[-1]
     assert asked["prompt"] == f"<|system|>Be brief.<|end|><|user|>say {SAY}<|end|><|assistant|>"
-    # where the template has names of special tokens, of which this program knows those of two
-    ends = [m.span() for m in re.finditer(rb"<\|(end|user)\|>", asked["prompt"].encode())]
-    assert asked["special"] == [place for span in ends for place in span] and len(ends) == 3
+    assert asked["special"] is True  # no content has the name of a special token
     assert asked["ends"] == [7] and asked["max_tokens"] == 100
     # what a client sends back of an answer
     messages += [answer.choices[0].message, {"role": "user", "content": "say more"}]
@@ -225,7 +223,7 @@ def test_names_of_special_tokens_in_contents(server, client, tmp_path):
     asked = server.requests()[-1]
     assert asked["prompt"] == f"<|user|>{attack}<|end|><|assistant|>"
     raw = asked["prompt"].encode()
-    assert asked["special"] == [0, 8, len(raw) - 20, len(raw) - 13] and raw[-20:-13] == b"<|end|>"
+    assert asked["special"] == [0, 8, len(raw) - 20, len(raw)] and raw[-20:] == b"<|end|><|assistant|>"
     with Server(tmp_path, "--name", "tiny", "--special-in-content") as s:
         talk(s.client(), attack, max_tokens=1)
         assert s.requests()[-1]["special"] is True and s.requests()[-1]["prompt"] == asked["prompt"]
