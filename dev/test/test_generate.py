@@ -956,7 +956,7 @@ def test_a_prompt_from_standard_input(runs, tmp_path):
     assert sample(piped(*options, stdin=subprocess.DEVNULL)) == nothing
     assert sample(piped(*options, preexec_fn=lambda: os.close(0))) == nothing
     assert sample(piped(*options, "--prompt", "int", input=b"other")) == said("int")
-    chat, told = tmp_path / "chat", b"the prompt is continued as it is; the chat template is applied by llmc serve"
+    chat, told = tmp_path / "chat", b"the prompt is continued as it is; llmc serve, and llmc chat on a terminal, apply"
     shutil.copytree(runs / "big/step_00000040", chat)
     for files in ({"tokenizer_config.json": '{"chat_template": "[INST]"}'}, {"chat_template.jinja": "[INST]"}):
         for name, text in files.items():

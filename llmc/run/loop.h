@@ -246,8 +246,7 @@ static void take_prompt(Trainer *t) {
     if (t->comm.world == 1) t->o.prompt = piped_prompt();
     if (*t->o.prompt && has_chat_template(model_source(t)))
         fprintf(stderr,
-                "the prompt is continued as it is; the chat template is applied by llmc serve, and by llmc chat "
-                "on a terminal\n");
+                "the prompt is continued as it is; llmc serve, and llmc chat on a terminal, apply the template\n");
     // some versions of mpirun never pass on the end
     if (t->comm.world > 1 && t->comm.rank == 0) ioctl(STDIN_FILENO, FIONREAD, &waiting);
     require(!waiting, "a prompt on standard input is for one process\ngive --prompt");

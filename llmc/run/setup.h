@@ -382,7 +382,7 @@ static void report_changed_options(Trainer *t) {
     OPTION_EACH(p) {
         const char *before = state_option(&t->before, p->name), *now = state_option(s, p->name);
         if (!before || !strcmp(before, now) || has_word(" resume output calls ", p->name)) continue;
-        const int moves = t->train.num_shards && has_word(" seed ", p->name);
+        const int moves = t->train.num_shards && !t->o.overfit && !strcmp(p->name, "seed");
         printf("changed since the checkpoint: %s%c%s -> %s%s\n", p->word, option_separator(p), before, now,
                moves ? OTHER_ORDER : "");
         if (has_word(" val-data eval-steps seq-len ", p->name))

@@ -37,6 +37,7 @@ static const char *piped_prompt(void) {
     return text;
 }
 
+// Returns 1 where a folder has a chat template, of any kind.
 static int has_chat_template(const char *folder) {
     Json j;
     if (file_exists(path_in(folder, "chat_template.jinja").text)) return 1;
