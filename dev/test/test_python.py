@@ -159,7 +159,7 @@ def test_forward_is_evaluation(start, tmp_path, model, documents):
     succeeds(Job(0, TRAINER, *words, "--evaluate", "1", "-o", tmp_path / "run", cwd=tmp_path))
     (expected,) = [json.loads(x) for x in (tmp_path / "run/evaluate.jsonl").read_text().splitlines() if '"eval"' in x]
     shards, header = ref.open_shards(str(shard), T)
-    rows = ref.rows(shards, T, None, "no", documents, header[7])
+    rows = ref.row_stream(shards, T, None, "no", documents, header[7])
     tokens, targets = np.stack([next(rows) for _ in range(17)]).swapaxes(0, 1)
     logp = start(model, documents=documents).forward(tokens, targets)
     assert logp.shape == (17, T) and logp.dtype == np.float32
@@ -485,7 +485,7 @@ def test_a_loop_is_the_programs_run(start, tmp_path, model, ranks, options):
     words += ["--schedule", "constant", "-o", tmp_path / "run"]
     succeeds(Job(ranks if ranks > 1 else 0, TRAINER, *words, cwd=tmp_path))
     shards, header = ref.open_shards(str(shard), T)
-    rows = ref.rows(shards, T, 5, "no", options.get("documents", 0), header[7])
+    rows = ref.row_stream(shards, T, 5, "no", options.get("documents", 0), header[7])
     t = start(model, ranks, output=tmp_path / "own", **{k.replace("-", "_"): v for k, v in options.items()})
     losses = {}
     for step in range(1, steps + 1):
