@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -103,6 +104,15 @@ def test_rows_of_a_loss_of_torch(tmp_path):
     learned = targets >= 0
     logp = logits.log_softmax(-1).numpy()[learned, targets[learned]]
     assert 0 < learned.sum() < targets.size and abs(float(loss) + logp.mean()) < 1e-5
+
+
+def test_the_path_of_before(tmp_path):
+    """Programs that took single rows from dev/data/rows.py have them there."""
+    pattern = write_texts(tmp_path)
+    code = "from dev.data.rows import open_shards, rows; "
+    code += f"print(*next(rows(open_shards({pattern!r}, 10)[0], 10, 5))[0])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == list(map(str, next(llmc.rows(pattern, 1, 10, seed=5))[0][0])), done.stderr
 
 
 @pytest.mark.parametrize(
