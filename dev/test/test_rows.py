@@ -266,6 +266,15 @@ def test_names_of_special_tokens_in_messages(start, tmp_path):  # noqa: F811
     assert ids.tolist() == [257, *b"user\n", 258, 258, *b"\n"]
 
 
+def test_conversations_without_jinja2(start, monkeypatch):  # noqa: F811
+    for name in ("post_training", "chat_template", "conversations"):
+        monkeypatch.delitem(sys.modules, f"llmc.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(llmc.Error, match="chat_tokens needs the package jinja2\n  hint: ") as e:
+        start().chat_tokens([{"role": "user", "content": "Why?"}])
+    assert not e.value.ended
+
+
 # ---- what readers and editors see
 
 
