@@ -14,11 +14,6 @@ from llmc.places import CHECKOUT, PROGRAMS, ROOT
 V3 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
 
 
-MAKE = "make train_gpt2cu, or make train_gpt2 without a GPU"
-INSTALL = "install the package where there is a C compiler: pip install --force-reinstall FOLDER_OF_LLM.CU"
-BUILD = MAKE if CHECKOUT else INSTALL
-
-
 class NoProgram(Exception):
     """What is missing, and a hint."""
 
@@ -30,7 +25,9 @@ def trainer(given=None):
     if not given and not (program.exists() and (gpus()[0] or not cpu.exists())):
         program = cpu
     if not program.exists():
-        raise NoProgram(f"there is no {program}", BUILD)
+        make = "make train_gpt2cu, or make train_gpt2 without a GPU"
+        install = "install the package where there is a C compiler: pip install --force-reinstall FOLDER_OF_LLM.CU"
+        raise NoProgram(f"there is no {program}", make if CHECKOUT else install)
     if program.parent == PROGRAMS and not CHECKOUT:
         require_cpu()
     return program.resolve()

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from llmc import program as programs
-from llmc.places import HINT
+from llmc.places import CHECKOUT, HINT
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -363,7 +363,9 @@ OWN_EVENTS = ("start", "step", "checkpoint", "end")  # of the log, which its rea
 
 
 def other_version(program, what):
-    return f"{program} is of another version than this package: {what}\n  hint: {programs.BUILD}"
+    again = "make it again: make train_gpt2cu, or make train_gpt2 without a GPU"
+    again = again if CHECKOUT else "install the package again: pip install --force-reinstall --no-deps FOLDER_OF_LLM.CU"
+    return f"{program} is of another version than this package: {what}\n  hint: {again}"
 
 
 def is_due(line, every):
