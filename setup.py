@@ -83,7 +83,7 @@ class Wheel(bdist_wheel):
 setup(
     packages=["llmc"],
     include_package_data=False,
-    package_data={"llmc": ["serve.html", "py.typed"]},
+    package_data={"llmc": ["serve.html", "py.typed", "*.pyi"]},
     cmdclass={"build_py": Build, "bdist_wheel": Wheel},
     distclass=Binary,
 )

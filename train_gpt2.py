@@ -33,7 +33,7 @@ import torch.nn.functional as F
 
 from llmc.data_common import find_files, fnv1a, outlive_reader, reader_is_gone
 from llmc.batches import RAND_INIT, RAND_SAMPLE, bytes_per_token, open_shards, pieces_of, places, rand_normal
-from llmc.batches import rand_stream, rand_u64, read_tokenizer, require, row_kind, rows
+from llmc.batches import rand_stream, rand_u64, read_tokenizer, require, row_kind, row_stream
 from llmc.reference_config import config_from_hf, config_parse, config_to_hf, is_preset
 from llmc.reference_options import parse_options, recipe_of
 
@@ -650,7 +650,7 @@ class Trainer:
             w.data = data
 
     def rows(self, shards, eot, seed=None):
-        return rows(shards, self.o.seq_len, seed, self.o.pack, self.o.documents, eot)
+        return row_stream(shards, self.o.seq_len, seed, self.o.pack, self.o.documents, eot)
 
     def eval_rows(self, shards, eot=0):
         count = sum(len(pieces_of(s, self.o.seq_len, self.o.pack, eot)) for s in shards)

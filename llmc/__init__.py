@@ -11,21 +11,21 @@ used first, so that modules which need no package (llmc.doctor, llmc.venv) can b
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from llmc.batches import rows
-    from llmc.trainer import Ended, Error, Samples, Step, Trainer
-
 __all__ = ["Ended", "Error", "Samples", "Step", "Trainer", "rows"]
 HOMES = {"rows": "llmc.batches"}
 
+if TYPE_CHECKING:
+    from llmc.batches import rows
+    from llmc.trainer import Ended, Error, Samples, Step, Trainer
+else:
 
-def __getattr__(name):
-    if name not in __all__:
-        raise AttributeError(f"module 'llmc' has no attribute '{name}'")
-    from importlib import import_module
+    def __getattr__(name):
+        if name not in __all__:
+            raise AttributeError(f"module 'llmc' has no attribute '{name}'")
+        from importlib import import_module
 
-    return getattr(import_module(HOMES.get(name, "llmc.trainer")), name)
+        return getattr(import_module(HOMES.get(name, "llmc.trainer")), name)
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return __all__

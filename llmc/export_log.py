@@ -24,6 +24,7 @@ from llmc.tool_output import Parser, outlive_reader
 
 GROUPS = {"step": "train", "eval": "val"}
 UNPLOTTED = {"step", "elapsed"}
+NO_CURVES = {"checkpoint", "choices", "epoch", "overlap", "set"}  # lines whose numbers are of one moment
 
 
 def fail(what, hint):
@@ -32,8 +33,9 @@ def fail(what, hint):
 
 
 def scalars(record):
-    """{"train/loss": 3.2, ...} of a step, eval or eval_choice record."""
-    group = GROUPS.get(record["event"]) or str(record.get("name", "choice"))
+    """{"train/loss": 3.2, ...} of a step, eval or eval_choice record; of others {"EVENT/NAME": ...}."""
+    event = record["event"]
+    group = str(record.get("name", "choice")) if event == "eval_choice" else GROUPS.get(event, event)
     values = {f"{group}/{key}": number(value) for key, value in record.items() if key not in UNPLOTTED}
     return {key: value for key, value in values.items() if math.isfinite(value)}
 
@@ -186,10 +188,10 @@ class Exporter:
         self.handed_on += 1
         if record["event"] == "start":
             self.writer.start(record, at, begun)
-        elif record["event"] in ("step", "eval", "eval_choice"):
-            self.writer.log(record, scalars(record))
         elif record["event"] in ("sample", "end"):
             self.writer.text(record, str(record.get("text", record.get("reason", ""))))
+        elif record["event"] not in NO_CURVES and "step" in record:
+            self.writer.log(record, scalars(record))
 
 
 def main(argv=None):

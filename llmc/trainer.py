@@ -15,6 +15,8 @@ memory. Every function of log-probabilities of given tokens can be a loss: weigh
 mathematics, the options and the files are the program's: doc/python.md has examples, --help all the options.
 llmc/run/calls.h is the other side."""
 
+from __future__ import annotations
+
 import collections.abc
 import contextlib
 import functools
@@ -34,12 +36,22 @@ import sys
 import tempfile
 import threading
 import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 from llmc import program as programs
+from llmc.places import CHECKOUT, HINT
 
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+    from typing_extensions import Self, Unpack
+
+    from llmc.trainer_options import Options
+
+__all__ = ["Ended", "Error", "Samples", "Step", "Trainer"]
+CALLS = 1  # llmc/run/calls.h: the number of what is said, which the program has, too
 VERDICTS = ("applied", "not finite", "loss is an outlier", "norm is an outlier")
 STOP, LENGTH, NOT_FINITE = 1, 2, 4  # llmc/talk/engine.h: SequenceEnd
 
@@ -51,28 +63,47 @@ class Error(RuntimeError):
 
 
 class Ended(Error):
+    """The program has ended: why, and what to do."""
+
     ended = True
 
 
-class Step(tuple):
+class Step(tuple[float, str]):
     """(norm, verdict) of a step: the global norm of its gradient, and "applied" or why its update was left out. .loss:
     the mean loss of train(), or what step() was given; .seconds since the step before."""
 
-    def __new__(cls, norm, verdict, loss, seconds):
+    norm: float
+    verdict: str
+    loss: float
+    seconds: float
+
+    def __new__(cls, norm: float, verdict: str, loss: float, seconds: float) -> Self:
         step = super().__new__(cls, (norm, verdict))
-        step.loss, step.seconds = loss, seconds
+        step.norm, step.verdict, step.loss, step.seconds = norm, verdict, loss, seconds
         return step
 
+    def __repr__(self):
+        return f"Step({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
-class Samples(tuple):
+
+class Samples(tuple[list[np.ndarray], list[np.ndarray]]):
     """(tokens, logp): two lists with an array for each sequence, int32 and float32 of the same length; those of prompt
     p are at p * n to p * n + n - 1. The prompt is not among them; the token that ended a sequence is its last. .ended:
     bool (sequences), whether an end or a stop came before max_tokens."""
 
-    def __new__(cls, tokens, logp, ended):
+    tokens: list[np.ndarray]
+    logp: list[np.ndarray]
+    ended: np.ndarray
+
+    def __new__(cls, tokens: list[np.ndarray], logp: list[np.ndarray], ended: Sequence[bool]) -> Self:
         samples = super().__new__(cls, (tokens, logp))
-        samples.ended = np.array(ended, bool)
+        samples.tokens, samples.logp, samples.ended = tokens, logp, np.array(ended, bool)
         return samples
+
+    def __repr__(self):
+        lengths = [len(x) for x in self.tokens]
+        of = f" of {min(lengths)} to {max(lengths)} tokens" if lengths else ""
+        return f"Samples({len(lengths)} sequences{of}, {self.ended.sum()} ended)"
 
 
 class Lines(threading.Thread):
@@ -331,6 +362,18 @@ CALLERS = {  # options of the program whose work is the caller's here
 OWN_EVENTS = ("start", "step", "checkpoint", "end")  # of the log, which its readers go by
 
 
+def other_version(program, what):
+    again = "make it again: make train_gpt2cu, or make train_gpt2 without a GPU"
+    again = again if CHECKOUT else "install the package again: pip install --force-reinstall --no-deps FOLDER_OF_LLM.CU"
+    return f"{program} is of another version than this package: {what}\n  hint: {again}"
+
+
+def is_due(line, every):
+    """Whether a line of the program is shown: of steps' lines those of every N-th step."""
+    step = re.match(r"step +(\d+) \|", line)
+    return not step or int(step[1]) % every == 0
+
+
 def words_of(launcher):
     try:
         return shlex.split(launcher) if isinstance(launcher, str) else list(launcher or [])
@@ -395,7 +438,10 @@ def leave_to_parent():
 os.register_at_fork(after_in_child=leave_to_parent)
 
 
-def in_turn(method):
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def in_turn(method: Method) -> Method:
     """A call of the trainer: one of another thread waits until it has ended."""
 
     @functools.wraps(method)
@@ -413,22 +459,43 @@ class Trainer:
     Without one it is gpt2:124M, or with resume=1 that of the run in output.
     ranks: processes under mpirun, a GPU each; as root, too, which a line says. options: the program's long names with
     _ for -, such as batch_size, seq_len, total_batch, output, resume, lora, matmul_dtype, zero_stage, tp; True is 1.
-    debug: what --debug takes.
-    samples: sequences that generate() has at a time, at most 256. verbose: the program's own lines are printed.
+    llmc/trainer_options.pyi has them all. debug: what --debug takes.
+    samples: sequences that generate() has at a time, at most 256. verbose: the program's own lines are printed; a
+    number N: of steps those of every N-th.
     launcher: instead of mpirun, such as ["srun", "-n8"]. Errors: Ended with the program's own text.
 
     Attributes: rows, of a call at most (batch_size * groups of ranks); seq_len; micro_steps of a step (total_batch /
     (rows * seq_len)); vocab, the model's token ids; eot, the token before every text; context of generate(), tokens;
     steps_done and tokens_done; facts, all that the program has said of itself."""
 
-    def __init__(self, model=None, ranks=1, *, program=None, verbose=False, launcher=None, environment=None,
-                 debug="", samples=64, **options):  # fmt: skip
+    rows: int
+    seq_len: int
+    micro_steps: int
+    vocab: int
+    eot: int
+    context: int
+    facts: dict[str, Any]
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        ranks: int = 1,
+        *,
+        program: str | os.PathLike[str] | None = None,
+        verbose: bool | int = False,
+        launcher: str | Sequence[str] | None = None,
+        environment: Mapping[str, object] | None = None,
+        debug: str = "",
+        samples: int = 64,
+        **options: Unpack[Options],
+    ) -> None:
         environment = {**os.environ, **{name: str(value) for name, value in (environment or {}).items()}}
-        ranks, before = whole(ranks, "ranks"), words_of(launcher)
+        ranks, before, every = whole(ranks, "ranks"), words_of(launcher), max(0, whole(verbose or 0, "verbose"))
         if ranks < 1:
             raise Error(f"{ranks} ranks\n  hint: give 1, or a number of GPUs")
         try:
-            command = [*before, str(programs.trainer(program))]
+            self._program = str(programs.trainer(program))
+            command = [*before, self._program]
             if ranks > 1 and not before:
                 command, environment = programs.under_mpirun(ranks, command, environment)
         except programs.NoProgram as e:
@@ -447,7 +514,7 @@ class Trainer:
         folder, listener = listen()
         command += ["--debug", ",".join(filter(None, [debug and str(debug), f"calls={folder}/s"]))]
         # a terminal has its live line; a notebook is none. stream: of tool_output.py
-        inherits = verbose and getattr(sys.stdout, "stream", sys.stdout) is sys.__stdout__
+        inherits = every == 1 and getattr(sys.stdout, "stream", sys.stdout) is sys.__stdout__
         try:
             # restore_signals: a reader of its lines that has gone ends nothing, as it does not end Python
             # a session of its own: Ctrl-C is for Python, which then ends it
@@ -466,23 +533,27 @@ class Trainer:
             listener.close()
             shutil.rmtree(folder)
             raise Error(f"cannot start {command[0]}: {e}") from None
-        self._ranks = ranks
+        self.facts, self._ranks = {}, ranks
+        self._model = os.path.abspath(model) if model is not None and os.path.isdir(model) else str(model or "")
         self._life = {"process": process, "channels": [listener], "folder": folder, "patience": 60}
         self._end = weakref.finalize(self, end_program, self._life)
         self._turn = threading.RLock()
         self._pending, self._forward = None, None
         self._settled = True  # the last call has been answered
+        self._chats = None  # of chat_tokens
         self._made = "", 0  # by what the step has got gradients so far, and how many times
         self._open = False  # a backward was made, and none that is the step's last
         if not inherits:
-            Lines(process.stdout, lambda line: verbose)
-        self._errors = Lines(process.stderr, lambda line: verbose or line.startswith("warning"))
+            Lines(process.stdout, lambda line: every and is_due(line, every))
+        self._errors = Lines(process.stderr, lambda line: every or line.startswith("warning"))
         try:
             self._channel = Channel(self._accept(listener))
             self._life["channels"].append(self._channel)
             self._life["file"], path = new_file(folder)
             self._room(1 << 18)
             self.facts = f = json.loads(self._call(path)[1])
+            if f.get("calls") != CALLS:
+                raise Ended(other_version(self._program, f"its calls have the number {f.get('calls', 0)}, not {CALLS}"))
         except BaseException:
             self.close(patience=0)
             raise
@@ -510,6 +581,13 @@ class Trainer:
         self._errors.join(2)
         of_mpirun = programs.said_by_mpirun(self._errors.lines, self._ranks)
         text = "\n  hint: ".join(of_mpirun or [of_python(self._errors.error(process.poll()))])
+        if text.startswith("unknown option '--debug calls'"):
+            text = other_version(self._program, "it knows no calls")
+        if text.startswith("no usable GPU: ") or "error while loading shared libraries: " in text:
+            without = os.path.join(programs.PROGRAMS, "train_gpt2")
+            text = text.partition("\n  hint: ")[0] + (
+                f"\n  hint: llmc doctor says more; program={without!r} needs no GPU"
+            )
         if text.startswith("another run writes to "):
             text += "; a trainer of this Python, such as that of a cell that is run again, ends by t.close()"
         self.close(patience=0)
@@ -560,13 +638,22 @@ class Trainer:
     def _words(self, dtype, count, at=0):
         return np.frombuffer(self._memory, dtype, count, 4 * at)
 
-    def close(self, patience=60):
+    def __repr__(self):
+        f = self.facts
+        if not f:
+            return f"<llmc.Trainer {self._model or self._output}: not started>"
+        size = f"{f['parameters']:,} parameters trained, {f['dtype']} on {f['device']}"
+        rows = f"rows ({self.rows}, {self.seq_len}), {self.micro_steps} a step"
+        at = f"{self._channel.done[0]} steps done" if self._end.alive else "closed"
+        return f"<llmc.Trainer {self._model or self._output}: {size}; {rows}; {at}>"
+
+    def close(self, patience: float = 60) -> None:
         """Ends the program, which is killed after so many seconds. A step that is half made is lost. The end of `with`
         and that of Python do the same."""
         self._life["patience"] = patience
         self._end()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_):
@@ -585,11 +672,11 @@ class Trainer:
         return self._channel.done
 
     @property
-    def steps_done(self):
+    def steps_done(self) -> int:
         return self._done()[0]
 
     @property
-    def tokens_done(self):
+    def tokens_done(self) -> int:
         return self._done()[1]
 
     @contextlib.contextmanager
@@ -631,7 +718,7 @@ class Trainer:
             place[: array.shape[0], : array.shape[1]] = array
 
     @in_turn
-    def forward(self, tokens, targets, adapters=True):
+    def forward(self, tokens: ArrayLike, targets: ArrayLike, adapters: bool = True) -> np.ndarray:
         """tokens, targets: (R,T) ints, T <= seq_len, any R -> (R,T) float32: the log-probability of each target after
         the tokens up to its own, as evaluation computes it; 0 where the target is < 0. Of at most `rows` rows the
         activations are kept for backward. adapters False: with lora, the model without them: the policy that training
@@ -656,7 +743,7 @@ class Trainer:
         return logp
 
     @in_turn
-    def backward(self, weights):
+    def backward(self, weights: ArrayLike) -> None:
         """weights: (R,T), of the last forward: adds the gradient of sum weights * logp, so that a step makes that sum
         *smaller*: weights are the derivatives of a loss by logp. Once after each forward; several calls add up, at most
         micro_steps. It is made when the next call of the model comes, which says whether it was the step's last."""
@@ -693,7 +780,7 @@ class Trainer:
         self._ask("backward", not self._open, counts)
 
     @in_turn
-    def train(self, tokens, targets):
+    def train(self, tokens: ArrayLike, targets: ArrayLike) -> None:
         """Forward and backward of the built-in loss, the mean over the targets >= 0 of a step. tokens, targets: (R,T)
         ints, R <= rows, T <= seq_len. A step has micro_steps of them. Returns at once: the GPU goes on."""
         self._flush(last=False)
@@ -707,8 +794,18 @@ class Trainer:
             self._ask("train")
 
     @in_turn
-    def step(self, learning_rate, *, beta1=None, beta2=None, eps=None, weight_decay=None, clip=None, loss=math.nan,
-             **fields):  # fmt: skip
+    def step(
+        self,
+        learning_rate: float,
+        *,
+        beta1: float | None = None,
+        beta2: float | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        clip: float | None = None,
+        loss: float = math.nan,
+        **fields: float | str | None,
+    ) -> Step:
         """Updates the weights -> Step, (norm, verdict). None: as the options say. Where groups of weights have rates or
         decays of their own by options, learning_rate and weight_decay scale them. loss: of backward, for the line and
         the log; fields, too: numbers and texts beside it in the log, which watch.py and plot.py read (they know
@@ -730,10 +827,46 @@ class Trainer:
         self._forward = None
         return Step(norm, VERDICTS[int(verdict)], loss, seconds)
 
+    def train_rows(
+        self,
+        rows: Iterable[tuple[ArrayLike, ArrayLike]],
+        steps: int,
+        learning_rate: float | Callable[[int], float],
+        *,
+        callbacks: Iterable[Callable[[Trainer, Step], object]] = (),
+        log_every: int = 0,
+    ) -> list[Step]:
+        """The loop of train() and step() over batches of rows, such as those of llmc.rows: micro_steps of them for each
+        of at most `steps` steps; it ends before where they end. learning_rate: a number, or a function of the steps
+        that this call has made. callbacks: called as f(trainer, step) after each step, in their order; one that returns
+        True lets the loop end. log_every: N: a line for every N-th step and for the last one. Returns the steps.
+        Errors: those of train() and step(), and where rows end within a step: Error."""
+        rows, steps, log_every = iter(rows), whole(steps, "steps"), whole(log_every, "log_every")
+        callbacks, made = list(callbacks), []
+        while len(made) < steps:
+            micro = 0
+            for tokens, targets in itertools.islice(rows, self.micro_steps):
+                self.train(tokens, targets)
+                micro += 1
+            if micro == 0:
+                break
+            step = self.step(learning_rate(len(made)) if callable(learning_rate) else learning_rate)
+            made.append(step)
+            ends = [f(self, step) is True for f in callbacks]
+            last = any(ends) or len(made) == steps
+            if log_every > 0 and (len(made) % log_every == 0 or last):
+                speed = self.rows * self.seq_len * self.micro_steps / max(step.seconds, 1e-9)
+                left = "" if step.verdict == "applied" else f" | left out: {step.verdict}"
+                what = f"loss {step.loss:.4f} | norm {step.norm:.4f} | {speed:,.0f} tok/s{left}"
+                print(f"step {self.steps_done:>6} | {what}", flush=True)
+            if last:
+                break
+        return made
+
     # ---- texts
 
     @in_turn
-    def encode(self, text, special=False):
+    def encode(self, text: str, special: bool = False) -> np.ndarray:
         """A text -> its ids, (n) int32. special: texts of special tokens in it, such as "<|im_end|>", are those
         tokens."""
         data = np.frombuffer(encoded(text, "the text"), np.uint8)
@@ -743,8 +876,8 @@ class Trainer:
         return self._words(np.int32, n).copy()
 
     @in_turn
-    def decode(self, ids):
-        """Ids -> their text."""
+    def decode(self, ids: ArrayLike) -> str:
+        """(n) ids, or one -> their text."""
         ids = array(ids, "ids", np.int32)
         if ids.ndim > 1:
             raise Error(f"ids: {shown(ids)} is nested\n  hint: give those of one text, or one id")
@@ -761,8 +894,38 @@ class Trainer:
             self._room(len(self._memory))  # four times as long
             self._words(np.int32, len(ids))[:] = ids
 
+    def chat_tokens(self, messages: Sequence[Mapping[str, Any]], answer: bool = True, **fields: object) -> np.ndarray:
+        """A conversation -> its ids, (n) int32, as the chat template in the model's folder writes it. messages: such as
+        [{"role": "user", "content": "..."}]. answer: with what stands before the answer, which generate() then gives.
+        fields: what the template reads beside them (tools, enable_thinking, ...); names of special tokens in messages
+        are text, but with special=True. Needs jinja2. Errors: Error."""
+        try:
+            from llmc.post_training import BadFile, Chats, Task, TemplateError, encode_parts, question_of
+        except ModuleNotFoundError as e:
+            raise Error(f"chat_tokens needs the package {e.name}\n  hint: {HINT}") from None
+        try:
+            given = list(messages) if isinstance(messages, tuple) else messages
+            self._chats = self._chats or Chats(self._model or self._output)
+            c = self._chats.read(question_of, {"prompt": given, **fields}, "the conversation")
+            asked = self._chats.renderer.ask(Task(*c[: len(Task._fields)]), self._chats.names_of(c), bool(answer))
+        except TemplateError as e:
+            raise Error(f"{e}\n  hint: {e.hint}") from None
+        except (BadFile, OSError) as e:
+            raise Error(str(e)) from None
+        return np.array(encode_parts(self, asked.parts), np.int32)
+
     @in_turn
-    def generate(self, prompts, n=1, max_tokens=64, temperature=1.0, top_k=0, top_p=1.0, stop=(), seed=0):
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int] | np.ndarray],
+        n: int = 1,
+        max_tokens: int = 64,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        stop: str | int | Sequence[str | int] | None = (),
+        seed: int = 0,
+    ) -> Samples:
         """n texts after each prompt -> Samples, (tokens, logp). prompts: a list of texts, or of lists of ids. Ends: the
         model's own (generation_config.json's ids and stop_strings; eot), and stop, a list of ids and texts. top_k 0,
         top_p 1: all tokens. temperature 0: the likeliest. logp is that of the model, at temperature 1 over all tokens.
@@ -824,7 +987,7 @@ class Trainer:
     # ---- checkpoints and weights
 
     @in_turn
-    def save(self):
+    def save(self) -> str:
         """Writes a checkpoint into output -> its folder: a Hugging Face folder that resume=1 goes on from, too where
         load() went back and others have more steps: those are marked as left (diverged), with a warning."""
         self._flush(last=False)
@@ -833,7 +996,7 @@ class Trainer:
         return folder
 
     @in_turn
-    def load(self, folder, optimizer=False):
+    def load(self, folder: str | os.PathLike[str], optimizer: bool = False) -> None:
         """Takes the weights of a folder of this model, or of a run's newest checkpoint; optimizer: of a checkpoint,
         also the states, steps and tokens. Another model is refused."""
         self._flush(last=False)
@@ -844,14 +1007,14 @@ class Trainer:
         self._open = False
 
     @in_turn
-    def names(self):
+    def names(self) -> list[str]:
         """The names of all tensors that are trained, as Hugging Face has them (with lora: the adapters, as peft)."""
         self._room(1 << 20)
         n = int(self._ask("names")[0][0])
         return self._words(np.uint8, n).tobytes().decode().split()
 
     @in_turn
-    def weights(self, name=None):
+    def weights(self, name: str | None = None) -> np.ndarray | dict[str, np.ndarray]:
         """One tensor as float32, in Hugging Face's shape and orientation; without a name {name: array} of all: the
         weights that products read, of bf16 on a GPU."""
         self._flush(last=False)
@@ -879,7 +1042,7 @@ class Trainer:
         return made if name is None else made[name]
 
     @in_turn
-    def log(self, event, **fields):
+    def log(self, event: str, **fields: float | str | None) -> None:
         """A line of main.jsonl in output, beside the program's: log("eval", loss=2.1) is drawn as a validation loss."""
         if not isinstance(event, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", event):
             hint = 'a name has letters of a to z, digits, "_", "." and "-", such as log("eval", loss=2.1)'

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 import transformers
 
 import train_gpt2 as ref
-from llmc.batches import open_shards, row_kind, rows
+from llmc.batches import open_shards, row_kind, row_stream
 from llmc.tool_output import outlive_reader
 
 IMPLEMENTATIONS = {"flash": "varlen_documents", "flex": "flex_attention", "sdpa": "sdpa"}
@@ -121,7 +121,7 @@ def batches_of(o, count):
     shards, header = open_shards(o.data, o.seq_len, "auto", -1)
     pack, documents = row_kind(shards[0], "auto", -1)
     ref.require(documents, f"'{o.data}' holds no conversations", "make them with dev/bench/finetune_data.py")
-    stream = rows(shards, o.seq_len, o.seed, pack, documents, int(header[7]))
+    stream = row_stream(shards, o.seq_len, o.seed, pack, documents, int(header[7]))
     for _ in range(count):
         inputs, targets = (np.stack(x) for x in zip(*itertools.islice(stream, o.batch_size)))
         ids = np.where(inputs < 0, ~inputs, inputs)

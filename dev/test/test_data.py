@@ -34,7 +34,7 @@ from llmc import data_common
 from llmc import reader
 from llmc import tokenizer_json
 
-from llmc import batches as rows# noqa: E402
+from llmc import batches as rows  # noqa: E402
 
 ASSETS = Path(os.environ.get("LLMC_ASSETS", "/nonexistent"))
 needs_tiktoken = pytest.mark.skipif(importlib.util.find_spec("tiktoken") is None, reason="tiktoken is not installed")
@@ -1487,7 +1487,7 @@ def test_rows_raise_in_a_program_of_ones_own_and_tools_say_it(tmp_path):
     (tmp_path / "chats.bin").write_bytes(header.tobytes() + bytes(36))
     with pytest.raises(ValueError, match='holds conversations.*\n  hint: give open_shards and rows pack="whole"'):
         rows.open_shards(str(tmp_path / "chats.bin"), 4)
-    code = "from dev.data.rows import *; from tool_output import outlive_reader; outlive_reader(); "
+    code = "from dev.data.rows import *; from llmc.tool_output import outlive_reader; outlive_reader(); "
     code += f"open_shards({str(tmp_path / 'chats.bin')!r}, 4)"
     p = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert p.returncode == 1 and p.stderr.startswith("\nerror: '") and p.stderr.count("\n") == 3

@@ -121,6 +121,22 @@ def test_tensorboard(export):
     assert told[0][:3] == ["open", "000", 3] and scalars(told) == [["train/loss", 8, 2, 1002]]
 
 
+@pytest.mark.parametrize("target", ["tensorboard", "wandb"])
+def test_lines_of_ones_own(export, target):
+    """What Trainer.log writes: the numbers of any line, and no texts; lines of the program that are no curves stay."""
+    export.append(
+        start(),
+        {"event": "reward", "step": 3, "elapsed": 3, "mean": 0.5, "mark": "a"},
+        {"event": "checkpoint", "step": 3, "elapsed": 3, "seconds": 2.0},
+    )
+    told, _ = export(target, "--once")
+    expected = {
+        "tensorboard": ["scalar", "reward/mean", 0.5, 3, 1003],
+        "wandb": ["log", {"step": 3, "reward/mean": 0.5}],
+    }
+    assert expected[target] in told and "reward/mark" not in str(told) and "checkpoint" not in str(told)
+
+
 def test_tensorboard_of_a_resumed_and_of_a_new_run(export):
     """purge_step hides what the resumed run takes back; clock times go on. Another log of the same name is another
     run."""

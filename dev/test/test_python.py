@@ -29,6 +29,7 @@ from transformers import BatchEncoding
 ROOT = Path(__file__).resolve().parents[2]
 import llmc
 from llmc import program
+from llmc.trainer import CALLERS, OWN_EVENTS, STEP
 from dev.test import oracle as ref
 import launcher
 from launcher import ENVIRONMENT, FAILED
@@ -159,7 +160,7 @@ def test_forward_is_evaluation(start, tmp_path, model, documents):
     succeeds(Job(0, TRAINER, *words, "--evaluate", "1", "-o", tmp_path / "run", cwd=tmp_path))
     (expected,) = [json.loads(x) for x in (tmp_path / "run/evaluate.jsonl").read_text().splitlines() if '"eval"' in x]
     shards, header = ref.open_shards(str(shard), T)
-    rows = ref.rows(shards, T, None, "no", documents, header[7])
+    rows = ref.row_stream(shards, T, None, "no", documents, header[7])
     tokens, targets = np.stack([next(rows) for _ in range(17)]).swapaxes(0, 1)
     logp = start(model, documents=documents).forward(tokens, targets)
     assert logp.shape == (17, T) and logp.dtype == np.float32
@@ -485,7 +486,7 @@ def test_a_loop_is_the_programs_run(start, tmp_path, model, ranks, options):
     words += ["--schedule", "constant", "-o", tmp_path / "run"]
     succeeds(Job(ranks if ranks > 1 else 0, TRAINER, *words, cwd=tmp_path))
     shards, header = ref.open_shards(str(shard), T)
-    rows = ref.rows(shards, T, 5, "no", options.get("documents", 0), header[7])
+    rows = ref.row_stream(shards, T, 5, "no", options.get("documents", 0), header[7])
     t = start(model, ranks, output=tmp_path / "own", **{k.replace("-", "_"): v for k, v in options.items()})
     losses = {}
     for step in range(1, steps + 1):
@@ -934,7 +935,7 @@ def test_rates_that_adapters_do_not_have(start, bases):
 
 
 def test_options_of_what_the_caller_does():
-    for option in llmc.CALLERS:
+    for option in CALLERS:
         with pytest.raises(llmc.Error, match=f"{option} does nothing here\n  hint: leave it out"):
             llmc.Trainer(MODELS["gpt2"], program=TRAINER, **{option: 1})
 
@@ -1534,12 +1535,12 @@ def test_names_of_the_log(start, tmp_path):
     t = start(output=tmp_path / "run")
     train_step(t, 0)
     (step,) = events(tmp_path / "run", "step")
-    assert step.keys() <= llmc.STEP
+    assert step.keys() <= STEP
     for call in (lambda: t.log("eval", step=1), lambda: t.step(1e-3, norm=1)):
         with pytest.raises(llmc.Error, match="is a field of the log's own\n  hint: "):
             call()
     t.log("eval", loss=1.5, tokens=3)
-    for event in llmc.OWN_EVENTS:
+    for event in OWN_EVENTS:
         with pytest.raises(llmc.Error, match=f"{event} is a line of the program's own\n  hint: "):
             t.log(event, note="x")
 

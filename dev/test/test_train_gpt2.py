@@ -15,6 +15,7 @@ import torch
 from safetensors.numpy import load_file
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import llmc  # noqa: E402
 from dev.test import oracle as ref  # noqa: E402
 
 torch.set_num_threads(1)  # models are tiny
@@ -222,7 +223,7 @@ def test_data_order_is_that_of_c(c_program, shards, seed):
     out = np.frombuffer(
         c_program("order", shards, B, T, int(seed is not None), seed or 0, batches, 0, 0), np.int32
     ).reshape(batches, 2, B, T)
-    stream = ref.rows(ref.open_shards(shards, T)[0], T, seed)
+    stream = ref.row_stream(ref.open_shards(shards, T)[0], T, seed)
     for i in range(batches):
         inputs, targets = ref.batch(stream, B, "cpu", 1000)
         assert np.array_equal(inputs, out[i, 0]) and np.array_equal(targets, out[i, 1]), f"batch {i}"
@@ -245,7 +246,7 @@ def test_documents_are_those_of_c(c_program, tmp_path, seed, pack, documents, me
     pattern, number = str(tmp_path / "d_*.bin"), ["no", "whole", "cut", "auto"].index(pack)
     words = ("order", pattern, B, T, int(seed is not None), seed or 0, batches, number, documents)
     out = np.frombuffer(c_program(*words), np.int32).reshape(batches, 2, B, T)
-    stream = ref.rows(ref.open_shards(pattern, T, pack, documents)[0], T, seed, pack, documents, eot)
+    stream = ref.row_stream(ref.open_shards(pattern, T, pack, documents)[0], T, seed, pack, documents, eot)
     for i in range(batches):
         inputs, targets = ref.batch(stream, B, "cpu", 256)
         assert np.array_equal(inputs, out[i, 0]) and np.array_equal(targets, out[i, 1]), f"batch {i}"
@@ -266,7 +267,7 @@ def test_conversations_are_those_of_c(c_program, tmp_path, pack, documents, long
     pattern, number = str(tmp_path / "c_*.bin"), ["no", "whole", "cut", "auto"].index(pack)
     out = np.frombuffer(c_program("order", pattern, B, T, 1, 5, batches, number, documents), np.int32)
     out = out.reshape(batches, 2, B, T)
-    stream = ref.rows(ref.open_shards(pattern, T, pack, documents)[0], T, 5, pack, documents, eot)
+    stream = ref.row_stream(ref.open_shards(pattern, T, pack, documents)[0], T, 5, pack, documents, eot)
     for i in range(batches):
         inputs, targets = ref.batch(stream, B, "cpu", 256)
         assert np.array_equal(inputs, out[i, 0]) and np.array_equal(targets, out[i, 1]), f"batch {i}"
@@ -280,17 +281,17 @@ def test_a_mixture_by_hand_is_that_of_c(c_program, shards, tmp_path):
     with open(os.path.join(ROOT, "doc/python.md")) as f:
         code = re.search(r"^def mixed\(.*?\n\n", f.read(), re.M | re.S)[0].replace("128", "10")
     write_shard(tmp_path / "other.bin", np.arange(600, 755))
-    sets, names = [shards, str(tmp_path / "other.bin")], {"np": np, "rows": ref.rows, "open_shards": ref.open_shards}
+    sets, names = [shards, str(tmp_path / "other.bin")], {"np": np, "llmc": llmc}
     exec(code, names)
     out = np.frombuffer(c_program("order", f"{sets[0]}:0.7,{sets[1]}:0.3", 8, 10, 1, 1, 25, 0, 0), np.int32)
-    rows = names["mixed"](sets, [7, 3], 1)
-    by_hand = [np.array(next(rows)) for _ in range(200)]
-    assert np.array_equal(np.reshape(by_hand, (25, 8, 2, 10)).transpose(0, 2, 1, 3), out.reshape(25, 2, 8, 10))
-    assert sum(inputs[0] >= 600 for inputs, _ in by_hand) == 60
+    batches = names["mixed"](sets, [7, 3], 8, 1)
+    by_hand = np.array([list(next(batches)) for _ in range(25)])
+    assert np.array_equal(by_hand, out.reshape(25, 2, 8, 10))
+    assert (by_hand[:, 0, :, 0] >= 600).sum() == 60
 
 
 def test_an_epoch_has_every_row_once(shards):
-    stream = ref.rows(ref.open_shards(shards, 10)[0], 10, seed=3)
+    stream = ref.row_stream(ref.open_shards(shards, 10)[0], 10, seed=3)
     first, second = ([int(next(stream)[0][0]) for _ in range(44)] for _ in range(2))
     assert len(set(first)) == 44 and sorted(first) == sorted(second) and first != second and first != sorted(first)
 
@@ -299,7 +300,7 @@ def test_wide_shards_and_damaged_ones(tmp_path):
     header = np.zeros(256, "<i4")
     header[:3] = [20240801, 7, 40]
     (tmp_path / "wide.bin").write_bytes(header.tobytes() + (np.arange(40, dtype="<u4") + 100000).tobytes())
-    assert int(next(ref.rows(ref.open_shards(str(tmp_path / "wide.bin"), 4)[0], 4))[0][3]) == 100003
+    assert int(next(ref.row_stream(ref.open_shards(str(tmp_path / "wide.bin"), 4)[0], 4))[0][3]) == 100003
     (tmp_path / "short.bin").write_bytes(header.tobytes() + bytes(156))
     (tmp_path / "text.bin").write_bytes(b"to be or not to be" * 100)
     for name, words in (("short.bin", "size"), ("text.bin", "not a token shard"), ("none.bin", "no file matches")):
@@ -1217,7 +1218,7 @@ def test_overfit_takes_one_batch(text_shards, tmp_path):
     ]
     trainer = ref.Trainer(ref.make_model(o.model, o.seed, 256), o)
     # unshuffled, of the validation data
-    first = ref.batch(ref.rows(ref.open_shards(o.val_data, 32)[0], 32), 2, "cpu", 256)
+    first = ref.batch(ref.row_stream(ref.open_shards(o.val_data, 32)[0], 32), 2, "cpu", 256)
     assert (
         losses == [pytest.approx(trainer.step([first], 3e-3)[0], abs=1e-6) for _ in range(12)]
         and losses[-1] < losses[0] - 1

@@ -22,7 +22,7 @@
 #include <sys/un.h>
 #include <sys/wait.h>
 
-enum { CALL_NUMBERS = 10, CALL_TEXT = 1 << 16 };
+enum { CALLS = 1 /*one more when calls change; llmc/trainer.py has it, too*/, CALL_NUMBERS = 10, CALL_TEXT = 1 << 16 };
 typedef struct {
     char name[16];
     double x[CALL_NUMBERS];  // 0: not given
@@ -545,9 +545,10 @@ static void calls_open(Calls *c) {
     Text text;
     FILE *f = text_open(&text);
     fprintf(f, "ok|{\"ranks\":%d,\"local_ranks\":%d", t->comm.world, t->comm.local_world);
-    json_write_fields(f, "groups %d batch_size %lld seq_len %lld micro_steps %d vocab %d eot %d context %d step %ld",
-                      t->mesh.dp.world, t->o.batch_size, t->o.seq_len, t->num_micro, t->config.vocab_size,
-                      first_token(t), t->window, t->state.step);
+    json_write_fields(
+        f, "calls %d groups %d batch_size %lld seq_len %lld micro_steps %d vocab %d eot %d context %d step %ld", CALLS,
+        t->mesh.dp.world, t->o.batch_size, t->o.seq_len, t->num_micro, t->config.vocab_size, first_token(t), t->window,
+        t->state.step);
     json_write_fields(f, "known %d tokens %ld steps %lld device %s dtype %s parameters %ld memory_gib %g tokenizer %d",
                       known_tokens(t), t->state.tokens, t->steps, model_device(t->model), model_dtype(t->model),
                       facts_of(t->model).table->num_weights, model_memory_gib(t->model), t->has_tokenizer);
