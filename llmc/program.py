@@ -68,7 +68,9 @@ def under_mpirun(ranks, command, environment):
     environment = {"HWLOC_COMPONENTS": "-opencl"} | dict(environment)  # as in scripts/common.sh, which says why
     if not shutil.which("ssh") and not shutil.which("rsh"):  # Open MPI 4 then starts nothing, not even on this machine
         environment = {"OMPI_MCA_plm_rsh_agent": "false"} | environment
-    mpirun = shutil.which(found[1] if found else "mpirun", path=environment.get("PATH"))
+    path = environment.get("PATH")
+    mpirun = shutil.which(found[1] if found else "mpirun", path=path)
+    mpirun = mpirun or (not CHECKOUT and shutil.which("mpirun", path=path))  # a wheel's launcher may lie elsewhere here
     if not mpirun:
         hint = "make mpi, then make the trainer again" if CHECKOUT else INSTALL_MPI
         raise NoProgram(f"there is no mpirun to start {ranks} ranks with", hint)
