@@ -32,7 +32,7 @@ def make(*targets, environment):
     if done.returncode:
         sys.exit(
             f"error: {' '.join(targets)} was not built: see above\n"
-            "  hint: a C compiler and make are needed: Debian, Ubuntu: apt install gcc g++ make; make doctor says more"
+            "  hint: a C compiler is needed: Debian, Ubuntu: apt install gcc g++; make doctor says more"
         )
 
 
@@ -44,6 +44,7 @@ def settings():
 
 class Build(build_py):
     def run(self):
+        shutil.rmtree(Path(self.build_lib) / "llmc", ignore_errors=True)  # what a build before left there goes along
         super().run()
         if self.editable_mode:  # the programs are those of the checkout
             return

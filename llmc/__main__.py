@@ -5,31 +5,32 @@ they do by `python -m llmc.NAME`."""
 
 import os
 import runpy
+import subprocess
 import sys
 
 from llmc.tool_output import end_with_reader
 
-COMMANDS = {  # name: (module, first words of its command line, what it is for)
-    "train": (None, [], "train a model: the trainer's own options; --ranks N starts N processes by mpirun"),
-    "finetune": ("finetune", [], "tune a model on conversations, and keep its best checkpoint"),
-    "generate": (None, ["--generate"], "continue texts: llmc generate MODEL --prompt TEXT"),
-    "chat": (None, ["--generate"], "talk to a model in the terminal: llmc chat MODEL"),
-    "serve": ("serve", [], "an OpenAI-compatible server with a page to chat on"),
-    "prepare": ("prepare", [], "texts to token shards; also: " + "{sets}"),
-    "tokenizer": ("train_tokenizer", [], "train a tokenizer on texts of one's own"),
-    "import": ("hf", ["import"], "a model of the hub, a folder or llm.c's .bin to a folder to train"),
-    "export": ("hf", ["export"], "a model to GGUF for llama.cpp and Ollama, or to llm.c's .bin"),
-    "check": ("hf", ["check"], "whether a folder can be trained, and if not, why"),
-    "merge": ("hf", ["merge"], "LoRA adapters and their base to a model"),
-    "eval": ("evaluate", [], "score a model: perplexity, core, harness (lm-evaluation-harness)"),
-    "dpo": ("dpo", [], "learn from pairs of answers (DPO, and its kin)"),
-    "rl": ("rl", [], "learn from rewards (GRPO)"),
-    "distill": ("distill", [], "learn from a teacher's probabilities"),
-    "plot": ("plot", [], "curves of runs in one picture"),
-    "watch": ("watch", [], "follow a run in the terminal"),
-    "log": ("export_log", [], "a run's log to TensorBoard or Weights & Biases"),
-    "fits": ("fits", [], "what fits into a GPU's memory"),
-    "doctor": ("doctor", [], "what was found on this machine, what is off, and how to turn it on"),
+COMMANDS = {  # name: (module, first words of its command line)
+    "train": (None, []),
+    "finetune": ("finetune", []),
+    "generate": (None, ["--generate"]),
+    "chat": (None, ["--generate"]),
+    "serve": ("serve", []),
+    "prepare": ("prepare", []),
+    "tokenizer": ("train_tokenizer", []),
+    "import": ("hf", ["import"]),
+    "export": ("hf", ["export"]),
+    "check": ("hf", ["check"]),
+    "merge": ("hf", ["merge"]),
+    "eval": ("evaluate", []),
+    "dpo": ("dpo", []),
+    "rl": ("rl", []),
+    "distill": ("distill", []),
+    "plot": ("plot", []),
+    "watch": ("watch", []),
+    "log": ("export_log", []),
+    "fits": ("fits", []),
+    "doctor": ("doctor", []),
 }
 SETS = {  # of prepare: name: module
     "chat": "chat_data",
@@ -41,12 +42,47 @@ SETS = {  # of prepare: name: module
     "hellaswag": "hellaswag",
     "mmlu": "mmlu",
 }
+USAGE = """\
+usage: llmc COMMAND ...          llmc COMMAND --help explains one
 
+  prepare    texts to token shards: llmc prepare --input book.txt --output data
+             also chat (conversations), choices, fineweb, tinystories, hellaswag, mmlu ...
+  tokenizer  train a tokenizer on texts of your own; with a model's FOLDER: give it one
+  train      train a model: llmc train -e d4 -i 'data/*_train_*.bin' -o log/mine
+  finetune   train a model on conversations, and keep its best checkpoint
+  generate   continue a text: llmc generate log/mine --prompt 'To be'
+  chat       talk to a model in the terminal: llmc chat log/mine
+  serve      an OpenAI-compatible server with a page to chat on
+  import     a model of the hub or llm.c's .bin to a folder to train; check: can it be trained?
+  export     a model to GGUF for llama.cpp and Ollama, or to llm.c's .bin
+  merge      LoRA adapters and their base to one model
+  eval       scores of a model: perplexity, core, harness (lm-evaluation-harness)
+  dpo        learn from pairs of answers; rl: from rewards; distill: from a teacher's probabilities
+  plot       runs' curves in a picture; watch: a run in the terminal; log: to TensorBoard or wandb
+  fits       which models fit into which GPUs' memory
+  doctor     what was found on this machine, what is off, and how to turn it on
 
-def usage():
-    lines = ["usage: llmc COMMAND ...      llmc COMMAND --help explains one", ""]
-    lines += [f"  {name:<10} {what.format(sets=', '.join(SETS))}" for name, (_, _, what) in COMMANDS.items()]
-    return "\n".join(lines)
+doc/commands.md shows each of them, runs to reproduce (from two minutes on two cores to GPT-2
+1558M on several hosts), and images for Docker and Apptainer.
+"""
+TRAIN = """\
+llmc train becomes the trainer's program, on a GPU where there is one. Besides its options:
+  --ranks N        that many processes under mpirun, one for each GPU
+  --hostfile FILE  on several hosts by ssh; a line for each: NAME slots=NUMBER_OF_GPUS
+  --program PATH   another build of the trainer
+
+"""
+GENERATE = """\
+usage: llmc {name} MODEL {more}[options of llmc train]
+
+  llmc generate log/mine --prompt 'To be' -g 300 --top-p 0.9   300 tokens
+  echo 'To be' | llmc generate log/mine                   the prompt from a file or a pipe
+  llmc generate log/mine --samples 8 --seed 2             eight samples from the end-of-text token
+  llmc chat log/mine                                      asks; Ctrl-C stops an answer, Ctrl-D ends
+
+MODEL is a run's folder (its newest checkpoint), a checkpoint or a Hugging Face folder (llmc import).
+--program PATH takes another build of the trainer. llmc train --help generat lists more.
+"""
 
 
 def run_module(module, called, arguments):
@@ -55,33 +91,70 @@ def run_module(module, called, arguments):
     runpy.run_module(f"llmc.{module}", run_name="__main__", alter_sys=False)
 
 
+def fail(what, hint):
+    sys.exit(f"error: {what}\n  hint: {hint}")
+
+
+def with_model(name, arguments):
+    """The command line of generate and chat as the trainer takes it: the model may stand first, and must be there."""
+    if arguments and not arguments[0].startswith("-"):
+        return ["--model", *arguments]
+    if not any(word in ("-e", "--model") or word.startswith("--model=") for word in arguments):
+        fail("no model is named", f"llmc {name} MODEL: a run's folder or a Hugging Face folder")
+    return arguments
+
+
+def print_help(command):
+    """The help of the trainer, which speaks of itself as ./NAME."""
+    text = subprocess.run(command, capture_output=True, text=True)
+    print(text.stdout.replace(f"./{os.path.basename(command[0])}", "llmc train"), end="")
+    sys.exit(text.stderr or text.returncode)
+
+
 def become_program(name, first, arguments):
     """exec of the trainer; with --ranks or --hostfile under mpirun. Does not return."""
     from llmc.program import command_line
 
-    if arguments and not arguments[0].startswith("-") and name != "train":  # the model
-        arguments = ["--model", *arguments]
+    end_with_reader()
+    asks = arguments[:1] in (["-h"], ["--help"])
+    if asks and name != "train":
+        sys.exit(print(GENERATE.format(name=name, more="[--prompt TEXT] " if name == "generate" else ""), end=""))
+    arguments = arguments if name == "train" else with_model(name, arguments)
+    ranks = any(word.split("=")[0] in ("--ranks", "--hostfile") for word in arguments)
     command, environment = command_line([*arguments, *first])
-    os.execvpe(command[0], command, environment)
+    if asks:
+        print(TRAIN if len(arguments) == 1 else "", end="", flush=True)
+        print_help(command)
+    sys.stdout.flush()
+    try:  # the program's messages name it as it was called
+        os.execvpe(command[0], [command[0] if ranks else f"llmc {name}", *command[1:]], environment)
+    except OSError as e:
+        fail(f"{command[0]} cannot be started: {e.strerror}", "it must be a build of the trainer for this machine")
 
 
 def main():
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         end_with_reader()
-        print(usage())
+        print(USAGE, end="")
         return
     name, rest = arguments[0], arguments[1:]
+    if name == "--version":
+        become_program("train", [], ["--version"])
     if name not in COMMANDS:
         end_with_reader()
-        sys.exit(f"error: there is no command '{name}'\n  hint: llmc --help lists them")
-    module, first, _ = COMMANDS[name]
+        fail(f"there is no command '{name}'", "llmc --help lists them")
+    module, first = COMMANDS[name]
     if module is None:
-        end_with_reader()
-        become_program(name, first, rest)
+        return become_program(name, first, rest)
     called = f"llmc {name}"
-    if name == "prepare" and rest and rest[0] in SETS:
+    if name == "prepare" and rest and not rest[0].startswith("-"):
+        if rest[0] not in SETS:
+            end_with_reader()
+            fail(f"'{rest[0]}' is no data set", f"{', '.join(SETS)}; or texts of your own: llmc prepare --input PATH")
         module, called, rest = SETS[rest[0]], f"{called} {rest[0]}", rest[1:]
+    if name == "tokenizer" and rest and not rest[0].startswith("-"):  # a folder that lacks one
+        module, first = "hf", ["tokenizer"]
     run_module(module, called, [*first, *rest])
 
 

@@ -28,11 +28,12 @@ import unicodedata
 import urllib.request
 import zipfile
 
-from llmc import missing_package  # before numpy
+import llmc.missing_package  # noqa: F401, before numpy
 
 import numpy as np
 
 from llmc.checked_json import open_regular
+from llmc.places import that_brings
 from llmc.tool_output import Parser, UserError, end_with_reader, outlive_reader  # noqa: F401
 from llmc.tool_output import plural, reader_is_gone  # noqa: F401
 
@@ -349,7 +350,7 @@ def import_package(name):
     try:
         return importlib.import_module(name)
     except ImportError:
-        hint = f"{missing_package.HINT}; or use --tokenizer bytes, which needs no package"
+        hint = f"{that_brings(name)}; or use --tokenizer bytes, which needs no package"
         die(f"the package {name} is not installed", hint)
 
 

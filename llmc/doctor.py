@@ -1,9 +1,10 @@
 """What this machine has for llm.cu, what is off and why, and the command that turns it on.
 
-    make doctor                       prints the report
-    python -m llmc.doctor --make FILE         writes the same findings as Makefile variables (only when they changed)
+    llmc doctor                 prints the report; in a checkout make doctor does it, too
+    llmc doctor --make FILE     writes the same findings as Makefile variables (only when they changed)
 
-One place decides what the build uses; the Makefile includes its answer. Everything is looked for by file, because
+Of an installed package it says what was installed, and what it finds of a GPU, MPI and packages. In a checkout: one
+place decides what the build uses; the Makefile includes its answer. Everything is looked for by file, because
 headers and libraries of one package may lie in different places (pip wheels, Debian packages, a module system), and
 what was found must then compile, link and start a small program before it counts as on. Only Python's standard library.
 """
@@ -585,6 +586,41 @@ def report(build):
     print(f"\n`make demo` will train on the {'GPU' if devices and cuda else 'CPU'}.")
 
 
+def report_installed(programs):
+    """What an installed package has: its programs, and what they need of this machine."""
+    advice = []
+    again = "then: pip install --force-reinstall --no-deps FOLDER_OF_LLM.CU"
+    config = programs / "config.mk"
+    settings = config.read_text() if config.exists() else ""
+    print(f"   machine  {platform.platform()}, {cores()} cores")
+    print(f"    Python  {platform.python_version()} ({sys.executable})")
+    for name, needs in (("train_gpt2", "a C compiler"), ("train_gpt2cu", "a CUDA toolkit (nvcc, cuBLAS)")):
+        version = run([str(programs / name), "--version"])[1].strip() if (programs / name).exists() else ""
+        print(f"   program  {version or 'off: not compiled'} ({programs / name})")
+        if not version:
+            advice.append((name, f"install {needs}; {again}"))
+    launcher = re.search(r"^MPIRUN := (\S+)", settings, re.M)
+    print(f"       MPI  {launcher[1] if launcher else 'off: the programs run as one process'}")
+    if not launcher:
+        advice.append(("MPI", f"install Open MPI (Debian, Ubuntu: apt install libopenmpi-dev openmpi-bin); {again}"))
+    devices, driver, no_gpu = gpus()
+    found = ", ".join(f"{name} (sm_{arch})" for name, arch in devices) + f", driver for CUDA {driver}"
+    print(f"      GPUs  {f'off: {no_gpu}' if no_gpu else found}")
+    versions = {}
+    for d in metadata.distributions():
+        versions.setdefault((d.metadata["Name"] or "").lower(), d.version)
+    wanted = ["numpy", "matplotlib", "tiktoken", "tokenizers", "jinja2", "pyarrow", "aiohttp", "gguf"]
+    print(f"  packages  {', '.join(f'{name} {versions[name]}' for name in wanted if name in versions)}")
+    missing = [name for name in wanted if name not in versions]
+    if missing:
+        print(f"            off: {', '.join(missing)}")
+        advice.append(("packages", f"pip install {' '.join(missing)}   (a command that needs one names it)"))
+    if advice:
+        print("\nto turn on what is off:")
+        for name, command in advice:
+            print(f"{name:>12}  {command}")
+
+
 def main():
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--make", metavar="FILE", type=Path, help="write the findings as Makefile variables to FILE")
@@ -596,6 +632,8 @@ def main():
         )
     if args.make:
         write_makefile(args.make)
+    elif (installed := Path(__file__).resolve().parent / "bin").is_dir():
+        report_installed(installed)
     else:
         report(ROOT / "build")
 

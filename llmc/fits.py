@@ -18,7 +18,8 @@ from pathlib import Path
 
 import llmc.missing_package  # noqa: F401, before numpy
 from llmc.reference_config import config_parse, config_to_hf
-from llmc.places import PROGRAMS
+from llmc.places import CHECKOUT, PROGRAMS
+from llmc.program import INSTALL_AGAIN
 from llmc.tool_output import Parser, end_with_reader
 
 GPUS = {"16 GB": "RTX 4080", "24 GB": "RTX 4090", "48 GB": "L40S", "80 GB": "H100", "141 GB": "H200"}
@@ -54,7 +55,8 @@ def main():
     parser.add_argument("--models", nargs="+", default=MODELS, help="presets")
     args = parser.parse_args()
     if not args.program.exists():
-        sys.exit(f"error: there is no {args.program}\n  hint: make train_gpt2cu")
+        hint = "make train_gpt2cu" if CHECKOUT else f"where nvcc is, {INSTALL_AGAIN}"
+        sys.exit(f"error: there is no {args.program}\n  hint: {hint}")
     print(f"| model | trained | {' | '.join(GPUS)} |")
     print("|" + "---|" * (2 + len(GPUS)))
     with tempfile.TemporaryDirectory() as folder:

@@ -17,6 +17,7 @@ import numpy as np
 from llmc.chat_template import Renderer, TemplateError, ends_of_folder, read_template
 from llmc.data_common import TOKEN_ADDED, die
 from llmc.llmc_bin import swap_rope
+from llmc.places import that_brings
 from llmc.tokenizer_json import folder_tokenizer, tokenizer_json, tokenizer_path
 from llmc.weights import convert, model_weights, read_config
 
@@ -34,7 +35,7 @@ def package():
     try:
         import gguf
     except ModuleNotFoundError:
-        die("the package gguf is not installed", "make venv; source .venv/bin/activate, or pip install gguf")
+        die("the package gguf is not installed", that_brings("gguf"))
     return gguf
 
 
@@ -150,8 +151,7 @@ def require_tokenizer(folder, config):
     if tokenizer_path(folder) is None:
         die(
             f"'{folder}' has no tokenizer, and llama.cpp needs one",
-            f"add it: hf.py tokenizer {shlex.quote(str(folder))} --tokenizer gpt2, or a tokenizer.bin or "
-            f"tokenizer.json",
+            f"add it: llmc tokenizer {shlex.quote(str(folder))} --tokenizer gpt2, or a tokenizer.bin or tokenizer.json",
         )
     try:
         tokenizer = folder_tokenizer(folder)
@@ -161,7 +161,7 @@ def require_tokenizer(folder, config):
     if tokenizer.vocab_size > config["vocab_size"]:
         die(
             f"'{folder}': the tokenizer has {tokenizer.vocab_size} tokens, the model {config['vocab_size']}",
-            "give the model's own: hf.py tokenizer FOLDER --tokenizer FILE",
+            "give the model's own: llmc tokenizer FOLDER --tokenizer FILE",
         )
     whole = tokenizer_json(tokenizer)["model"]["ignore_merges"]
     if whole != (tokenizer.kind == "llama3"):

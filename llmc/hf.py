@@ -1,15 +1,15 @@
 """Models in and out of Hugging Face's format, which is the trainers' own: a folder with config.json and safetensors.
 
-    hf.py import SOURCE FOLDER
+    llmc import SOURCE FOLDER
       SOURCE: a model of the hub (openai-community/gpt2), a folder, a checkpoint of a run, or llm.c's
                                      .bin. FOLDER then opens by -e FOLDER and in transformers, and llama.cpp converts it
-    hf.py tokenizer FOLDER           tokenizer files and generation_config.json for a folder that has none
-    hf.py export FOLDER FILE.bin     llm.c's .bin (GPT-2; Llama 3.1 as the llama3 branch of llm.c reads it)
-    hf.py export FOLDER FILE.gguf    for llama.cpp and Ollama (not modern, no mixtures); --type F16, BF16 or Q8_0
-    hf.py check FOLDER
+    llmc tokenizer FOLDER            tokenizer files and generation_config.json for a folder that has none
+    llmc export FOLDER FILE.bin      llm.c's .bin (GPT-2; Llama 3.1 as the llama3 branch of llm.c reads it)
+    llmc export FOLDER FILE.gguf     for llama.cpp and Ollama (not modern, no mixtures); --type F16, BF16 or Q8_0
+    llmc check FOLDER
       whether the trainers open it, and if not, why; of a checkpoint, whether any file has changed
-    hf.py merge ADAPTER FOLDER       LoRA adapters and their base become a model
-    hf.py check ADAPTER              whether they fit their base
+    llmc merge ADAPTER FOLDER        LoRA adapters and their base become a model
+    llmc check ADAPTER               whether they fit their base
     --base BASE
       with adapters: the folder of their base, if adapter_config.json names another place
     --verify
@@ -62,6 +62,7 @@ from llmc.data_common import (
 )
 from llmc.gguf_file import TYPES, export_gguf
 from llmc.llmc_bin import export_bin, import_bin
+from llmc.places import that_brings
 from llmc.tokenizer_json import complete, files_folder, read_tokenizer_json, trained_with, write_tokenizer_json
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", None: None}
@@ -196,7 +197,7 @@ def add_tokenizer(folder, given, source):
     given = given or (own if os.path.isfile(own) else ours if os.path.isfile(ours) else trained_with(source))
     if given is None:
         missing = (
-            "no tokenizer: add one with hf.py tokenizer FOLDER --tokenizer gpt2, or a tokenizer.bin, a "
+            "no tokenizer: add one with llmc tokenizer FOLDER --tokenizer gpt2, or a tokenizer.bin, a "
             "tokenizer.json or Llama 3's tokenizer.model"
         )
     elif given != own or not os.path.isfile(os.path.join(folder, "tokenizer.bin")):
@@ -300,7 +301,7 @@ def reference_logits(folder, tokens):
     try:
         import torch
     except ImportError:
-        die("--verify needs torch", "make venv; source .venv/bin/activate")
+        die("--verify needs torch", that_brings("torch"))
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     with torch.no_grad():
         try:
@@ -438,10 +439,19 @@ def check(args):
     print(printable(adapter.describe(loaded, base)))
 
 
+COMMANDS = {
+    "import": "A model of the hub (OWNER/NAME), a Hugging Face or run's folder, or llm.c's .bin to a folder to train.",
+    "tokenizer": "Tokenizer files and generation_config.json for a folder that has none.",
+    "export": "A folder to FILE.gguf for llama.cpp and Ollama, or to llm.c's FILE.bin.",
+    "merge": "LoRA adapters and their base to a model as any other.",
+    "check": "Whether a folder can be trained, and if not, why.",
+}
+
+
 def run_command():
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    p = {name: commands.add_parser(name) for name in ("import", "tokenizer", "export", "merge", "check")}
+    commands = parser.add_subparsers(dest="command", required=True, prog="llmc")
+    p = {name: commands.add_parser(name, description=what) for name, what in COMMANDS.items()}
     for name in ("import", "merge"):
         p[name].add_argument("source")
     for command in p.values():

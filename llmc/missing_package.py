@@ -2,13 +2,15 @@
 
 import sys
 
-from llmc.places import HINT
+from llmc.places import that_brings
 
 
 def explain(kind, error, trace):
     if not issubclass(kind, ModuleNotFoundError):
         return sys.__excepthook__(kind, error, trace)
-    print(f"error: the package {error.name} is not installed for {sys.executable}\n  hint: {HINT}", file=sys.stderr)
+    name = error.name.partition(".")[0]
+    what = f"error: the package {name} is not installed for {sys.executable}"
+    print(f"{what}\n  hint: {that_brings(name)}", file=sys.stderr)
 
 
 sys.excepthook = explain

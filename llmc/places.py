@@ -9,7 +9,11 @@ PACKAGE = Path(__file__).resolve().parent
 ROOT = PACKAGE.parent  # a checkout, or the folder of all packages
 CHECKOUT = (ROOT / "train_gpt2.c").exists()
 PROGRAMS = ROOT if CHECKOUT else PACKAGE / "bin"
-HINT = "make venv; source .venv/bin/activate" if CHECKOUT else "pip install PACKAGE, with its name above"
+
+
+def that_brings(package):
+    """The command that brings a Python package which is missing -> str."""
+    return "make venv; source .venv/bin/activate" if CHECKOUT else f"pip install {package}"
 
 
 def data_folder(name):

@@ -15,7 +15,11 @@ V3 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
 
 
 class NoProgram(Exception):
-    """What is missing, and a hint."""
+    """What is missing, and a hint; a tool tells it in two lines (llmc.tool_output)."""
+
+    def __init__(self, what, hint):
+        super().__init__(what, hint)
+        self.of_tool = f"error: {what}\n  hint: {hint}"
 
 
 def trainer(given=None):
@@ -26,28 +30,32 @@ def trainer(given=None):
         program = cpu
     if not program.exists():
         make = "make train_gpt2cu, or make train_gpt2 without a GPU"
-        install = "install the package where there is a C compiler: pip install --force-reinstall FOLDER_OF_LLM.CU"
-        raise NoProgram(f"there is no {program}", make if CHECKOUT else install)
+        hint = f"--program names a build of the trainer; without it {cpu} is taken"
+        raise NoProgram(f"there is no {program}", hint if given else make if CHECKOUT else INSTALL_AGAIN)
     if program.parent == PROGRAMS and not CHECKOUT:
         require_cpu()
     return program.resolve()
 
 
-def require_cpu():
+def require_cpu(cpuinfo="/proc/cpuinfo"):
     """An installed program is compiled for other machines, too. Errors: NoProgram where this one is too old for it."""
     built = (PROGRAMS / "march").read_text().strip() if (PROGRAMS / "march").exists() else ""
-    if built != "x86-64-v3" or platform.machine() not in ("x86_64", "AMD64") or not os.path.exists("/proc/cpuinfo"):
+    if built != "x86-64-v3" or platform.machine() not in ("x86_64", "AMD64") or not os.path.exists(cpuinfo):
         return
-    flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    flags = re.search(r"^flags\s*:(.*)$", Path(cpuinfo).read_text(), re.M)
     missing = V3 - set(flags[1].split()) if flags else set()
     if missing:
         raise NoProgram(
             f"the program is compiled for x86-64-v3, and this processor has no {', '.join(sorted(missing))}",
-            "compile it for this machine: MARCH=native pip install --force-reinstall FOLDER_OF_LLM.CU",
+            "compile it for this machine: MARCH=native pip install --force-reinstall --no-deps FOLDER_OF_LLM.CU",
         )
 
 
+INSTALL_AGAIN = (
+    "install the package where there is a C compiler: pip install --force-reinstall --no-deps FOLDER_OF_LLM.CU"
+)
 INSTALL_MPI = "install Open MPI (Debian, Ubuntu: apt install libopenmpi-dev openmpi-bin), then this package again"
+KEEPALIVE = {"time": "30", "intvl": "5", "probes": "3"}  # seconds until mpirun asks whether a host is there; tries
 # As root Open MPI starts nothing without both; in a container there is often no other user.
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
@@ -58,7 +66,11 @@ def under_mpirun(ranks, command, environment):
     config = (ROOT / "build/config.mk") if CHECKOUT else PROGRAMS / "config.mk"
     found = re.search(r"^MPIRUN := (\S+)", config.read_text() if config.exists() else "", re.M)
     environment = {"HWLOC_COMPONENTS": "-opencl"} | dict(environment)  # as in scripts/common.sh, which says why
-    mpirun = shutil.which(found[1] if found else "mpirun", path=environment.get("PATH"))
+    if not shutil.which("ssh") and not shutil.which("rsh"):  # Open MPI 4 then starts nothing, not even on this machine
+        environment = {"OMPI_MCA_plm_rsh_agent": "false"} | environment
+    path = environment.get("PATH")
+    mpirun = shutil.which(found[1] if found else "mpirun", path=path)
+    mpirun = mpirun or (not CHECKOUT and shutil.which("mpirun", path=path))  # a wheel's launcher may lie elsewhere here
     if not mpirun:
         hint = "make mpi, then make the trainer again" if CHECKOUT else INSTALL_MPI
         raise NoProgram(f"there is no mpirun to start {ranks} ranks with", hint)
@@ -92,6 +104,34 @@ def take(words, name):
     return None
 
 
+def slots_of(hostfile):
+    """The processes that a host file has room for: NAME slots=N a line, without slots one. Errors: NoProgram."""
+    try:
+        lines = Path(hostfile).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        hint = "write one, a line for each host: NAME slots=NUMBER_OF_GPUS"
+        raise NoProgram(f"'{hostfile}' cannot be read: {getattr(e, 'strerror', None) or e}", hint) from None
+    hosts = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    slots = [re.search(r"\sslots=(\d+)", line) for line in hosts]
+    if not hosts:
+        raise NoProgram(f"'{hostfile}' names no host", "a line for each host: NAME slots=NUMBER_OF_GPUS")
+    return sum(int(found[1]) if found else 1 for found in slots)
+
+
+def over_hosts(hostfile, ranks, command, environment):
+    """The command as ranks on the hosts of a file, by ssh, with what scripts/multi_node/mpirun.sh sets. Errors:
+    NoProgram."""
+    command, environment = under_mpirun(ranks or slots_of(hostfile), command, environment)
+    slots_of(hostfile)
+    ssh = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=3"
+    surroundings = {"PRTE_MCA_plm_ssh_agent": ssh, "OMPI_MCA_plm_rsh_agent": ssh}  # Open MPI 5 and 4
+    for name in ("PRTE", "OMPI"):
+        surroundings |= {f"{name}_MCA_oob_tcp_keepalive_{what}": n for what, n in KEEPALIVE.items()}
+    environment = surroundings | {k: v for k, v in environment.items() if v != "false" or k not in surroundings}
+    passed = [word for name in sorted(environment) if re.match("(NCCL|UCX|OMP)_", name) for word in ("-x", name)]
+    return [command[0], "--hostfile", hostfile, *command[1:3], *passed, *command[3:]], environment
+
+
 def command_line(words):
     """What `llmc train WORDS` starts -> (command, environment). --program, --ranks and --hostfile are taken out.
     Errors: NoProgram."""
@@ -101,9 +141,8 @@ def command_line(words):
     if ranks is None and hosts is None:
         return command, environment
     if ranks is not None and not (ranks.isdecimal() and int(ranks) > 0):
-        raise NoProgram(f"--ranks {ranks} is no number of processes", "give 2 or more, or a GPU each")
-    command, environment = under_mpirun(ranks or 0, command, environment)
+        raise NoProgram(f"--ranks {ranks} is no number of processes", "give 1 or more; on GPUs one for each")
+    environment.setdefault("NCCL_NVLS_ENABLE", "0")  # as in scripts/common.sh, which says why
     if hosts is not None:
-        launcher, rest = command[0], command[1:] if ranks else command[3:]
-        command = [launcher, "--hostfile", hosts, *rest]
-    return command, environment
+        return over_hosts(hosts, ranks, command, environment)
+    return under_mpirun(ranks, command, environment)

@@ -28,7 +28,7 @@ import unicodedata
 import zlib
 
 from llmc.data_common import die, find_files
-from llmc.missing_package import HINT
+from llmc.places import that_brings
 
 try:
     from compression import zstd  # Python 3.14
@@ -312,7 +312,7 @@ def import_pyarrow(path):
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        die(f"'{path}': reading {os.path.splitext(path)[1]} needs the package pyarrow", HINT)
+        die(f"'{path}': reading {os.path.splitext(path)[1]} needs the package pyarrow", that_brings("pyarrow"))
     return pyarrow
 
 

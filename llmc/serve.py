@@ -29,12 +29,10 @@ import time
 import uuid
 from pathlib import Path
 
-from llmc import missing_package
-from llmc.places import CHECKOUT
+import llmc.missing_package  # noqa: F401, before aiohttp
 from llmc.program import NoProgram, trainer, under_mpirun
 from llmc.tool_output import Parser, outlive_reader, whole_from
 
-missing_package.HINT = "make venv; source .venv/bin/activate" if CHECKOUT else "pip install 'llmc[serve]'"
 # aiohttp: server, streaming, limits of a body and the end of a connection in one well-kept package; starlette with
 # uvicorn would be two and theirs.
 from aiohttp import web

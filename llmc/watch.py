@@ -6,7 +6,7 @@ its log alone.
   llmc watch log/mine --once     one picture and the end; so too where the output is no terminal
 
 Reads the log as it grows (run_log.py): it may be started before the run, and stays through crashes, resumes and new
-beginnings. Standard library only. On a remote machine: ssh -t host python path/to/watch.py path/to/run"""
+beginnings. Standard library only. On a remote machine: ssh -t host llmc watch path/to/run"""
 
 import argparse
 import math

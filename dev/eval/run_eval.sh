@@ -28,7 +28,7 @@ fi
 weights=("$folder"/*.safetensors)
 [ -f "${weights[0]}" ] || fail "'$folder' has no weights: no *.safetensors" "name a whole checkpoint"
 [ -f "$folder/tokenizer.json" ] || [ -f "$folder/vocab.json" ] || [ -f "$folder/tokenizer.model" ] ||
-    fail "'$folder' has no tokenizer: no tokenizer.json" "python dev/eval/hf.py tokenizer $folder"
+    fail "'$folder' has no tokenizer: no tokenizer.json" "llmc tokenizer $folder"
 
 python=${LM_EVAL_PYTHON:-$here/.venv/bin/python}
 if [ -n "${LM_EVAL_PYTHON:-}" ]; then

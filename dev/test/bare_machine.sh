@@ -13,6 +13,11 @@
 # runs what dev/containers/Dockerfile and llm.def run, as root, in a system that has nothing else. make toolkit stands in
 # for the image that they begin with. ARCHS (80): what to compile for; the images are for more.
 #
+#   dev/test/bare_machine.sh RELEASE FOLDER install
+#
+# installs the package by pip into an environment of its own, from a clone that is then removed, and uses the command
+# and the package elsewhere, beside files that have the names of its modules.
+#
 # From the caller's environment: MIRROR and COMPONENTS for debootstrap; proxies; PIP_* and certificates' files, which are
 # copied. Not taken: pip's configuration and folders of packages.
 set -euo pipefail
@@ -57,6 +62,18 @@ as_user() {
     chroot --userspec=someone:someone "$folder" env -i PATH=/usr/local/bin:/usr/bin:/bin HOME=/home/someone \
         "${environment[@]}" bash -c "cd ~/llm.cu && $1"
 }
+install='set -e
+    rm -rf ~/installed ~/from && python3 -m venv ~/installed && git clone --quiet . ~/from
+    ~/installed/bin/pip install --quiet ~/from && rm -rf ~/from
+    cd "$(mktemp -d)" && mkdir dev && echo "raise SystemExit(1)" | tee program.py > places.py
+    PATH=$HOME/installed/bin:$PATH
+    llmc --help && llmc doctor
+    llmc prepare --python-stdlib --tokenizer bytes --output data/python
+    llmc train -e d2,channels=64,vocab=256,seq=64 -i "data/python/*_train_*.bin" -b 8 -t 64 -x 50 -v 50 -s 0 -o log/a
+    llmc generate log/a --prompt import -g 40
+    llmc watch log/a --once
+    pip install --quiet matplotlib && llmc plot log/a -o loss.png && ls -l loss.png
+    python -c "import llmc; t = llmc.Trainer(\"d2\"); print(llmc.__file__, t); t.close()"'
 
 # A checkout is cloned without its files, which `git reset` brings.
 make_image() {
@@ -92,6 +109,7 @@ as_root chown -R someone:someone /home/someone/llm.cu
 
 status=0
 for command; do
+    [ "$command" != install ] || command=$install
     printf '\n== %s: %s\n' "$release" "$command"
     begin=$SECONDS
     as_user "$command" || status=1

@@ -20,6 +20,7 @@ from test_build import CONFIG, ROOT, copy_tree, tracked
 from test_generate import talk
 
 from dev.test import oracle as ref  # noqa: E402
+from llmc.program import take
 
 TRAINER = ROOT / "build/train_gpt2"
 PAGES = sorted((ROOT / "doc").glob("*.md"))
@@ -39,6 +40,7 @@ def blocks(page, start):
 
 PARSES = """
 import argparse, os, runpy, sys
+from llmc.__main__ import main
 original = argparse.ArgumentParser.parse_args
 def accept(self, *arguments, **more):
     original(self, *arguments, **more)
@@ -46,9 +48,12 @@ def accept(self, *arguments, **more):
     os._exit(0)
 argparse.ArgumentParser.parse_args = accept
 sys.argv = sys.argv[1:]
+if sys.argv[0] == "llmc":
+    main()
 sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+THEIRS = ("models/qwen", "build/tiny/tokenizer")  # the reader's folders: any
 
 
 def succeeds(*words, cwd=ROOT):
@@ -62,6 +67,23 @@ def built():
     succeeds("make", f"PYTHON={sys.executable}", "build/train_gpt2", "build/test/test_model")
 
 
+def understand_llmc(rest):
+    """Of what becomes the trainer the trainer is asked; of another command its parser."""
+    name, more = rest[0], list(rest[1:])
+    if name in ("train", "generate", "chat"):
+        for option in ("--ranks", "--hostfile", "--program"):
+            take(more, option)
+        assert name == "train" or not more[0].startswith("-")
+        assert "usage:" in succeeds(TRAINER, *more[name != "train" :], "--help")
+    elif name == "finetune":
+        assert "usage:" in succeeds(TRAINER, *more[2:], "--help")
+    elif rest[:2] == ["eval", "harness"]:
+        assert "lm_eval" in (ROOT / "llmc/lm_eval_model.py").read_text()
+    else:
+        words = [ROOT / "doc" if word in THEIRS else word for word in rest]
+        assert "accepted" in succeeds(sys.executable, "-c", PARSES, "llmc", *words)
+
+
 def understand(words):
     """Stops with an assertion if a command names a program or an option that does not exist."""
     if words[0] == "echo" and "|" in words:
@@ -69,6 +91,8 @@ def understand(words):
     while re.match(r"\w+=", words[0]):
         words = words[1:]
     program, rest = words[0], [w for w in words[1:] if w != "..."]
+    if program == "llmc":
+        return understand_llmc(rest)
     if program == "make":
         succeeds("make", "-n", f"PYTHON={sys.executable}", *rest)
     elif program == "sudo":
@@ -76,11 +100,12 @@ def understand(words):
     elif program == "source":
         assert rest == [".venv/bin/activate"]
     elif program == "python":
-        theirs = ("models/qwen", "build/tiny/tokenizer")  # the reader's folders: any
-        rest = [ROOT / "doc" if w in theirs else w for w in rest]
+        rest = [ROOT / "doc" if w in THEIRS else w for w in rest]
         assert "accepted" in succeeds(sys.executable, "-c", PARSES, *rest)
+    elif program == "pip":
+        assert rest == ["install", "."] and (ROOT / "pyproject.toml").exists()
     elif program == "mpirun":
-        understand(rest[next(i for i, w in enumerate(rest) if w.startswith("./") or w == "python") :])
+        understand(rest[next(i for i, w in enumerate(rest) if w.startswith("./") or w in ("python", "llmc")) :])
     elif program in ("./train_gpt2", "./train_gpt2cu"):
         assert "usage:" in succeeds(TRAINER, *rest, "--help")
     elif program == "sbatch":
@@ -104,7 +129,7 @@ def understand(words):
         raise AssertionError(f"nothing is known of '{program}'")
 
 
-COMMAND = r"(\w+=\S+ )*(sudo|make|python|mpirun|scripts/|dev/|\./train_gpt2)"
+COMMAND = r"(\w+=\S+ )*(sudo|make|python|llmc|mpirun|scripts/|dev/|\./train_gpt2)"
 README = [line for _, lines in blocks(ROOT / "README.md", COMMAND) for line in lines]
 
 
@@ -139,6 +164,11 @@ def test_what_is_not_understood():
     for line in (
         "./train_gpt2 --no-such-option 1",
         "python dev/plot.py --no-such-option",
+        "llmc plot --no-such-option",
+        "llmc train --no-such-option 1",
+        "llmc generate log/mine --no-such-option 1",
+        "llmc prepare no_such_set",
+        "llmc nosuchcommand",
         "make no_such_target",
         "python dev/no_such_file.py",
         "nosuchprogram",
@@ -164,7 +194,9 @@ def tree(tmp_path_factory):
     tools = folder / "build/bin"
     tools.mkdir()
     (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    (tools / "python").chmod(0o755)
+    (tools / "llmc").write_text(f'#!/bin/sh\nPYTHONPATH="{folder}" exec "{sys.executable}" -m llmc "$@"\n')
+    for name in ("python", "llmc"):
+        (tools / name).chmod(0o755)
     return folder
 
 

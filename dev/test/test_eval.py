@@ -705,7 +705,7 @@ def test_run_eval(tmp_path):
     (folder / "config.json").write_text("{}")
     run_eval("model", fails="has no weights", **more)
     (folder / "model.safetensors").write_bytes(b"x")
-    assert "hf.py tokenizer model" in run_eval("model", fails="has no tokenizer", **more)
+    assert "llmc tokenizer model" in run_eval("model", fails="has no tokenizer", **more)
     (folder / "tokenizer.json").write_text("{}")
     run_eval("model", "--limit", "3", fails="is no name of a task", **more)
     run_eval("model", "arc_easy", fails="lacks lm-eval", cwd=tmp_path, LM_EVAL_PYTHON="/bin/false")

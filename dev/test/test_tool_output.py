@@ -22,7 +22,8 @@ TOOLS = [
     for f in tracked(".py")
     if '\nif __name__ == "__main__":' in (ROOT / f).read_text() and str(f) not in WITHOUT_HELP
 ]
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | {"OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # as llmc is found in .venv
 SIGPIPE_STATUS = 128 + signal.SIGPIPE
 
 
@@ -155,8 +156,7 @@ def test_a_training_run_is_saved_and_ends(tmp_path):
 
 def test_a_missing_package_is_named():
     """Without site-packages (-S) a tool works, or says what it lacks and what to do."""
-    environment = {k: v for k, v in ENVIRONMENT.items() if k != "PYTHONPATH"}
-    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
+    options = {"cwd": ROOT, "env": ENVIRONMENT, "capture_output": True, "text": True}
     run = lambda tool: subprocess.run([sys.executable, "-S", *called(tool, "--help")[1:]], **options)
     with ThreadPoolExecutor(2) as pool:
         results = dict(zip(TOOLS, pool.map(run, TOOLS)))
