@@ -117,10 +117,6 @@ train_gpt2: $(BUILD)/train_gpt2
 $(BUILD)/train_gpt2.asan: train_gpt2.c $(C_HEADERS) $(BUILD)/revision.o $(CONFIG) Makefile
 	$(CC) $(CFLAGS) $(ASAN_CFLAGS) $(REVISION_FLAGS) $< $(BUILD)/revision.o -o $@.$(PARTIAL) -lm -ldl && mv -f $@.$(PARTIAL) $@
 
-# What dev/eval/hf.py asks of the trainers' own readers.
-$(BUILD)/hf: dev/eval/hf.c train_gpt2.c $(C_HEADERS) $(CONFIG) Makefile
-	$(CC) $(CFLAGS) $< -o $@.$(PARTIAL) -lm && mv -f $@.$(PARTIAL) $@
-
 need_cuda = $(if $(NVCC),,@printf 'error: no CUDA toolkit: %s\n  hint: make doctor shows what is missing; make toolkit puts one into .toolkit\n' '$(CUDA_OFF)' >&2; exit 1;)
 # Where ptxas serialises wgmma (C7510, C7512, ...) it says so and goes on, to a program slower than any that was measured.
 # Ladders have shapes that lose, and what is hardly optimised (run_tests.py) is not to be fast.
