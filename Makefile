@@ -121,11 +121,6 @@ $(BUILD)/train_gpt2.asan: train_gpt2.c $(BUILD)/revision.o $(CONFIG) Makefile
 	$(CC) $(CFLAGS) $(ASAN_CFLAGS) $(REVISION_FLAGS) $(depend) $< $(BUILD)/revision.o -o $@.$(PARTIAL) -lm -ldl
 	@$(keep)
 
-# What dev/eval/hf.py asks of the trainers' own readers.
-$(BUILD)/hf: dev/eval/hf.c $(CONFIG) Makefile
-	$(CC) $(CFLAGS) $(depend) $< -o $@.$(PARTIAL) -lm
-	@$(keep)
-
 need_cuda = $(if $(NVCC),,@printf 'error: no CUDA toolkit: %s\n  hint: make doctor shows what is missing; make toolkit puts one into .toolkit\n' '$(CUDA_OFF)' >&2; exit 1;)
 # Where ptxas serialises wgmma (C7510, C7512, ...) it says so and goes on, to a program slower than any that was measured.
 # Ladders have shapes that lose, and what is hardly optimised (QUICK) is not to be fast.

@@ -1,19 +1,17 @@
-"""LoRA adapters as peft writes them, for hf.py: read, checked against their base, and merged into it.
+"""LoRA adapters as peft writes them: read, checked against their base, and merged into it.
 
 A folder has adapter_config.json, and adapter_model.safetensors with A (rank, in) and B (out, rank) of each adapted
 matrix W. The model computes with W + scale B A, where scale = alpha / rank, or alpha / sqrt(rank) if rank-stabilised.
 """
 
-import functools
 import json
 import math
 import os
 import re
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from llmc.weights import ask, convert, model_weights, opened, program, read_config, read_tensors  # first: it finds dev/
+from llmc.weights import ask, convert, model_weights, opened, read_config, read_tensors, require_finite  # first
 
 import numpy as np
 
@@ -34,6 +32,7 @@ KEEPS_BASE = ("gaussian", "eva", "orthogonal")
 WITH_PEFT = "load it with peft and save merge_and_unload()"
 AGAIN = "make or download it again"
 MOST_RANK = 4096  # as in llmc/base/lora.h
+BLOCK = 1 << 15  # values of a weight that are in a core's cache together
 MARKED_VALUES = 16  # of each adapted matrix, in the mark of the base
 find_patterns = Limited("llmc.patterns:finder", seconds=5)
 
@@ -66,7 +65,7 @@ def read_adapter(folder):
     if not os.path.isfile(weights):
         die(f"'{weights}' does not exist", "adapters in another format must be saved by peft again, as safetensors")
     mark, tensors = read_tensors(weights)
-    ask("finite", weights)
+    require_finite(weights, tensors)
     pairs = pairs_of(weights, tensors)
     ranks = by_pattern(config, "rank_pattern", pairs, config.get("r", 8))
     alphas = by_pattern(config, "alpha_pattern", pairs, config.get("lora_alpha", 8))
@@ -235,23 +234,33 @@ def base_mark(weights, modules):
 # ---- merged
 
 
-@functools.cache
-def adder():
-    """One process for all sums: a mixture has thousands of matrices. It ends with its input."""
-    return subprocess.Popen([program(), "merge", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def add_rows(weight, a, b, scale):
+    """Rows of weight + scale b a as the trainers compute them: fmaf(scale b[k], a[k], weight), k after k. In fp64 the
+    product is exact. Where the sum then lies in the middle between two numbers of fp32, what it has lost decides; those
+    below fp32's normal numbers have another middle."""
+    factors = (scale * b).astype(np.float64)
+    for k, row in enumerate(a):
+        product = factors[:, k, None] * row
+        total = product + weight
+        bits = total.view("<i8")
+        doubtful = np.nonzero((bits & 0x1FFFFFFF == 0x10000000) | (np.abs(total) < 2.0**-125))
+        if doubtful[0].size:
+            p, w, t = product[doubtful], weight[doubtful], total[doubtful]
+            lost = p - (t - (t - p)) + (w - (t - p))
+            even = (bits[doubtful] & 1 == 0) & (lost != 0)
+            bits[doubtful] += np.where(even, np.where((lost > 0) == (t > 0), 1, -1), 0)
+        with np.errstate(over="ignore"):
+            weight = total.astype(np.float32)
+    return weight
 
 
 def add_product(weight, a, b, scale):
-    """weight + scale b a by the trainers' own code, so to the bit what they compute with."""
-    adds = adder()
-    adds.stdin.write(b"%d %d %d %r\n" % (*weight.shape, len(a), float(scale)))
-    for x in (weight, a, b):
-        adds.stdin.write(np.ascontiguousarray(x).data)
-    adds.stdin.flush()
-    sums = adds.stdout.read(weight.nbytes)
-    if len(sums) < weight.nbytes:
-        sys.exit(1)  # it has said why
-    return np.frombuffer(sums, "<f4").reshape(weight.shape)
+    """weight + scale b a in the trainers' order, so to the bit what they compute with. weight (rows, columns), a (rank,
+    columns), b (rows, rank) as fp32."""
+    step, wide = max(1, BLOCK // weight.shape[1]), a.astype(np.float64)
+    rows = [slice(i, i + step) for i in range(0, len(weight), step)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return np.concatenate(list(pool.map(lambda part: add_rows(weight[part], wide, b[part], scale), rows)))
 
 
 def merger(adapter, base):

@@ -13,13 +13,12 @@
     --base BASE
       with adapters: the folder of their base, if adapter_config.json names another place
     --verify
-      with import and check: the CPU trainer's logits are those of transformers, or of train_gpt2.py
+      with import and check: the CPU trainer gives tokens the probabilities of transformers, or of train_gpt2.py
 
 A checkpoint stands for itself, a run's folder for its newest checkpoint, as for the trainers' -e.
 Whether a model can be trained is asked of the trainers' own reader, of a model of the hub before its weights are
 downloaded. FOLDER has its name when it is whole; an interrupted download goes on. HF_TOKEN opens gated models,
-HF_ENDPOINT names another hub. Needs numpy, jinja2, a C compiler and make; --verify needs torch, and 16 bytes of memory
-for each weight besides.
+HF_ENDPOINT names another hub. Needs numpy and jinja2; --verify needs torch, and 8 bytes of memory for each weight.
 """
 
 import argparse
@@ -30,7 +29,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 
 from llmc.weights import (
@@ -38,11 +36,11 @@ from llmc.weights import (
     convert,
     model_weights,
     opened,
-    program,
     read_config,
     read_tensors,
+    require_finite,
     write_safetensors,
-)  # first: it finds dev/data
+)  # first: what if numpy is missing
 
 import numpy as np
 
@@ -62,8 +60,10 @@ from llmc.data_common import (
 )
 from llmc.gguf_file import TYPES, export_gguf
 from llmc.llmc_bin import export_bin, import_bin
-from llmc.places import that_brings
+from llmc.places import PROGRAMS, that_brings
+from llmc.scorer import Engine
 from llmc.tokenizer_json import complete, files_folder, read_tokenizer_json, trained_with, write_tokenizer_json
+from llmc.trainer import Error
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", None: None}
 OTHERS = [
@@ -76,7 +76,7 @@ OTHERS = [
     "tokenizer.model",
     "chat_template.jinja",
 ]
-VERIFY_TOKENS, VERIFY_BOUND = 64, 1e-4  # the bound grows with logits above 1, as rounding does
+VERIFY_TOKENS, VERIFY_ROWS, VERIFY_BOUND = 64, 16, 1e-4  # the bound grows with logits above 1, as rounding does
 
 
 # ---- folders and the hub
@@ -282,14 +282,11 @@ def add_ends(folder, config, tokenizer):
 
 def require_model(folder):
     """Stops where the trainers would not open a folder."""
-    run = subprocess.run([program(), "check", folder], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    fused = re.compile(r"\.experts\.(gate_up|down)_proj$")
-    if b"does not hold this model" in run.stderr and any(map(fused.search, read_tensors(folder)[1])):
+    fused, is_ours = re.compile(r"\.experts\.(gate_up|down)_proj$"), os.path.exists(f"{folder}/train_state.json")
+    if not is_ours and read_config(folder) and any(map(fused.search, read_tensors(folder)[1])):
         hint = "write them apart: transformers.AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
         die(f"'{folder}': the experts of a layer are one tensor, as transformers 5 has them in memory", hint)
-    sys.stderr.buffer.write(run.stderr)
-    if run.returncode:
-        sys.exit(1)
+    ask("check", folder)
 
 
 # ---- logits
@@ -321,17 +318,37 @@ def reference_logits(folder, tokens):
         return f"transformers {transformers.__version__}", model(ids).logits[0].numpy()
 
 
+def our_log_probabilities(folder, tokens, targets):
+    """Of targets (R, T) after tokens (T,), by the CPU trainer."""
+    try:
+        engine = Engine(folder, len(tokens), 1, PROGRAMS / "train_gpt2")
+        with engine.trainer:
+            return engine.logp(np.broadcast_to(tokens, targets.shape), targets)
+    except Error as e:
+        sys.exit(f"error: {e}")
+
+
+def log_probabilities(logits, targets):
+    """log_softmax(logits (T, V)) at targets (R, T), in fp64."""
+    logits = logits.astype(np.float64)
+    most = logits.max(1, keepdims=True)
+    sums = most + np.log(np.exp(logits - most).sum(1, keepdims=True))
+    return np.take_along_axis(logits - sums, targets.T, 1).T
+
+
 def verify(folder, reference=None):
-    """reference: another folder, for tests."""
-    config = read_config(folder)
+    """Compares log-probabilities, each of which has the sum over all logits of its place in it, of VERIFY_ROWS targets
+    for every token: different ones, as far as the vocabulary has them. reference: another folder, for tests."""
+    config, rng = read_config(folder), np.random.default_rng(1)
     T, V = min(VERIFY_TOKENS, config.get("n_positions") or config["max_position_embeddings"]), config["vocab_size"]
-    tokens = np.random.default_rng(1).integers(0, V, T)
-    ours = np.frombuffer(ask("logits", folder, data=tokens.astype("<i4").tobytes()), "<f4").reshape(T, V)
-    whose, theirs = reference_logits(reference or folder, tokens)
-    difference, largest = float(np.abs(ours - theirs).max()), float(np.abs(theirs).max())
+    tokens, targets = rng.integers(0, V, T), np.resize(rng.permutation(V), (VERIFY_ROWS, T))
+    ours = our_log_probabilities(folder, tokens, targets)
+    whose, logits = reference_logits(reference or folder, tokens)
+    theirs, largest = log_probabilities(logits, targets), float(np.abs(logits).max())
+    difference = float(np.abs(ours - theirs).max())
     text = (
-        f"logits after {T} tokens by the CPU trainer and by {whose}: largest difference {difference:.2e}, of "
-        f"values up to {largest:.3g}"
+        f"log-probabilities after {T} tokens by the CPU trainer and by {whose}: largest difference {difference:.2e}, "
+        f"of logits up to {largest:.3g}"
     )
     if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
         die(
@@ -384,7 +401,8 @@ def import_model(args):
         else:
             (import_folder if os.path.isdir(args.source) else import_bin)(args.source, partial, DTYPES[args.dtype])
         require_model(partial)
-        ask("finite", partial, "warn")  # it is copied as it is; check, merge and the trainers' samples refuse it
+        # it is copied as it is; check, merge and the trainers' samples refuse it
+        require_finite(partial, model_weights(partial), warns=True)
         return add_tokenizer(partial, args.tokenizer, args.source)
 
 
@@ -403,8 +421,7 @@ def merge_model(args):
                     os.remove(os.path.join(partial, name))
             copy_files(tokenizer, args.source, partial)
         copy_files(["chat_template.jinja", "generation_config.json"], args.source, partial)
-        ask("check", partial)
-        ask("finite", partial)
+        require_finite(partial, model_weights(partial))
         return add_tokenizer(partial, None, base)
 
 
@@ -415,7 +432,7 @@ def export(args):
             f"'{args.folder}' holds LoRA adapters",
             f"make a model of them: hf.py merge {shlex.quote(args.folder)} NEW_FOLDER",
         )
-    ask("finite", args.folder)
+    require_finite(args.folder, model_weights(args.folder))
     if args.file.endswith(".gguf"):
         if args.dtype:
             die("--dtype is for a .bin", "--type F16, BF16 or Q8_0")
@@ -429,7 +446,7 @@ def export(args):
 def check(args):
     if not adapter.is_adapter(args.folder):
         require_model(args.folder)
-        ask("finite", args.folder)
+        require_finite(args.folder, model_weights(args.folder))
         return
     if args.verify:
         die("adapters are no model to verify", f"hf.py merge {shlex.quote(args.folder)} NEW_FOLDER, then verify that")

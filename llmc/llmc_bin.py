@@ -203,7 +203,7 @@ def import_bin(path, folder, to):
             )
     target = os.path.join(folder, "config.json")
     atomic_write(target, json.dumps(config).encode())
-    atomic_write(target, ask("config", folder, "bf16" if to == "BF16" else "fp32"))  # as the trainers write it
+    atomic_write(target, ask("config", folder, "bf16" if to == "BF16" else "fp32") + b"\n")  # as the trainers write it
     write_safetensors(os.path.join(folder, "model.safetensors"), {name: tensors[name] for name in tensor_names(folder)})
 
 

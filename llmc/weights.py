@@ -1,43 +1,41 @@
-"""Weights in Hugging Face folders, for hf.py: read, converted and written with numpy alone.
+"""Weights in Hugging Face folders: read, checked, converted and written with numpy alone.
 
-Which tensors a model has, and whether a folder can be trained, is asked of the trainers' own reader (hf.c). Tensors are
-mapped and pass one at a time; F32 and BF16 are patterns of bits, so that nothing but a conversion changes one.
+Which tensors a model has, where they lie in files, and whether a folder can be trained, is asked of the trainers' own
+reader (llmc/run/ask.h). Tensors are mapped and pass one at a time; F32 and BF16 are patterns of bits, so that nothing
+but a conversion changes one.
 """
 
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
 from llmc.data_common import create, die  # first: what if numpy is missing
-from llmc.places import ROOT
+from llmc.program import NoProgram, trainer
 
 import numpy as np
 
 DTYPES = {"F32": np.dtype("<u4"), "BF16": np.dtype("<u2"), "F16": np.dtype("<f2")}
-built = False
+EXPONENTS = {"F32": np.uint32(0x7F800000), "BF16": np.uint16(0x7F80), "F16": np.uint16(0x7C00)}
+PIECE = 1 << 20  # values looked at together
 
 
-def ask(*question, data=None):
-    """Output of build/hf. Where it refuses, its message ends this program too."""
-    run = subprocess.run([program(), *question], input=data, stdout=subprocess.PIPE)
+def ask(*question):
+    """What a trainer answers -> bytes. Where it refuses, its message ends this program too."""
+    try:
+        run = subprocess.run([trainer(), "--ask", *question], stdout=subprocess.PIPE)
+    except NoProgram as e:
+        die(*e.args)
     if run.returncode:
         sys.exit(1)
     return run.stdout
 
 
-def program():
-    global built
-    if not built:
-        environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
-        made = subprocess.run(
-            ["make", "--no-print-directory", "build/hf"], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
-        if made.returncode:
-            die(f"build/hf could not be made\n{made.stderr[-2000:]}", "make doctor shows what is missing")
-        built = True
-    return os.path.join(ROOT, "build/hf")
+def ask_lines(*question):
+    """The same, of lines of JSON -> a list."""
+    return [json.loads(line) for line in ask(*question).splitlines()]
 
 
 def opened(folder):
@@ -45,26 +43,27 @@ def opened(folder):
     return os.fsdecode(ask("newest", folder))
 
 
-def read_config(folder):
-    """config.json as the trainers understand it: every key is there, every value is one that they can train."""
-    return json.loads(ask("config", folder, "fp32"))
+def read_config(model):
+    """config.json of a folder or a preset as the trainers understand it: every key is there, every value is one that
+    they can train."""
+    return json.loads(ask("config", model))
 
 
 def tensor_names(folder):
     """In the order of llmc/base/params.h: the embedding first."""
-    return [line.split()[0] for line in ask("table", folder).decode().splitlines()]
+    return [line.split()[0] for line in ask("shapes", folder).decode().splitlines()]
 
 
 def read_tensors(path):
     """(the mark of the base of adapters or "", {name: (dtype, array)}) of a safetensors file, or of those of a folder.
     Tensors of other dtypes are left out."""
-    facts, files, *entries = (json.loads(line) for line in ask("tensors", path).splitlines())
-    place = lambda file: os.path.join(path, file) if os.path.isdir(path) else path
-    mapped, tensors = [np.memmap(place(file), np.uint8, "r") for file in files], {}
-    for name, dtype, file, begin, shape in entries:
-        if dtype in DTYPES:
+    facts, *entries = ask_lines("tensors", path)
+    mapped, tensors = {file: np.memmap(file, np.uint8, "r") for file in {e["file"] for e in entries}}, {}
+    for entry in entries:
+        if (dtype := entry["dtype"]) in DTYPES:
+            shape, begin = [int(n) for n in re.findall("[0-9]+", entry["shape"])], entry["begin"]
             end = begin + DTYPES[dtype].itemsize * math.prod(shape)
-            tensors[name] = dtype, mapped[file][begin:end].view(DTYPES[dtype]).reshape(shape)
+            tensors[entry["name"]] = dtype, mapped[entry["file"]][begin:end].view(DTYPES[dtype]).reshape(shape)
     return facts["base"], tensors
 
 
@@ -74,6 +73,23 @@ def model_weights(folder):
     ask("check", folder)
     weights, table = read_tensors(folder)[1], tensor_names(folder)
     return {name: weights.get(name) or weights[name.removeprefix("transformer.")] for name in table}
+
+
+def is_finite(array, dtype):
+    bits, exponent = array.reshape(-1).view(EXPONENTS[dtype].dtype), EXPONENTS[dtype]
+    return not any(np.any(bits[i : i + PIECE] & exponent == exponent) for i in range(0, bits.size, PIECE))
+
+
+def require_finite(path, tensors, warns=False):
+    """tensors: {name: (dtype, array)}. warns: a warning is enough."""
+    name = next((name for name, (dtype, array) in tensors.items() if not is_finite(array, dtype)), None)
+    if name and not warns:
+        die(
+            f"'{path}': tensor '{name}' holds NaN or infinity",
+            "the run has diverged, or the file is damaged: take an earlier checkpoint, or download it again",
+        )
+    if name:
+        print(f"warning: tensor '{name}' holds NaN or infinity", file=sys.stderr)
 
 
 def convert(array, dtype, to):

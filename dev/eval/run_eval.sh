@@ -21,8 +21,11 @@ done
 [ ${#tasks[@]} -gt 0 ] || tasks=(hellaswag arc_easy piqa winogrande lambada_openai)
 
 if [ -d "$folder" ] && [ ! -f "$folder/config.json" ]; then  # of a run its newest checkpoint, as with -e
-    made=$(env -u PYTHON make -C "$here/../.." --no-print-directory build/hf 2>&1) || fail "build/hf could not be made: $made" "make doctor shows what is missing"
-    folder=$("$here/../../build/hf" newest "$folder") || exit 1
+    root=$here/../..
+    program=$root/train_gpt2
+    [ -x "$program" ] || program=$root/train_gpt2cu
+    [ -x "$program" ] || fail "there is no $root/train_gpt2" "make train_gpt2"
+    folder=$("$program" --ask newest "$folder") || exit 1
 fi
 [ -f "$folder/config.json" ] || fail "'$folder' is no checkpoint: it has no config.json" "name a folder that a trainer wrote, e.g. log/mine/step_00001000"
 weights=("$folder"/*.safetensors)

@@ -23,6 +23,7 @@ from test_data import ASSETS, fuzz_text, needs_assets, python_source, write_rank
 from test_datasets import hub  # noqa: E402, F401
 
 ROOT = Path(__file__).resolve().parents[2]
+import llmc  # noqa: E402
 from llmc import hf  # noqa: E402
 import train_gpt2  # noqa: E402
 from llmc import data_common  # noqa: E402
@@ -60,7 +61,7 @@ def main(monkeypatch, *arguments):
 def refuses(monkeypatch, capfd, words, *arguments):
     with pytest.raises(SystemExit) as stop:
         main(monkeypatch, *arguments)
-    text = capfd.readouterr().err + str(stop.value.code)  # of build/hf, or of hf.py itself
+    text = capfd.readouterr().err + str(stop.value.code)  # of the trainer, or of hf.py itself
     assert stop.value.code != 0 and "error: " in text and "hint: " in text
     for word in [words] if isinstance(words, str) else words:
         assert word in text, (word, text)
@@ -859,12 +860,8 @@ def test_a_run_is_imported_whole(program, tmp_path, monkeypatch):  # noqa: F811
     )
     ids = tokenizer("def", return_tensors="pt")
     made = model.generate(**ids, max_new_tokens=12, do_sample=False)[0].tolist()
-    greedy = list(b"def")
-    while len(greedy) < len(made):
-        logits = np.frombuffer(
-            hf.ask("logits", str(tmp_path / "new"), data=np.array(greedy, "<i4").tobytes()), "<f4"
-        ).reshape(len(greedy), -1)
-        greedy.append(int(logits[-1].argmax()))
+    with llmc.Trainer(tmp_path / "new", batch_size=1, seq_len=24, lora=1) as t:
+        greedy = [*b"def", *map(int, t.generate([list(b"def")], max_tokens=12, temperature=0)[0][0])]
     assert greedy == made and (len(made) == 15 or made[-1] == 0)
     subprocess.run(
         ["make", "--no-print-directory", "build/train_gpt2"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL

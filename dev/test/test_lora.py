@@ -525,6 +525,16 @@ def test_the_order_of_a_sum():
     got = adapter.add_product(w, a, b, np.float32(0.3))
     assert np.array_equal(got, ref.merged(*map(torch.from_numpy, (w, a, b)), float(np.float32(0.3))).numpy())
     assert not np.array_equal(got, w + np.float32(0.3) * (b @ a))
+    # just below, in and just above the middle between two numbers, which fp64 has not the bits to tell apart
+    near = np.float32([1 - 2**-18, 1, 1 + 2**-22])
+    w = np.float32([[1, 1 + 2**-23]]).repeat(3, 0)
+    sums = adapter.add_product(w, np.float32([[2**-24 * (1 + 2**-18)] * 2]), near[:, None], np.float32(1))
+    assert np.array_equal(sums, np.float32([[1, 1 + 2**-23], [1 + 2**-23, 1 + 2**-22], [1 + 2**-23, 1 + 2**-22]]))
+    small = np.float32([[2**-126, 3 * 2**-149]])  # half of the least number, and a bit less
+    sums = adapter.add_product(small, np.float32([[2**-75, 2**-75]]), np.float32([[2**-75]]), np.float32(1))
+    assert np.array_equal(sums, np.float32([[2**-126, 4 * 2**-149]]))
+    sums = adapter.add_product(small, np.float32([[2**-75] * 2]), np.float32([[2**-75 - 2**-99]]), np.float32(1))
+    assert np.array_equal(sums, small)
 
 
 # ---- adapters of peft's own

@@ -22,7 +22,7 @@ ZIG = [sys.executable, "-m", "ziglang"] if importlib.util.find_spec("ziglang") e
 CROSS, EMULATOR = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
 # as in the Makefile
 FLAGS = "-std=gnu11 -fno-math-errno -fno-trapping-math -Wall -Wextra -Werror -Wno-unused-function -pthread".split()
-SOURCES = ("train_gpt2.c", "dev/eval/hf.c")
+SOURCES = ("train_gpt2.c",)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,6 @@ typedef struct {
     const char *option, *value;
     RecipeScale scale;
 } RecipeRow;
-// dev/reference/options.py has the same table.
 static const RecipeRow modern_recipe[] = {
     {"optimizer", "muon", SCALE_NONE},
     {"muon-polynomials", "simple", SCALE_NONE},

@@ -91,8 +91,8 @@ typedef struct {
 } SlotName;
 static const SlotName weight_slot[] = {{SLOT_WEIGHT, ""}}, frozen_slot[] = {{SLOT_FROZEN, ""}},
                       average_slot[] = {{SLOT_AVERAGE, ""}};
-static const ParamTable *table_of(const Model *m, const SlotName *slots) {
-    return slots->slot == SLOT_FROZEN ? facts_of(m).frozen : facts_of(m).table;
+static const ParamTable *table_of(const ModelFacts *m, const SlotName *slots) {
+    return slots->slot == SLOT_FROZEN ? m->frozen : m->table;
 }
 static const SlotName checkpoint_states[] = {{SLOT_M, "m."}, {SLOT_V, "v."}, {SLOT_MASTER, "master."}};
 static_assert(COUNT_OF(checkpoint_states) == COUNT_OF(optimiser_states), "a checkpoint has every state");
@@ -202,18 +202,18 @@ static int is_redundant(const char *name) {
     return 0;
 }
 // What to do about weights that are not the model's.
-static const char *hint_of_differences(const Model *m, const StReader *r, const SlotName *slots) {
+static const char *hint_of_differences(const ModelFacts *m, const StReader *r, const SlotName *slots) {
     static const char *const of_others[] = {"embed_tokens.weight", "score.weight", "classifier.weight"};
-    if (facts_of(m).frozen->count && slots->slot != SLOT_FROZEN)
+    if (m->frozen->count && slots->slot != SLOT_FROZEN)
         return "these adapters are for another base, or were trained with other --lora options";
     const char *prefix = slots->prefix;
-    int headless = !facts_of(m).config->tied && !st_find(r, "lm_head.weight");
+    int headless = !m->config->tied && !st_find(r, "lm_head.weight");
     for (int i = 0; i < 3; i++) headless |= st_find(r, of_others[i]) != NULL;
     if (!headless || *prefix) return "use the config.json that belongs to it";
     return "it is a base model or a classifier: use a whole language model (...ForCausalLM, GPT2LMHeadModel)";
 }
 // Stops unless the file holds exactly the tensors of these slots.
-static void require_same_tensors(const Model *m, const SlotName *slots, int num_slots, const StReader *r,
+static void require_same_tensors(const ModelFacts *m, const SlotName *slots, int num_slots, const StReader *r,
                                  const char *path) {
     const char *hint = hint_of_differences(m, r, slots);
     const ParamTable *table = table_of(m, slots);
@@ -243,7 +243,7 @@ static void require_same_tensors(const Model *m, const SlotName *slots, int num_
             differ(&d, "; %.80s is not part of the model", r->tensors[i].name);
     free(known);
     const StTensor *head = st_find(r, "lm_head.weight"), *embedding = find_param(r, "", &table->params[0]);
-    if (facts_of(m).config->tied && head && embedding && !st_same(r, head, embedding))
+    if (m->config->tied && head && embedding && !st_same(r, head, embedding))
         differ(&d, "; lm_head.weight is not the embedding, as tie_word_embeddings says");
     require(d.count == 0, "'%s' does not hold this model, %d differences: %s%s\n%s", path, d.count, d.text + 2,
             d.count > 10 ? "; ..." : "", hint);
@@ -280,14 +280,14 @@ static StReader slots_open(const Model *m, const SlotName *slots, int num_slots,
     const ModelFacts facts = facts_of(m);
     StReader r;
     st_open(&r, path);
-    require_same_tensors(m, slots, num_slots, &r, path);
+    require_same_tensors(&facts, slots, num_slots, &r, path);
     if (slots->slot == SLOT_WEIGHT && facts.lora->base) require_base(base_of_adapters(&r), facts.lora->base, path);
     return r;
 }
 // Loads slots from it. All ranks call it. merged: adapters that weights are loaded with; NULL: none.
 static void load_slots(Model *m, const SlotName *slots, int num_slots, const char *path, const Adapters *merged) {
     const ModelFacts facts = facts_of(m);
-    const ParamTable *table = table_of(m, slots);
+    const ParamTable *table = table_of(&facts, slots);
     float *piece = new_array(float, 2 * HF_PIECE);
     StReader r = slots_open(m, slots, num_slots, path);
     if (slots->slot == SLOT_FROZEN) facts.lora->base = base_mark(&r, facts.frozen, facts.table);

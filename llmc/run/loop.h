@@ -4,6 +4,7 @@
 // Messages count steps from 1. Evaluation and samples of step s use the weights after it.
 #pragma once
 
+#include "ask.h"
 #include "calls.h"
 #include "schedule.h"
 
@@ -262,6 +263,7 @@ static int log_is_whole(Trainer *t) {
 
 static int trainer_main(int argc, char **argv) {
     open_standard_streams();
+    if (argc > 1 && !strcmp(argv[1], "--ask")) return ask(argc, argv);
     Trainer *t = new_zeros(Trainer, 1);
     t->o = options_parse(argc, argv);
     const Options *o = &t->o;
