@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from llmc import program as programs
-from llmc.places import CHECKOUT, HINT
+from llmc.places import CHECKOUT, that_brings
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -902,7 +902,7 @@ class Trainer:
         try:
             from llmc.post_training import BadFile, Chats, Task, TemplateError, encode_parts, question_of
         except ModuleNotFoundError as e:
-            raise Error(f"chat_tokens needs the package {e.name}\n  hint: {HINT}") from None
+            raise Error(f"chat_tokens needs the package {e.name}\n  hint: {that_brings(e.name)}") from None
         try:
             given = list(messages) if isinstance(messages, tuple) else messages
             self._chats = self._chats or Chats(self._model or self._output)
