@@ -499,7 +499,7 @@ class Trainer:
             if ranks > 1 and not before:
                 command, environment = programs.under_mpirun(ranks, command, environment)
         except programs.NoProgram as e:
-            raise Error("\n  hint: ".join(e.args)) from None
+            raise Error("\n  hint: ".join(e.args).replace("--program names", "program names")) from None
         if model is None and options.get("resume") in (None, False, 0, "0"):
             model = "gpt2:124M"
         command += ["--model", str(model)] if model is not None else []

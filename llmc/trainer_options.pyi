@@ -1,5 +1,5 @@
 """What llmc.Trainer takes beside its own arguments. dev/tools/trainer_options.py makes this file from
-llmc/base/options.h."""
+the table of ./train_gpt2."""
 
 from collections.abc import Sequence
 from os import PathLike
@@ -42,7 +42,7 @@ class Options(TypedDict, total=False):
     """Options that are not given: model: as the recipe of a preset has them, if it has one (modern); none: by their
     defaults. Default: model."""
     learning_rate: float | None
-    """Largest learning rate. Default: 3e-4."""
+    """Largest learning rate. Default: 0.0003."""
     weight_decay: float | None
     """Decoupled weight decay, on matrices only. Default: 0.0."""
     grad_clip: float | None
@@ -52,7 +52,7 @@ class Options(TypedDict, total=False):
     beta2: float | None
     """AdamW beta2. Default: 0.95."""
     adam_eps: float | None
-    """AdamW epsilon. Default: 1e-8."""
+    """AdamW epsilon. Default: 1e-08."""
     optimizer: Literal["adamw", "muon"] | None
     """Optimiser of the blocks' matrices: adamw, or muon, which orthogonalises their momentum; embeddings, head and
     vectors always have AdamW. Default: adamw."""
@@ -123,13 +123,13 @@ class Options(TypedDict, total=False):
     """What a GPU keeps in host memory: states (m and v), master, activations (needs recompute 3), with commas between.
     Default: none."""
     memory: float | None
-    """GiB of a GPU that the run may take (0: what is free). Default: 0."""
+    """GiB of a GPU that the run may take (0: what is free). Default: 0.0."""
     # processes
     threads: int | None
     """CPU threads of a rank (0: OMP_NUM_THREADS or all cores). Default: 0."""
     timeout: float | None
     """Seconds without progress after which every rank reports and ends (0: never); 4 times that in the first step.
-    Default: 300."""
+    Default: 300.0."""
     zero_stage: int | None
     """Shard over ranks: 1 optimiser states, 2 and blocks' gradients, 3 and blocks' weights (bitwise identical, but 2
     and 3 with several micro-steps). Default: 0."""

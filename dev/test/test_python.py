@@ -1230,7 +1230,7 @@ def test_options_that_are_refused(start, tmp_path, monkeypatch, options, words):
 
 
 def test_a_program_that_is_not_there(tmp_path):
-    with pytest.raises(llmc.Error, match="there is no .*no_program\n  hint: make"):
+    with pytest.raises(llmc.Error, match="there is no .*no_program\n  hint: program names a build"):
         llmc.Trainer(program=tmp_path / "no_program")
     with pytest.raises(llmc.Error, match="cannot start no_launcher"):
         llmc.Trainer(program=TRAINER, launcher=["no_launcher"])

@@ -323,7 +323,7 @@ def test_options_of_an_editor_are_current():
     assert trainer_options.STUB.read_text() == trainer_options.stub()
     said = subprocess.run([TRAINER, "--help", "all"], capture_output=True, text=True, check=True).stdout
     listed = {name.replace("-", "_") for name in re.findall(r"^[*~= ] (?:-\w+,| {4}) *--([a-z0-9-]+)", said, re.M)}
-    names = {name for _, _, name, *_ in trainer_options.read_options()}
+    names = {o["name"] for o in trainer_options.listed_options()}
     assert len(listed) > 70 and names == listed and trainer_options.LEFT_OUT <= names
 
 

@@ -1,11 +1,12 @@
-"""The options of llmc.Trainer for editors and type checkers: llmc/trainer_options.pyi from llmc/base/options.h.
+"""The options of llmc.Trainer for editors and type checkers: llmc/trainer_options.pyi from the table of ./train_gpt2.
 
 .venv/bin/python dev/tools/trainer_options.py             writes it
 .venv/bin/python dev/tools/trainer_options.py --check     says whether it is current
 """
 
-import ast
+import json
 import re
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -21,7 +22,7 @@ REFUSED = {"qk_clip"}  # of a trainer that makes calls
 LEFT_OUT = OWN | OTHER_RUNS | REFUSED | CALLERS.keys()
 
 HEAD = '''"""What llmc.Trainer takes beside its own arguments. dev/tools/trainer_options.py makes this file from
-llmc/base/options.h."""
+the table of ./train_gpt2."""
 
 from collections.abc import Sequence
 from os import PathLike
@@ -33,37 +34,33 @@ class Options(TypedDict, total=False):
 '''
 
 
-def read_options():
-    """[(section, kind, name, default, choices or None, help)] of the options that are listed, in their order."""
-    source = (ROOT / "llmc/base/options.h").read_text().replace("\\\n", " ")
-    source = re.sub(r'"\s+"', "", source[source.index("#define LLMC_OPTIONS") :])
-    string = r'"((?:[^"\\]|\\.)*)"'
-    row = rf"SECTION\({string}, (\w+)\)|"
-    row += rf"(STR|ONE|INT|FLT)\((\w+), \"\w*\", '.', ({string}|[^\",]+),(?: {string},)?([^\"]*){string}\)"
-    options, section = [], None
-    for title, group, kind, name, default, _, choices, _, text in re.findall(row, source):
-        if title:
-            section = title if group == "LISTED" else None
-        elif section:
-            options.append((section, kind, name, default.strip('"'), choices if kind == "ONE" else None, text))
-    return options
+def listed_options():
+    """The options that the program lists, as `--ask options` has them: those of --debug and of llm.c's scripts are not
+    among them."""
+    said = subprocess.run(
+        [ROOT / "build/train_gpt2", "--ask", "options"], capture_output=True, text=True, check=True
+    ).stdout
+    options = [json.loads(line) for line in said.splitlines()]
+    return [o | {"name": o["name"].replace("-", "_")} for o in options if not o["section"].startswith("-")]
 
 
 def stub():
     """The text of the file."""
-    lines, before = [], None
-    for section, kind, name, default, choices, text in read_options():
-        if name in LEFT_OUT:
+    lines, section = [], None
+    for o in listed_options():
+        if o["name"] in LEFT_OUT:
             continue
-        lines += [] if section == before else [f"    # {section}"]
-        before = section
-        of_kind = {"STR": "Text | None", "INT": "int | None", "FLT": "float | None"}
-        values = ", ".join(f'"{c}"' for c in (choices or "").split("|"))
-        lines.append(f"    {name}: {of_kind.get(kind) or f'Literal[{values}] | None'}")
-        said = re.sub(r"--([a-z][a-z0-9-]*)", lambda found: found[1].replace("-", "_"), ast.literal_eval(f'"{text}"'))
+        lines += [] if o["section"] == section else [f"    # {o['section']}"]
+        section = o["section"]
+        kind = {str: "Text", int: "int", float: "float"}[type(o["value"])]
+        if "choices" in o:
+            kind = f"Literal[{', '.join(json.dumps(c) for c in o['choices'].split('|'))}]"
+        said = re.sub(r"--([a-z][a-z0-9-]*)", lambda found: found[1].replace("-", "_"), o["help"])
         said = said[0].upper() + said[1:] if re.match(r"[a-z]+\b[^.]", said) else said
-        said = said.replace("as in brackets here", "by their defaults") + f". Default: {default or 'none'}."
-        lines += textwrap.wrap(f'"""{said}"""', 120, initial_indent="    ", subsequent_indent="    ")
+        said = said.replace("as in brackets here", "by their defaults")
+        said = f'"""{said}. Default: {"none" if o["value"] == "" else o["value"]}."""'
+        lines += [f"    {o['name']}: {kind} | None"]
+        lines += textwrap.wrap(said, 120, initial_indent="    ", subsequent_indent="    ")
     return HEAD + "\n".join(lines) + "\n"
 
 
