@@ -349,6 +349,7 @@ def test_no_compiler_and_no_make(tmp_path, there, says):
     assert "hint: " in done.stderr and "apt install gcc" in done.stderr and not list(tmp_path.glob("*.whl"))
 
 
+@launcher.thorough
 def test_an_installation_outlives_its_checkout(tmp_path):
     """The long one, a minute: a wheel out of an sdist out of a copy of the tree, which is gone when it is used."""
     if tuple(map(int, pytest.importorskip("setuptools").__version__.split(".")[:1])) < (77,):
