@@ -302,6 +302,7 @@ dev/what_fits.py scripts/dpo.py scripts/grpo.py scripts/distill.py train_gpt2.py
 """.split()
 
 
+@launcher.thorough
 def test_paths_of_before(tmp_path):
     """From another folder, without PYTHONPATH: each is the program that it was."""
     environment = {k: v for k, v in ENVIRONMENT.items() if k != "PYTHONPATH"}
