@@ -210,14 +210,15 @@ def main():
     options += ["-q", "0.1", *room, "-v", every, "-m", -1, "--patience", 4, "-n", every, "-nk", 1, "-s", 0, *more]
     command, environment = [program, *map(str, options)], {**os.environ}
     environment.setdefault("NCCL_NVLS_ENABLE", "0")
+    if os.environ.get("DRY_RUN"):  # a machine without MPI can tell what one with GPUs would do
+        print(shlex.join([*(["mpirun", "-np", str(ranks)] if ranks > 1 else []), *command]))
+        return
     if ranks > 1:
         command, environment = under_mpirun(ranks, command, environment)
     print(shlex.join(command), flush=True)
-    if os.environ.get("DRY_RUN"):
-        return
     keep_going(command, environment, out)
     tool("plot", out, "-o", os.path.join(out, "loss.png"))
-    print(f"talk to it:  {shlex.quote(program)} -e {shlex.quote(os.path.join(out, 'best'))} --generate")
+    print(f"talk to it:  llmc chat {shlex.quote(os.path.join(out, 'best'))}")
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ make_image() {
         as_root bash -c "cd /llm.cu && $line" </dev/null
     done < <(sed -n 's/^RUN //p' "$checkout/dev/containers/Dockerfile")
     as_root /llm.cu/train_gpt2cu --help >/dev/null
+    as_root /llm.cu/.venv/bin/llmc --help >/dev/null
     for library in libmpi libcublasLt libnccl; do
         as_root ldd /llm.cu/train_gpt2cu | grep "$library" || die "train_gpt2cu was built without $library" 'see above'
     done

@@ -49,9 +49,10 @@ def tiny(tmp_path_factory):
     run(sys.executable, "dev/data/prepare.py", *text)
     options = ["-i", folder / "text/text_train_*.bin", "-b", 1, "-t", 256, "-x", 1, "-l", 0, "-v", 0, "-s", 0]
     run(TRAINER, "-e", MODEL, *options, "-o", folder / "run")
-    for path in (folder / "tokenizer").iterdir():
-        shutil.copy(path, folder / "run/step_00000001")
-    return folder / "run/step_00000001", folder / "chats.jsonl"
+    # A model of its own: a checkpoint whose files are edited is refused.
+    shutil.copytree(folder / "run/step_00000001", folder / "model", ignore=lambda *_: ["train_state.json"])
+    shutil.copytree(folder / "tokenizer", folder / "model", dirs_exist_ok=True)
+    return folder / "model", folder / "chats.jsonl"
 
 
 def answers(model, questions):
@@ -87,7 +88,7 @@ def test_a_model_learns_to_answer(tiny, tmp_path):
     out = tmp_path / "out"
     told = run(SCRIPT, model, chats, "-o", out, "--optimizer", "muon", "--lr-matrix", "0.02")
     best = (out / "best").resolve()
-    assert f"-e {out}/best --generate" in told and "epochs" in told and best.parent == out
+    assert f"talk to it:  llmc chat {out}/best" in told and "epochs" in told and best.parent == out
     log = [json.loads(line) for line in (out / "main.jsonl").read_text().splitlines()]
     losses = {e["step"]: e["loss"] for e in log if e["event"] == "eval"}
     assert best.name == f"step_{min(losses, key=losses.get):08}" and min(losses.values()) < 0.05 < losses[0]
@@ -151,7 +152,7 @@ def test_shards_that_are_not_of_these_conversations(tiny, tmp_path):
     said = run(*command, status=1)
     subprocess.run(re.search("or: (mv .*), and this run", said)[1], shell=True, check=True)
     talk = shlex.split(re.search("talk to it:  (.*)", run(*command))[1])
-    assert talk[1:] == ["-e", str(out / "best"), "--generate"]
+    assert talk == ["llmc", "chat", str(out / "best")]
 
 
 def test_shards_are_made_of_what_is_named(tiny, tmp_path):

@@ -302,6 +302,7 @@ dev/what_fits.py scripts/dpo.py scripts/grpo.py scripts/distill.py train_gpt2.py
 """.split()
 
 
+@launcher.thorough
 def test_paths_of_before(tmp_path):
     """From another folder, without PYTHONPATH: each is the program that it was."""
     environment = {k: v for k, v in ENVIRONMENT.items() if k != "PYTHONPATH"}
@@ -349,6 +350,7 @@ def test_no_compiler_and_no_make(tmp_path, there, says):
     assert "hint: " in done.stderr and "apt install gcc" in done.stderr and not list(tmp_path.glob("*.whl"))
 
 
+@launcher.thorough
 def test_an_installation_outlives_its_checkout(tmp_path):
     """The long one, a minute: a wheel out of an sdist out of a copy of the tree, which is gone when it is used."""
     if tuple(map(int, pytest.importorskip("setuptools").__version__.split(".")[:1])) < (77,):
