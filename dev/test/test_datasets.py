@@ -247,10 +247,10 @@ def test_no_network_and_no_space(tmp_path, monkeypatch):
 def test_full_disk(hub, tmp_path):
     hub.files = {"b.bin": DATA}
     code = (
-        "import resource, download; resource.setrlimit(resource.RLIMIT_FSIZE, (100000, 100000))\n"
+        "import resource\nfrom llmc import download\nresource.setrlimit(resource.RLIMIT_FSIZE, (100000, 100000))\n"
         f"download.fetch('{hub.url}/b.bin', '{tmp_path}/b.bin', {len(DATA)}, '{sha(DATA)}')"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "dev/data", capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (
         run.returncode == 1
         and "cannot write" in run.stderr
@@ -262,8 +262,8 @@ def test_full_disk(hub, tmp_path):
 
 def test_several_processes_download_once(hub, tmp_path):
     hub.files = {"b.bin": DATA}
-    code = f"import download; download.fetch('{hub.url}/b.bin', '{tmp_path}/b.bin', {len(DATA)}, '{sha(DATA)}')"
-    runs = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT / "dev/data") for _ in range(3)]
+    code = f"from llmc import download; download.fetch('{hub.url}/b.bin', '{tmp_path}/b.bin', {len(DATA)}, '{sha(DATA)}')"
+    runs = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
     assert [r.wait() for r in runs] == [0, 0, 0] and len(hub.asked) == 1 and (tmp_path / "b.bin").read_bytes() == DATA
 
 
