@@ -262,7 +262,9 @@ def test_full_disk(hub, tmp_path):
 
 def test_several_processes_download_once(hub, tmp_path):
     hub.files = {"b.bin": DATA}
-    code = f"from llmc import download; download.fetch('{hub.url}/b.bin', '{tmp_path}/b.bin', {len(DATA)}, '{sha(DATA)}')"
+    code = (
+        f"from llmc import download; download.fetch('{hub.url}/b.bin', '{tmp_path}/b.bin', {len(DATA)}, '{sha(DATA)}')"
+    )
     runs = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
     assert [r.wait() for r in runs] == [0, 0, 0] and len(hub.asked) == 1 and (tmp_path / "b.bin").read_bytes() == DATA
 

@@ -6,18 +6,21 @@ Calls have the names that they have in train_gpt2.cu.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
-from llmc import missing_package  # noqa: F401, before matplotlib
-from llmc.tool_output import Parser, end_with_reader
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from llmc import missing_package  # noqa: E402, F401, before matplotlib
+from llmc.tool_output import Parser, end_with_reader  # noqa: E402
 
-import matplotlib
+import matplotlib  # noqa: E402
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.patches import Circle, FancyBboxPatch
+import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.patches import Circle, FancyBboxPatch  # noqa: E402
 
-DOC = Path(__file__).resolve().parents[2] / "doc"
+DOC = ROOT / "doc"
 LINEAR, OTHER, HEAD, RANKS = "#dcebf7", "#eeeeee", "#f7e6d2", "#e0f0e2"  # boxes
 STREAM, GRADIENT, KEPT, INK, FAINT = "#1f6fb4", "#c0392b", "#2e8b57", "#222222", "#777777"  # lines and words
 WIDTH, INCHES = 100, 0.11  # units across a picture, and inches of a unit
