@@ -449,14 +449,7 @@ def write_rows(path, texts):
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
 
 
-KINDS = [
-    "jsonl",
-    "jsonl.gz",
-    pytest.param(
-        "parquet",
-        marks=pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed"),
-    ),
-]
+needs_pyarrow = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
 
 
 @pytest.fixture
@@ -511,7 +504,14 @@ def texts_of(folder):
     return np.concatenate(parts).astype(np.uint8).tobytes().decode().split("\0")[1:]
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(k, marks=launcher.thorough) for k in KINDS[1:])])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "jsonl",
+        pytest.param("jsonl.gz", marks=launcher.thorough),
+        pytest.param("parquet", marks=[launcher.thorough, needs_pyarrow]),
+    ],
+)
 def test_fineweb(fineweb, tmp_path, kind):
     args = fineweb(kind)
     for n in 1, 2, 3:
@@ -677,7 +677,7 @@ def test_killed_on_ranks(fineweb, tmp_path, victim):
     assert bits(out) == bits(tmp_path / "whole") and not (out / "fineweb_work").exists()
 
 
-@pytest.mark.parametrize("kind", KINDS[:1] + KINDS[2:])
+@pytest.mark.parametrize("kind", ["jsonl", pytest.param("parquet", marks=needs_pyarrow)])
 def test_tinystories(tmp_path, kind):
     for i in range(2):
         write_rows(
@@ -901,12 +901,8 @@ def test_lost_worker(tmp_path):
     )
     while run.poll() is None and not list(tmp_path.glob("out/out_work/*.piece")):
         time.sleep(0.001)
-    workers = [
-        p
-        for p in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-        if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()
-    ]
-    os.kill(int(workers[0]), signal.SIGKILL)
+    workers = [p for p in launcher.children_of(run.pid) if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    os.kill(workers[0], signal.SIGKILL)
     out, _ = run.communicate(timeout=60)
     assert (
         run.returncode == 1

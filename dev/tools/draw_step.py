@@ -9,18 +9,17 @@ import argparse
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-from llmc import missing_package  # noqa: E402, F401, before matplotlib
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from llmc import missing_package  # noqa: E402,F401, before matplotlib
 from llmc.tool_output import Parser, end_with_reader  # noqa: E402
 
-import matplotlib  # noqa: E402
+import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.patches import Circle, FancyBboxPatch  # noqa: E402
+import matplotlib.pyplot as plt
+from matplotlib.patches import Circle, FancyBboxPatch
 
-DOC = ROOT / "doc"
+DOC = Path(__file__).resolve().parents[2] / "doc"
 LINEAR, OTHER, HEAD, RANKS = "#dcebf7", "#eeeeee", "#f7e6d2", "#e0f0e2"  # boxes
 STREAM, GRADIENT, KEPT, INK, FAINT = "#1f6fb4", "#c0392b", "#2e8b57", "#222222", "#777777"  # lines and words
 WIDTH, INCHES = 100, 0.11  # units across a picture, and inches of a unit

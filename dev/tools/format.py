@@ -21,10 +21,10 @@ import tokenize
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from llmc.tool_output import Parser, outlive_reader, plural  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 120
 C_FILES = (".c", ".h", ".cu", ".cuh", ".cpp")
 C_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'|//|/\*.*?\*/|.', re.S)

@@ -12,13 +12,12 @@ import itertools
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-from llmc import missing_package  # noqa: E402, F401, before tokenizers
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from llmc import missing_package  # noqa: E402,F401, before tokenizers
 from tokenizers import Regex, normalizers, pre_tokenizers  # noqa: E402
 from llmc.tool_output import Parser, outlive_reader  # noqa: E402
 
-FILE = ROOT / "llmc/data/unicode_tables.h"
+FILE = Path(__file__).resolve().parents[2] / "llmc/data/unicode_tables.h"
 CODES, END = [*range(0xD800), *range(0xE000, 0x110000)], 0x110000
 HANGUL = range(0xAC00, 0xD7A4)  # composed by arithmetic
 LETTER, NUMBER, SPACE, OTHER, MARK = range(5)
