@@ -5,4 +5,5 @@ import runpy
 import sys
 
 sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-runpy.run_module("llmc.serve", run_name="__main__")
+if __name__ == "__main__":  # a worker process imports this file
+    runpy.run_module("llmc.serve", run_name="__main__")

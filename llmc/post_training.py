@@ -475,7 +475,7 @@ def end_of(run, output, *errors):
         run()
         return 0
     except errors as e:
-        text = f"'{e.filename}': {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
+        text = f"'{e.filename}': {e.strerror}" if isinstance(e, OSError) and e.filename else getattr(e, "typed", str(e))
         text = text.replace("--resume 1", "--resume")  # as it is named here
         print(f"error: {text}" + ("" if "hint:" in text else "\n  hint: see --help"), file=sys.stderr)
         status = 1

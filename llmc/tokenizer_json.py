@@ -258,7 +258,12 @@ def completed(file, path):
     names, tokens = named_tokens(config, special_map), file.read_list("added_tokens", dict)
     model = part_of(file, "model")
     listed = model.read("vocab", (dict, list)) or {}
-    ids = {text: i for i, (text, *_) in enumerate(listed)} if isinstance(listed, list) else dict(listed)
+    if isinstance(listed, list):  # of a Unigram model: [text, score]
+        if not all(isinstance(pair, list) and pair and isinstance(pair[0], str) for pair in listed):
+            raise BadFile(f"{model.where}: vocab is a list whose members are no pairs of a token and its score")
+        ids = {text: i for i, (text, *_) in enumerate(listed)}
+    else:
+        ids = dict(listed)
     known, changed, unnumbered = {token.read("content", str): i for i, token in enumerate(tokens)}, False, set()
     free = 1 + max([i for i in [*ids.values(), *(t.read("id", int) for t in tokens)] if type(i) is int], default=-1)
     room = read_object(os.path.join(folder, "config.json")).read("vocab_size", int, 1 << 30)

@@ -63,9 +63,13 @@ class Error(RuntimeError):
 
 
 class Ended(Error):
-    """The program has ended: why, and what to do."""
+    """The program has ended: why, and what to do. typed: the same, with options as a command line has them."""
 
     ended = True
+
+    def __init__(self, text: str, typed: str | None = None) -> None:
+        super().__init__(text)
+        self.typed = typed or text
 
 
 class Step(tuple[float, str]):
@@ -580,7 +584,7 @@ class Trainer:
             process.wait(10)
         self._errors.join(2)
         of_mpirun = programs.said_by_mpirun(self._errors.lines, self._ranks)
-        text = "\n  hint: ".join(of_mpirun or [of_python(self._errors.error(process.poll()))])
+        text = "\n  hint: ".join(of_mpirun or [self._errors.error(process.poll())])
         if text.startswith("unknown option '--debug calls'"):
             text = other_version(self._program, "it knows no calls")
         if text.startswith("no usable GPU: ") or "error while loading shared libraries: " in text:
@@ -591,7 +595,7 @@ class Trainer:
         if text.startswith("another run writes to "):
             text += "; a trainer of this Python, such as that of a cell that is run again, ends by t.close()"
         self.close(patience=0)
-        raise Ended(text)
+        raise Ended(of_python(text), text)
 
     def _require_open(self):
         if not self._end.alive:

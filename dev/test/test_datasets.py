@@ -247,10 +247,10 @@ def test_no_network_and_no_space(tmp_path, monkeypatch):
 def test_full_disk(hub, tmp_path):
     hub.files = {"b.bin": DATA}
     code = (
-        "import resource, download; resource.setrlimit(resource.RLIMIT_FSIZE, (100000, 100000))\n"
+        "import resource\nfrom llmc import download\nresource.setrlimit(resource.RLIMIT_FSIZE, (100000, 100000))\n"
         f"download.fetch('{hub.url}/b.bin', '{tmp_path}/b.bin', {len(DATA)}, '{sha(DATA)}')"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "dev/data", capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (
         run.returncode == 1
         and "cannot write" in run.stderr
@@ -262,8 +262,10 @@ def test_full_disk(hub, tmp_path):
 
 def test_several_processes_download_once(hub, tmp_path):
     hub.files = {"b.bin": DATA}
-    code = f"import download; download.fetch('{hub.url}/b.bin', '{tmp_path}/b.bin', {len(DATA)}, '{sha(DATA)}')"
-    runs = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT / "dev/data") for _ in range(3)]
+    code = (
+        f"from llmc import download; download.fetch('{hub.url}/b.bin', '{tmp_path}/b.bin', {len(DATA)}, '{sha(DATA)}')"
+    )
+    runs = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
     assert [r.wait() for r in runs] == [0, 0, 0] and len(hub.asked) == 1 and (tmp_path / "b.bin").read_bytes() == DATA
 
 
@@ -447,14 +449,7 @@ def write_rows(path, texts):
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
 
 
-KINDS = [
-    "jsonl",
-    "jsonl.gz",
-    pytest.param(
-        "parquet",
-        marks=pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed"),
-    ),
-]
+needs_pyarrow = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
 
 
 @pytest.fixture
@@ -509,7 +504,14 @@ def texts_of(folder):
     return np.concatenate(parts).astype(np.uint8).tobytes().decode().split("\0")[1:]
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(k, marks=launcher.thorough) for k in KINDS[1:])])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "jsonl",
+        pytest.param("jsonl.gz", marks=launcher.thorough),
+        pytest.param("parquet", marks=[launcher.thorough, needs_pyarrow]),
+    ],
+)
 def test_fineweb(fineweb, tmp_path, kind):
     args = fineweb(kind)
     for n in 1, 2, 3:
@@ -675,7 +677,7 @@ def test_killed_on_ranks(fineweb, tmp_path, victim):
     assert bits(out) == bits(tmp_path / "whole") and not (out / "fineweb_work").exists()
 
 
-@pytest.mark.parametrize("kind", KINDS[:1] + KINDS[2:])
+@pytest.mark.parametrize("kind", ["jsonl", pytest.param("parquet", marks=needs_pyarrow)])
 def test_tinystories(tmp_path, kind):
     for i in range(2):
         write_rows(
@@ -899,12 +901,8 @@ def test_lost_worker(tmp_path):
     )
     while run.poll() is None and not list(tmp_path.glob("out/out_work/*.piece")):
         time.sleep(0.001)
-    workers = [
-        p
-        for p in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-        if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()
-    ]
-    os.kill(int(workers[0]), signal.SIGKILL)
+    workers = [p for p in launcher.children_of(run.pid) if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    os.kill(workers[0], signal.SIGKILL)
     out, _ = run.communicate(timeout=60)
     assert (
         run.returncode == 1

@@ -60,7 +60,7 @@ def script(name, *arguments, fails=None):
     try:
         sys.argv = [name, *map(str, arguments)]
         with contextlib.redirect_stdout(said):
-            importlib.import_module(name.removesuffix(".py")).main()
+            importlib.import_module(f"llmc.{name.removesuffix('.py')}").main()
     except SystemExit as e:
         if fails is None:
             skip_without_vocab_bpe(str(e.code))

@@ -397,9 +397,9 @@ def test_a_step_that_fails_does_not_lose_those_before_it(capfd, output):
 
 
 def test_a_second_ctrl_c_ends_at_once():
-    code = "import signal, time; from post_training import Signals; Signals('it ends')\n"
+    code = "import signal, time; from llmc.post_training import Signals; Signals('it ends')\n"
     code += "for wait in (0, 0.01, 0.2):\n    time.sleep(wait)\n    signal.raise_signal(signal.SIGINT)\n    print(wait)"
-    p = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "dev", capture_output=True, text=True)
+    p = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert p.returncode == -signal.SIGINT and p.stderr == "\nCtrl-C: it ends; once more ends it at once\n"
 
 

@@ -338,7 +338,7 @@ def one(content, **changes):
     return {"content": content, **flags, **changes}
 
 
-CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+CONFIG, MAP, ADDED_FILE = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 DECODER = {"2": one("<|endoftext|>"), "0": one("<a>"), "1": one("<b>", special=False)}  # ids count from the end
 
 
@@ -346,8 +346,12 @@ DECODER = {"2": one("<|endoftext|>"), "0": one("<a>"), "1": one("<b>", special=F
     "files",
     [
         {CONFIG: {"added_tokens_decoder": DECODER}},
-        {CONFIG: {"added_tokens_decoder": DECODER, "eos_token": "<c>"}, ADDED: {"<x>": 1}, MAP: {"pad_token": "<x>"}},
-        {ADDED: {"<a>": 0, "<b>": 1}, CONFIG: {"extra_special_tokens": ["<a>"]}},
+        {
+            CONFIG: {"added_tokens_decoder": DECODER, "eos_token": "<c>"},
+            ADDED_FILE: {"<x>": 1},
+            MAP: {"pad_token": "<x>"},
+        },
+        {ADDED_FILE: {"<a>": 0, "<b>": 1}, CONFIG: {"extra_special_tokens": ["<a>"]}},
         {CONFIG: {"extra_special_tokens": ["<a>", "<b>"], "eos_token": "<c>", "image_token": "<d>"}},
         {CONFIG: {"extra_special_tokens": {"a_token": "<a>", "b_token": "<b>"}, "pad_token": "<c>"}},
         {CONFIG: {"additional_special_tokens": ["<b>", "<a>"]}},
@@ -363,7 +367,7 @@ def test_tokens_of_files_beside(tmp_path, good, files):
     first, end = made.get_vocab_size(), made.token_to_id("<|endoftext|>")
     for name, content in files.items():
         content = copy.deepcopy(content)
-        if name == ADDED:
+        if name == ADDED_FILE:
             content = {text: first + i for text, i in content.items()}
         if "added_tokens_decoder" in content:
             decoder = content["added_tokens_decoder"]
