@@ -34,7 +34,7 @@ from llmc import data_common
 from llmc import reader
 from llmc import tokenizer_json
 
-from llmc import batches as rows# noqa: E402
+from llmc import batches as rows  # noqa: E402
 
 ASSETS = Path(os.environ.get("LLMC_ASSETS", "/nonexistent"))
 needs_tiktoken = pytest.mark.skipif(importlib.util.find_spec("tiktoken") is None, reason="tiktoken is not installed")

@@ -6,10 +6,12 @@ Calls have the names that they have in train_gpt2.cu.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
-from llmc import missing_package  # noqa: F401, before matplotlib
-from llmc.tool_output import Parser, end_with_reader
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from llmc import missing_package  # noqa: E402,F401, before matplotlib
+from llmc.tool_output import Parser, end_with_reader  # noqa: E402
 
 import matplotlib
 

@@ -21,7 +21,8 @@ import tokenize
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from llmc.tool_output import Parser, outlive_reader, plural
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from llmc.tool_output import Parser, outlive_reader, plural  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 120

@@ -12,9 +12,10 @@ import itertools
 import sys
 from pathlib import Path
 
-from llmc import missing_package  # noqa: F401, before tokenizers
-from tokenizers import Regex, normalizers, pre_tokenizers
-from llmc.tool_output import Parser, outlive_reader
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from llmc import missing_package  # noqa: E402,F401, before tokenizers
+from tokenizers import Regex, normalizers, pre_tokenizers  # noqa: E402
+from llmc.tool_output import Parser, outlive_reader  # noqa: E402
 
 FILE = Path(__file__).resolve().parents[2] / "llmc/data/unicode_tables.h"
 CODES, END = [*range(0xD800), *range(0xE000, 0x110000)], 0x110000

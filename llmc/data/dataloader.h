@@ -110,8 +110,7 @@ typedef struct DataLoader {
 
 // ---- shards
 
-#define DATA_HINT \
-    "make shards with: llmc prepare tinyshakespeare, or of your own text: llmc prepare"
+#define DATA_HINT "make shards with: llmc prepare tinyshakespeare, or of your own text: llmc prepare"
 
 static int compare_keys(const void *a, const void *b) {
     const ShuffleKey *x = (const ShuffleKey *)a, *y = (const ShuffleKey *)b;
