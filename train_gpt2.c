@@ -1033,8 +1033,8 @@ static size_t update_param(Model *m, const Param *t, const UpdateParams *p, floa
                          s.count, a);
     return s.count;
 }
-// Muon of a block (llmc/base/muon.h): what this rank owns of each matrix gets its momentum; each rank orthogonalises some
-// matrices; then what this rank owns of each is updated. Directions of a block lie as its weights do.
+// Muon of a block (llmc/base/muon.h): what this rank owns of each matrix gets its momentum; each rank orthogonalises
+// some matrices; then what this rank owns of each is updated. Directions of a block lie as its weights do.
 static void muon_update_block(Model *m, int unit, const UpdateParams *p, float grad_scale) {
     const Span block = param_unit(&m->table, unit);
     const AdamW a = {.grad_scale = grad_scale, .step = p->step};
@@ -1141,9 +1141,9 @@ void attention_rows_cpu(float *out /*(N,NH*HD)*/, const float *qkv, const KvLaye
     }
 }
 
-// The same with m and v in bf16, rounded stochastically when they are stored (llmc/base/bf16.h says why). Random bits depend
-// on seed, step and element; `first` is the place of element 0 among all parameters. The first of an element's three
-// random numbers is for the weight's own rounding (llmc/kernels/adamw.cuh), the others for m and v.
+// The same with m and v in bf16, rounded stochastically when they are stored (llmc/base/bf16.h says why). Random bits
+// depend on seed, step and element; `first` is the place of element 0 among all parameters. The first of an element's
+// three random numbers is for the weight's own rounding (llmc/kernels/adamw.cuh), the others for m and v.
 void adamw_update_bf16_cpu(float *weight, uint16_t *m, uint16_t *v, const float *grad, size_t n, AdamW a, uint64_t seed,
                            size_t first) {
     float correct_m = 1 - pow(a.beta1, a.step), correct_v = 1 - pow(a.beta2, a.step);

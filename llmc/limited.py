@@ -179,4 +179,3 @@ def main():
     for line in lines:
         key, given = json.loads(line)
         say(key, made[0], given, seconds)
-

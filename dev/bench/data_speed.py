@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from llmc.tool_output import end_with_reader  # noqa: E402
 
 PREPARE = Path(__file__).resolve().parents[1] / "data/prepare.py"

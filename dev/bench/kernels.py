@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "dev"))
+sys.path.insert(0, str(ROOT))
 from llmc.tool_output import end_with_reader  # noqa: E402
 
 TIMEOUT = 300  # seconds for one ladder; matmul's, the longest, needs a third of it

@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT), str(ROOT / "scripts")]
+sys.path.insert(0, str(ROOT))
 import llmc.missing_package  # noqa: E402,F401, before numpy
 
 import numpy as np  # noqa: E402

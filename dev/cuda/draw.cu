@@ -1,5 +1,5 @@
-// Ladder of llmc/kernels/draw.cuh: the same draws as llmc/base/sampler.h's, to the bit; speed. Build and run: make bench, or
-// see dev/cuda/common.cuh.
+// Ladder of llmc/kernels/draw.cuh: the same draws as llmc/base/sampler.h's, to the bit; speed. Build and run: make
+// bench, or see dev/cuda/common.cuh.
 #include "common.cuh"
 #include "../../llmc/kernels/draw.cuh"
 #include "../test/draw_cases.h"

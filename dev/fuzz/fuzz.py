@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from llmc.tool_output import end_with_reader  # noqa: E402
 
 DICTIONARY = Path(__file__).resolve().parent / "fuzz.dict"

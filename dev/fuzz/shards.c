@@ -10,7 +10,7 @@ static void next_batch(DataLoader *d) {
     for (int i = 0; i < B * T; i++) {
         const int id = d->inputs[i] < 0 && d->kind.marks ? ~d->inputs[i] : d->inputs[i];
         assert(id >= 0 && id < VOCAB);
-        assert(d->targets[i] >= (d->kind.pack ? -1 : 0) && d->targets[i] < VOCAB);
+        assert(d->targets[i] >= (d->kind.pack ? -2 : 0) && d->targets[i] < VOCAB);
     }
 }
 static void fuzz_one(const uint8_t *data, size_t size) {

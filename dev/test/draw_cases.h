@@ -1,5 +1,5 @@
-// Logits and draws of all kinds, for what has to agree with draw_token (llmc/base/sampler.h) to the bit: dev/cuda/draw.cu on
-// a GPU, draw_on_cpu.cpp without one.
+// Logits and draws of all kinds, for what has to agree with draw_token (llmc/base/sampler.h) to the bit:
+// dev/cuda/draw.cu on a GPU, draw_on_cpu.cpp without one.
 #pragma once
 
 #include "../../llmc/base/sampler.h"

@@ -1,5 +1,5 @@
-// llmc/kernels/draw.cuh without a GPU, against draw_token (llmc/base/sampler.h), to the bit: a CPU plays the threads of each
-// block, and the blocks run beside each other. test_kernels.py runs it.
+// llmc/kernels/draw.cuh without a GPU, against draw_token (llmc/base/sampler.h), to the bit: a CPU plays the threads of
+// each block, and the blocks run beside each other. test_kernels.py runs it.
 #define SHARED_MEMORY no_shared
 #include <thread>
 #include "dev/test/block_on_cpu.h"

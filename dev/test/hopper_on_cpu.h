@@ -31,6 +31,7 @@ static inline unsigned atomicAdd(unsigned *p, unsigned x) {
     return *p - x;
 }
 template <typename T> static inline T __shfl_sync(unsigned, T x, int from) { return lane_value(x, from); }
+static inline unsigned unseen_zero() { return 0; }
 static inline uint32_t shared_address_once(const void *p) { return shared_address(p); }
 template <int BYTES> static inline unsigned load_shared_few(unsigned from) {
     unsigned x = 0;

@@ -30,7 +30,7 @@ import torch.nn.functional as F  # noqa: E402
 
 import train_gpt2 as core  # noqa: E402
 from llmc.choices import open_sets  # noqa: E402
-from llmc import reference_options as plain# noqa: E402
+from llmc import reference_options as plain  # noqa: E402
 from llmc.reference_config import *  # noqa: E402, F403
 from train_gpt2 import *  # noqa: E402, F403
 from train_gpt2 import Param, RAND_SAMPLE, as_file, fnv1a, is_preset, rand_stream, rand_u64, require  # noqa: E402

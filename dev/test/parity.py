@@ -20,7 +20,7 @@ import sys
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path.append(str(ROOT))
+sys.path.insert(0, ROOT)
 from llmc import missing_package  # noqa: E402,F401, before matplotlib
 
 import matplotlib  # noqa: E402

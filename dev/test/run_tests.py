@@ -32,7 +32,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))
+sys.path.insert(0, str(ROOT))
 from llmc import missing_package  # noqa: E402,F401, before pytest
 
 from llmc.doctor import cores  # noqa: E402

@@ -43,7 +43,7 @@ static void read_config_text(void *text) { config_of_text((const char *)text); }
     "layers\":2,\"intermediate_size\":96,\"vocab_size\":300"
 #define GPT2 "\"model_type\":\"gpt2\",\"n_embd\":32,\"n_head\":2,\"n_layer\":2,\"vocab_size\":300"
 
-static void test_good(void) {
+static void test_presets(void) {
     const char *presets[] = {
         "gpt2:124M",   "gpt2:1558M",           "d6,vocab=256", "gpt3:c2048",  "llama2:7B",
         "llama3:8B",   "llama3.1:70B",         "llama3.2:1B",  "llama3.2:3B", "qwen2.5:0.5B",
@@ -59,6 +59,8 @@ static void test_good(void) {
         back = config_from_json(path);
         check(same_config(&c, &back), "config.json of %s reads back the same", presets[i]);
     }
+}
+static void test_good(void) {
     Config c, d;
     config_parse("gpt2:124M,layers=2,channels=32,heads=2,vocab=300,seq=24", &c);
     d = config_of_text("{" GPT2 ",\"n_ctx\":24,\"n_inner\":null,\"resid_pdrop\":0.1,\"attn_pdrop\":0.1}");
@@ -106,74 +108,75 @@ static void test_good(void) {
               d.norm_eps == 1e-6f && !d.qkv_bias && !d.tied,
           "Qwen3 with transformers' defaults");
 }
+static const struct {
+    const char *name, *text, *expected;
+} refused[] = {
+    {"no JSON", "{", "cannot read"},
+    {"no model_type", "{}", "model_type is 'missing'"},
+    {"another family", "{\"model_type\":\"gemma\"}", "model_type is 'gemma'"},
+    {"a window of nothing", "{" MISTRAL ",\"sliding_window\":0}", "sliding_window is 0"},
+    {"attention bias on Qwen3", "{" QWEN3 ",\"attention_bias\":true}", "attention_bias is true"},
+    {"sliding window on Qwen3", "{" QWEN3 ",\"use_sliding_window\":true}", "use_sliding_window is true"},
+    {"a key missing", "{\"model_type\":\"gpt2\",\"n_embd\":32,\"n_head\":2,\"vocab_size\":300}", "has no n_layer"},
+    {"a text for a number", "{" GPT2 ",\"n_positions\":\"24\"}", "n_positions is no whole number"},
+    {"a negative size", "{\"model_type\":\"gpt2\",\"n_embd\":-32,\"n_head\":2,\"n_layer\":2,\"vocab_size\":300}",
+     "n_embd is no whole number"},
+    {"a size beyond 2^28",
+     "{\"model_type\":\"gpt2\",\"n_embd\":600000000,\"n_head\":2,\"n_layer\":2,\"vocab_size\":300}",
+     "n_embd is no whole number"},
+    {"heads that do not divide", "{" LLAMA ",\"num_key_value_heads\":3}", "do not divide"},
+    {"an MLP width that is no multiple of 8", "{" GPT2 ",\"n_inner\":100}",
+     "MLP width 100 is not a positive multiple of 8\n  hint: such a model cannot be trained here"},
+    {"no vocabulary", "{\"model_type\":\"gpt2\",\"n_embd\":32,\"n_head\":2,\"n_layer\":2,\"vocab_size\":1}",
+     "': vocabulary size 1 is not between"},
+    {"no heads", "{\"model_type\":\"gpt2\",\"n_embd\":32,\"n_head\":0,\"n_layer\":2,\"vocab_size\":300}", "heads"},
+    {"another activation (GPT-2)", "{" GPT2 ",\"activation_function\":\"relu\"}", "activation_function is 'relu'"},
+    {"another activation (Llama)", "{" LLAMA ",\"hidden_act\":\"gelu\"}", "hidden_act is 'gelu'"},
+    {"scaled attention", "{" GPT2 ",\"scale_attn_by_inverse_layer_idx\":true}",
+     "scale_attn_by_inverse_layer_idx is true"},
+    {"unscaled attention", "{" GPT2 ",\"scale_attn_weights\":false}", "scale_attn_weights is false"},
+    {"cross attention", "{" GPT2 ",\"add_cross_attention\":true}", "add_cross_attention is true"},
+    {"attention bias on Llama", "{" LLAMA ",\"attention_bias\":true}", "attention_bias is true"},
+    {"MLP bias", "{" LLAMA ",\"mlp_bias\":true}", "mlp_bias is true"},
+    {"sliding window", "{" QWEN2 ",\"use_sliding_window\":true}", "use_sliding_window is true"},
+    {"sliding window by layer", "{" QWEN2 ",\"layer_types\":[\"full_attention\",\"sliding_attention\"]}",
+     "layer_types names 'sliding_attention'"},
+    {"unknown rope scaling", "{" QWEN2 ",\"rope_scaling\":{\"type\":\"yarn\",\"factor\":4.0}}", "type is 'yarn'"},
+    {"unknown rope type", "{" LLAMA ",\"rope_parameters\":{\"rope_type\":\"linear\",\"factor\":4.0}}",
+     "rope_type is 'linear'"},
+    {"rope scaling by name alone", "{" LLAMA ",\"rope_scaling\":\"linear\"}", "the rope settings are no object"},
+    {"a list for rope scaling", "{" LLAMA ",\"rope_scaling\":[1]}", "the rope settings are no object"},
+    {"a number beyond fp32", "{" LLAMA ",\"rope_theta\":1e39}", "rope_theta is not a number of fp32"},
+    {"rope scaling without a factor", "{" LLAMA ",\"rope_scaling\":{\"rope_type\":\"llama3\"}}", "has no factor"},
+    {"impossible rope scaling",
+     "{" LLAMA ",\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8,\"low_freq_factor\":4,\"high_freq_"
+     "factor\":1,\"original_max_position_embeddings\":8192}}",
+     "makes no sense"},
+    {"YaRN beside rope_parameters",
+     "{" LLAMA ",\"rope_parameters\":{\"rope_type\":\"default\"},\"rope_scaling\":{\"rope_type\":\"yarn\"}}",
+     "rope_type is 'yarn'"},
+    {"another original length outside",
+     "{" LLAMA ",\"original_max_position_embeddings\":64,\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8,"
+     "\"low_freq_factor\":1,\"high_freq_factor\":4,\"original_max_position_embeddings\":32}}",
+     "original_max_position_embeddings is 64 outside"},
+    {"rope by layer", "{" LLAMA ",\"rope_parameters\":{\"full_attention\":{\"rope_type\":\"default\"}}}",
+     "rope differs between layers"},
+    {"half of the dimensions rotated", "{" LLAMA ",\"partial_rotary_factor\":0.5}", "partial_rotary_factor is 0.5"},
+    {"a head dimension without a kernel", "{" LLAMA ",\"head_dim\":12}", "head dimension 12"},
+    {"a head dimension beyond memory", "{" LLAMA ",\"head_dim\":262152}", "4 heads of 262152"},
+    {"quantised weights", "{" LLAMA ",\"quantization_config\":{\"bits\":4}}", "quantised"},
+    {"a number for tie_word_embeddings", "{" LLAMA ",\"tie_word_embeddings\":1}", "neither true nor false"},
+};
 static void test_refused(void) {
-    const struct {
-        const char *name, *text, *expected;
-    } bad[] = {
-        {"no JSON", "{", "cannot read"},
-        {"no model_type", "{}", "model_type is 'missing'"},
-        {"another family", "{\"model_type\":\"gemma\"}", "model_type is 'gemma'"},
-        {"a window of nothing", "{" MISTRAL ",\"sliding_window\":0}", "sliding_window is 0"},
-        {"attention bias on Qwen3", "{" QWEN3 ",\"attention_bias\":true}", "attention_bias is true"},
-        {"sliding window on Qwen3", "{" QWEN3 ",\"use_sliding_window\":true}", "use_sliding_window is true"},
-        {"a key missing", "{\"model_type\":\"gpt2\",\"n_embd\":32,\"n_head\":2,\"vocab_size\":300}", "has no n_layer"},
-        {"a text for a number", "{" GPT2 ",\"n_positions\":\"24\"}", "n_positions is no whole number"},
-        {"a negative size", "{\"model_type\":\"gpt2\",\"n_embd\":-32,\"n_head\":2,\"n_layer\":2,\"vocab_size\":300}",
-         "n_embd is no whole number"},
-        {"a size beyond 2^28",
-         "{\"model_type\":\"gpt2\",\"n_embd\":600000000,\"n_head\":2,\"n_layer\":2,\"vocab_size\":300}",
-         "n_embd is no whole number"},
-        {"heads that do not divide", "{" LLAMA ",\"num_key_value_heads\":3}", "do not divide"},
-        {"an MLP width that is no multiple of 8", "{" GPT2 ",\"n_inner\":100}",
-         "MLP width 100 is not a positive multiple of 8\n  hint: such a model cannot be trained here"},
-        {"no vocabulary", "{\"model_type\":\"gpt2\",\"n_embd\":32,\"n_head\":2,\"n_layer\":2,\"vocab_size\":1}",
-         "': vocabulary size 1 is not between"},
-        {"no heads", "{\"model_type\":\"gpt2\",\"n_embd\":32,\"n_head\":0,\"n_layer\":2,\"vocab_size\":300}", "heads"},
-        {"another activation (GPT-2)", "{" GPT2 ",\"activation_function\":\"relu\"}", "activation_function is 'relu'"},
-        {"another activation (Llama)", "{" LLAMA ",\"hidden_act\":\"gelu\"}", "hidden_act is 'gelu'"},
-        {"scaled attention", "{" GPT2 ",\"scale_attn_by_inverse_layer_idx\":true}",
-         "scale_attn_by_inverse_layer_idx is true"},
-        {"unscaled attention", "{" GPT2 ",\"scale_attn_weights\":false}", "scale_attn_weights is false"},
-        {"cross attention", "{" GPT2 ",\"add_cross_attention\":true}", "add_cross_attention is true"},
-        {"attention bias on Llama", "{" LLAMA ",\"attention_bias\":true}", "attention_bias is true"},
-        {"MLP bias", "{" LLAMA ",\"mlp_bias\":true}", "mlp_bias is true"},
-        {"sliding window", "{" QWEN2 ",\"use_sliding_window\":true}", "use_sliding_window is true"},
-        {"sliding window by layer", "{" QWEN2 ",\"layer_types\":[\"full_attention\",\"sliding_attention\"]}",
-         "layer_types names 'sliding_attention'"},
-        {"unknown rope scaling", "{" QWEN2 ",\"rope_scaling\":{\"type\":\"yarn\",\"factor\":4.0}}", "type is 'yarn'"},
-        {"unknown rope type", "{" LLAMA ",\"rope_parameters\":{\"rope_type\":\"linear\",\"factor\":4.0}}",
-         "rope_type is 'linear'"},
-        {"rope scaling by name alone", "{" LLAMA ",\"rope_scaling\":\"linear\"}", "the rope settings are no object"},
-        {"a list for rope scaling", "{" LLAMA ",\"rope_scaling\":[1]}", "the rope settings are no object"},
-        {"a number beyond fp32", "{" LLAMA ",\"rope_theta\":1e39}", "rope_theta is not a number of fp32"},
-        {"rope scaling without a factor", "{" LLAMA ",\"rope_scaling\":{\"rope_type\":\"llama3\"}}", "has no factor"},
-        {"impossible rope scaling",
-         "{" LLAMA ",\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8,\"low_freq_factor\":4,\"high_freq_"
-         "factor\":1,\"original_max_position_embeddings\":8192}}",
-         "makes no sense"},
-        {"YaRN beside rope_parameters",
-         "{" LLAMA ",\"rope_parameters\":{\"rope_type\":\"default\"},\"rope_scaling\":{\"rope_type\":\"yarn\"}}",
-         "rope_type is 'yarn'"},
-        {"another original length outside",
-         "{" LLAMA ",\"original_max_position_embeddings\":64,\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8,"
-         "\"low_freq_factor\":1,\"high_freq_factor\":4,\"original_max_position_embeddings\":32}}",
-         "original_max_position_embeddings is 64 outside"},
-        {"rope by layer", "{" LLAMA ",\"rope_parameters\":{\"full_attention\":{\"rope_type\":\"default\"}}}",
-         "rope differs between layers"},
-        {"half of the dimensions rotated", "{" LLAMA ",\"partial_rotary_factor\":0.5}", "partial_rotary_factor is 0.5"},
-        {"a head dimension without a kernel", "{" LLAMA ",\"head_dim\":12}", "head dimension 12"},
-        {"a head dimension beyond memory", "{" LLAMA ",\"head_dim\":262152}", "4 heads of 262152"},
-        {"quantised weights", "{" LLAMA ",\"quantization_config\":{\"bits\":4}}", "quantised"},
-        {"a number for tie_word_embeddings", "{" LLAMA ",\"tie_word_embeddings\":1}", "neither true nor false"},
-    };
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
-        check_refused(bad[i].name, read_config_text, (void *)bad[i].text, bad[i].expected);
+    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++)
+        check_refused(refused[i].name, read_config_text, (void *)refused[i].text, refused[i].expected);
 }
 
 int main(void) {
     const int fd = mkstemp(path);
     require(fd >= 0, "cannot make a file in /tmp\ncheck the disk");
     close(fd);
+    test_presets();
     test_good();
     test_refused();
     unlink(path);

@@ -154,7 +154,7 @@ def test_a_killed_parent_leaves_no_process(tmp_path):
         "    return call\n"
     )
     code = (
-        f"import sys; sys.path.append({str(Path(__file__).resolve().parents[1])!r}); from limited import Limited; "
+        f"import sys; sys.path.append({str(Path(__file__).resolve().parents[2])!r}); from llmc.limited import Limited; "
         f"Limited('waits:make', seconds=60, memory=None, path=[{str(tmp_path)!r}])({str(tmp_path / 'pids')!r})"
     )
     parent = subprocess.Popen([sys.executable, "-c", code])

@@ -1,5 +1,5 @@
-// llmc/base/muon.h and Muon on the CPU: Newton-Schulz steps against the same in double precision and against singular values
-// that are known, the optimiser's columns, matrices of every layout of ranks, and how they are dealt out.
+// llmc/base/muon.h and Muon on the CPU: Newton-Schulz steps against the same in double precision and against singular
+// values that are known, the optimiser's columns, matrices of every layout of ranks, and how they are dealt out.
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
 #include "llmc/model/backend.h"

@@ -1,6 +1,6 @@
-// llmc/base/quant.h: what each format makes of a row. llmc/cpu/decode.h: its products against sums in double, and that a
-// row's bits depend on nothing else. Attention over a cache of keys and values in e4m3. Long sums of the trainer's own
-// products.
+// llmc/base/quant.h: what each format makes of a row. llmc/cpu/decode.h: its products against sums in double, and that
+// a row's bits depend on nothing else. Attention over a cache of keys and values in e4m3. Long sums of the trainer's
+// own products.
 #define LLMC_ORACLE
 #include "../../train_gpt2.c"
 #include "check.h"

@@ -178,22 +178,22 @@ def test_thorough_tests_are_left_out_and_counted(tmp_path):
 def test_a_header_renews_what_includes_it(tmp_path):
     """And nothing else: the check of a header that stands alone, and where there is a toolkit that of a kernel's."""
     tree = copy_tree(tmp_path)
-    targets = ["build/headers/bf16.h.ok", "build/headers/rand.h.ok"]
+    targets = ["build/headers/base/bf16.h.ok", "build/headers/base/rand.h.ok"]
     config = (ROOT / "build/config.mk").read_text()
     lines = ("import pathlib, sys", "path = pathlib.Path(sys.argv[2])", "path.parent.mkdir(exist_ok=True)")
     write = f"path.exists() or path.write_text({config!r})"
-    (tree / "dev/doctor.py").write_text("\n".join((*lines, write)))
+    (tree / "llmc/doctor.py").write_text("\n".join((*lines, write)))
     if CONFIG.get("NVCC"):
         targets += ["build/headers/kernels/rope.cuh.ok", "build/quick-bf16-90a/dev/cuda/rope.ptx"]
     options = ("QUICK=1", "ARCHS=90a")
     assert make(*targets, *options, cwd=tree).returncode == 0
     again = lambda: {t for t in targets if make("-q", t, *options, cwd=tree).returncode}
     assert not again()
-    os.utime(tree / "llmc/utils.h")
-    assert "build/headers/bf16.h.ok" in again()
+    os.utime(tree / "llmc/base/utils.h")
+    assert "build/headers/base/bf16.h.ok" in again()
     assert make(*targets, *options, cwd=tree).returncode == 0 and not again()
-    os.utime(tree / "llmc/rand.h")
-    assert again() & set(targets[:2]) == {"build/headers/rand.h.ok"}
+    os.utime(tree / "llmc/base/rand.h")
+    assert again() & set(targets[:2]) == {"build/headers/base/rand.h.ok"}
     if CONFIG.get("NVCC"):
         kernel = Path("llmc/kernels/rope.cuh")
         assert make(*targets, *options, cwd=tree).returncode == 0

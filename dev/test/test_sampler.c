@@ -1,5 +1,5 @@
-// llmc/base/sampler.h: against a plain draw in fp64 that sorts all ids; the distribution of 10^5 draws; the noise; exp2 and
-// log; and that every build computes the same bits.
+// llmc/base/sampler.h: against a plain draw in fp64 that sorts all ids; the distribution of 10^5 draws; the noise; exp2
+// and log; and that every build computes the same bits.
 #include "check.h"
 #include "draw_cases.h"
 

@@ -20,7 +20,7 @@ from llmc import data_common  # noqa: E402
 
 PATIENCE = 600  # seconds: a loaded machine is no failure
 with open(os.path.join(ROOT, "build", "config.mk")) as config:
-    MPIRUN = re.search(r"^MPIRUN := (.*)$", config.read(), re.M)[1]
+    MPIRUN = "".join(re.findall(r"^MPIRUN := (.*)$", config.read(), re.M))  # "" without MPI
 # run_finetune.sh trains what it is told to: test_finetune.py
 SCRIPTS = sorted(os.path.basename(f) for f in glob.glob(os.path.join(ROOT, "scripts", "*run_*.sh")))
 SCRIPTS.remove("run_finetune.sh")

@@ -41,7 +41,7 @@ def run(*arguments, fails=None, ranks=0, **env):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    text = "".join(p.read_text() for p in sorted((ROOT / "dev").glob("*.py")))
+    text = "".join(p.read_text() for p in sorted((ROOT / "llmc").glob("*.py")))
     (folder / "text.txt").write_text(text)
     script = [sys.executable, "dev/data/prepare.py", "--input", folder / "text.txt", "--tokenizer", "bytes"]
     subprocess.run([*script, "--output", folder], cwd=ROOT, check=True, capture_output=True)

@@ -45,6 +45,12 @@ __device__ inline unsigned shared_address_once(const void *p) {
     asm volatile("" : "+r"(address));
     return address;
 }
+// Zero, which the compiler does not see: ptxas of CUDA 13.3 and later lacks registers where it does (C7512).
+__device__ inline unsigned unseen_zero() {
+    unsigned x;
+    asm volatile("mov.b32 %0, 0;" : "=r"(x));
+    return x;
+}
 __device__ inline unsigned pack_bf16(float low, float high) {
     __nv_bfloat162 p = __floats2bfloat162_rn(low, high);
     return *(unsigned *)&p;

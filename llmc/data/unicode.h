@@ -86,7 +86,7 @@ static int64_t unicode_find(const UnicodePair *pairs, int count, int64_t key) {
 }
 // What is no code point is CHAR_OTHER and combines with nothing.
 static CharClass char_class(int c) {
-    const int kind = (unsigned)c < UNICODE_END ? unicode.properties[c] : CHAR_OTHER;
+    const int kind = (unsigned)c < UNICODE_END ? unicode.properties[c] : (int)CHAR_OTHER;
     return (CharClass)(kind < CHAR_MARK ? kind : CHAR_MARK);
 }
 static int combining_rank(int c) { return char_class(c) == CHAR_MARK ? unicode.properties[c] - CHAR_MARK : 0; }

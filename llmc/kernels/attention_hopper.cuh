@@ -321,9 +321,8 @@ __device__ void hopper_forward_rows(const HopperBlock<S> &block, const HopperLau
         mask_range(x, range, (n - 1) * KEYS);
         softmax_tile<WIDTH, LAZY>(x, row_max, row_sum, fade, most, scale2);
         fragment_round<WIDTH>((unsigned (&)[WIDTH / 16][4]) p, x);
-        // Zeros that the compiler does not see: ptxas of CUDA 13.3 and later lacks registers where it does (C7512).
         #pragma unroll
-        for (int k = WIDTH / 4; k < KEYS / 4; k++) asm volatile("mov.b32 %0, 0;" : "=r"(p[k / 4][k % 4]));
+        for (int k = WIDTH / 4; k < KEYS / 4; k++) p[k / 4][k % 4] = unseen_zero();
     };
     const int block_end = key_tiles<KEYS>(a, block_row, S::ROWS);
     const unsigned mine = use + block_end - n,
