@@ -137,8 +137,7 @@ static const char *after_step(Trainer *t, int64_t first) {
 
 // llm.c's run scripts restart the program until this file exists.
 static void write_done_file(const Trainer *t) {
-    const long long last = is_out_of_patience(t) ? t->state.step : t->steps;
-    Path path = path_of("%s/DONE_%08lld", t->o.output, last);
+    Path path = path_of("%s/DONE_%08ld", t->o.output, smaller(t->state.step, t->steps));
     int fd = open(path.text, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
     if (fd < 0 || close(fd) != 0) st_failed(path.text);
 }
