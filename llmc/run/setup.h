@@ -374,7 +374,8 @@ static void record_options(Trainer *t) {
     if (t->o.val_data == t->val_data) state_set_option(&t->state, "val-data", "auto");
 }
 #define OTHER_ORDER \
-    "; the order of sequences differs: to the end of the epoch some are seen again and others not at all"
+    "; the order of sequences differs: from number %ld of %ld, where this run goes on, to the end of the epoch some " \
+    "are seen again and others not at all"
 // Prints what a resumed run changes, because its loss curve will show it. --patience begins anew where validation
 // losses no longer compare with those before.
 static void report_changed_options(Trainer *t) {
@@ -382,9 +383,10 @@ static void report_changed_options(Trainer *t) {
     OPTION_EACH(p) {
         const char *before = state_option(&t->before, p->name), *now = state_option(s, p->name);
         if (!before || !strcmp(before, now) || has_word(" resume output calls ", p->name)) continue;
-        const int moves = t->train.num_shards && !t->o.overfit && !strcmp(p->name, "seed");
-        printf("changed since the checkpoint: %s%c%s -> %s%s\n", p->word, option_separator(p), before, now,
-               moves ? OTHER_ORDER : "");
+        const int64_t rows = t->o.overfit || strcmp(p->name, "seed") ? 0 : t->train.rows_per_epoch;
+        printf("changed since the checkpoint: %s%c%s -> %s", p->word, option_separator(p), before, now);
+        if (rows) printf(OTHER_ORDER, t->train.next % rows, rows);
+        puts("");
         if (has_word(" val-data eval-steps seq-len ", p->name))
             s->best_step = s->evaluated_step = s->worse_evaluations = 0;
     }
@@ -530,7 +532,8 @@ static void compare_data(Trainer *t) {
     int same_size = s->data_tokens == d->num_tokens && s->data_shards == d->num_shards;
     if (s->data_tokens && (!same_size || (s->data_hash && s->data_hash != hash))) {
         FORMAT(t->data_changed, "%ld tokens in %ld shards -> %ld in %d%s" OTHER_ORDER, s->data_tokens, s->data_shards,
-               d->num_tokens, d->num_shards, same_size ? ", with other names, tokens or shares" : "");
+               d->num_tokens, d->num_shards, same_size ? ", with other names, tokens or shares" : "",
+               d->next % d->rows_per_epoch, d->rows_per_epoch);
         printf("changed since the checkpoint: the training data, %s\n", t->data_changed);
     }
     s->data_tokens = d->num_tokens;
