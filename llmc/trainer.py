@@ -428,6 +428,38 @@ def mark_left(folder):
         )
 
 
+def words_of_options(options):
+    """{name: value}, names with _ for - -> the program's command line. Errors: those whose work is the caller's."""
+    words = []
+    for name in (name for name in CALLERS if options.get(name) is not None):
+        raise Error(f"{name} does nothing here\n  hint: leave it out, and {CALLERS[name]}")
+    for name, value in options.items():
+        value = int(value) if isinstance(value, bool) else value
+        value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+        if value is not None:
+            words += ["--" + name.replace("_", "-"), str(value)]
+    return words
+
+
+def start_program(command, environment, inherits):
+    """inherits: its lines go where Python's go -> the process. It has a session of its own: Ctrl-C is for Python, which
+    then ends it. And a reader of its lines that has gone ends nothing, as it does not end Python."""
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=None if inherits else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            restore_signals=False,
+        )
+    except (OSError, ValueError) as e:  # ValueError: a NUL in an argument
+        raise Error(f"cannot start {command[0]}: {e}") from None
+
+
 TRAINERS = weakref.WeakSet()  # that are open
 
 
@@ -507,36 +539,18 @@ class Trainer:
         if model is None and options.get("resume") in (None, False, 0, "0"):
             model = "gpt2:124M"
         command += ["--model", str(model)] if model is not None else []
-        for name in (name for name in CALLERS if options.get(name) is not None):
-            raise Error(f"{name} does nothing here\n  hint: leave it out, and {CALLERS[name]}")
-        for name, value in (options | {"samples": samples}).items():
-            value = int(value) if isinstance(value, bool) else value
-            value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-            if value is not None:
-                command += ["--" + name.replace("_", "-"), str(value)]
+        command += words_of_options(options | {"samples": samples})
         self._output = os.path.abspath(str(options.get("output") or ""))  # Python may go to another folder
         folder, listener = listen()
         command += ["--debug", ",".join(filter(None, [debug and str(debug), f"calls={folder}/s"]))]
         # a terminal has its live line; a notebook is none. stream: of tool_output.py
         inherits = every == 1 and getattr(sys.stdout, "stream", sys.stdout) is sys.__stdout__
         try:
-            # restore_signals: a reader of its lines that has gone ends nothing, as it does not end Python
-            # a session of its own: Ctrl-C is for Python, which then ends it
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=None if inherits else subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environment,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-                restore_signals=False,
-            )
-        except (OSError, ValueError) as e:  # ValueError: a NUL in an argument
+            process = start_program(command, environment, inherits)
+        except Error:
             listener.close()
             shutil.rmtree(folder)
-            raise Error(f"cannot start {command[0]}: {e}") from None
+            raise
         self.facts, self._ranks = {}, ranks
         self._model = os.path.abspath(model) if model is not None and os.path.isdir(model) else str(model or "")
         self._life = {"process": process, "channels": [listener], "folder": folder, "patience": 60}
