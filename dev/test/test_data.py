@@ -552,7 +552,7 @@ def test_killed_run_goes_on(tmp_path):
         run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         while not all(n >= least for n, least in zip(made(), wait_for)) and run.poll() is None:
             time.sleep(0.001)
-        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split() if run.poll() is None else []
+        children = launcher.children_of(run.pid)
         run.kill()
         assert run.wait() == -signal.SIGKILL, "the run ended before it could be killed"
         assert not list((tmp_path / "killed").glob("x_*.bin"))  # a part of a set is nothing to train on

@@ -24,6 +24,7 @@ import test_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "build/train_gpt2"
+CHECKED = ROOT / "build/train_gpt2.asan" if (ROOT / "build/train_gpt2.asan").exists() else TRAINER
 MODELS = {
     "gpt2": "d2,channels=64,vocab=300,seq=64",
     "llama3": "llama3:8B,layers=2,channels=64,heads=4,kv_heads=2,vocab=300,seq=64",
@@ -692,7 +693,7 @@ BAD = [
 
 def test_bad_lines(runs):
     """Each gets an error and ends nothing: a request that runs beside them goes on to its end."""
-    server = Server(2, "-e", runs / "big", command=[ROOT / "build/train_gpt2.asan"])
+    server = Server(2, "-e", runs / "big", command=[CHECKED])
     server.send({"id": "good", "prompt": "x"})
     for line, name, words in BAD:
         server.send(line)
@@ -713,7 +714,7 @@ def test_bad_lines(runs):
 
 def cpu_seconds(parent):
     """Of the processes that `parent` has started."""
-    children = [pid for p in Path(f"/proc/{parent}/task").glob("*/children") for pid in p.read_text().split()]
+    children = launcher.children_of(parent)
     times = [Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13] for pid in children]
     assert times
     return sum(int(user) + int(system) for user, system in times) / os.sysconf("SC_CLK_TCK")

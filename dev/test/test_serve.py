@@ -757,8 +757,7 @@ def test_a_program_that_says_nothing(tmp_path):
 
 def children_of_server(s):
     """The programs of a server without a conversation."""
-    task = Path(f"/proc/{s.process.pid}/task/{s.process.pid}/children")
-    return list(map(int, task.read_text().split()))
+    return launcher.children_of(s.process.pid)
 
 
 def test_weights_that_are_not_finite(client):

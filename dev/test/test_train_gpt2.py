@@ -1274,7 +1274,7 @@ def test_messages_for_the_user(text_shards, tmp_path, capsys):
     shard[20:28] = ref.fnv1a(tokenizer[1024:]).to_bytes(8, "little")
     (tmp_path / "hashed.bin").write_bytes(shard)
     for changes, words in (
-        ({"train_data": "/nowhere/*.bin"}, "tinyshakespeare.py"),
+        ({"train_data": "/nowhere/*.bin"}, "llmc prepare tinyshakespeare"),
         ({"train_data": f"{text_shards[1]}:0.7,{text_shards[3]}:0.3"}, "names a mixture of data sets"),
         ({"val_data": "sets.mix"}, "names a mixture of data sets"),
         ({"seq_len": 64}, "longer than the model's context"),
