@@ -18,8 +18,8 @@
 A checkpoint stands for itself, a run's folder for its newest checkpoint, as for the trainers' -e.
 Whether a model can be trained is asked of the trainers' own reader, of a model of the hub before its weights are
 downloaded. FOLDER has its name when it is whole; an interrupted download goes on. HF_TOKEN opens gated models,
-HF_ENDPOINT names another hub. Needs numpy and jinja2; --verify needs torch, and 8 bytes of memory for each weight.
-"""
+HF_ENDPOINT names another hub. Needs numpy, and jinja2 where there is a chat template; --verify needs torch, and 8 bytes
+of memory for each weight."""
 
 import argparse
 import contextlib

@@ -36,6 +36,7 @@ from llmc.tool_output import Parser, outlive_reader, whole_from
 # aiohttp: server, streaming, limits of a body and the end of a connection in one well-kept package; starlette with
 # uvicorn would be two and theirs.
 from aiohttp import web
+import jinja2  # noqa: F401, missed before a model is loaded
 from llmc.chat_template import Renderer, Task, TemplateError, ends_of_folder, read_template
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -917,15 +917,15 @@ class Trainer:
         [{"role": "user", "content": "..."}]. answer: with what stands before the answer, which generate() then gives.
         fields: what the template reads beside them (tools, enable_thinking, ...); names of special tokens in messages
         are text, but with special=True. Needs jinja2. Errors: Error."""
-        try:
-            from llmc.post_training import BadFile, Chats, Task, TemplateError, encode_parts, question_of
-        except ModuleNotFoundError as e:
-            raise Error(f"chat_tokens needs the package {e.name}\n  hint: {that_brings(e.name)}") from None
+        from llmc.post_training import BadFile, Chats, Task, TemplateError, encode_parts, question_of
+
         try:
             given = list(messages) if isinstance(messages, tuple) else messages
             self._chats = self._chats or Chats(self._model or self._output)
             c = self._chats.read(question_of, {"prompt": given, **fields}, "the conversation")
             asked = self._chats.renderer.ask(Task(*c[: len(Task._fields)]), self._chats.names_of(c), bool(answer))
+        except ModuleNotFoundError as e:
+            raise Error(f"chat_tokens needs the package {e.name}\n  hint: {that_brings(e.name)}") from None
         except TemplateError as e:
             raise Error(f"{e}\n  hint: {e.hint}") from None
         except (BadFile, OSError) as e:

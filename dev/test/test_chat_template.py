@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 from llmc import chat_data as chat  # noqa: E402
 from llmc import data_common  # noqa: E402
 from llmc import tokenizer_json  # noqa: E402
-from llmc.chat_template import Renderer, Task, TemplateError, Writer, end_of_turn, ends_of_folder  # noqa: E402
+from llmc.chat_template import Renderer, Task, TemplateError, end_of_turn, ends_of_folder  # noqa: E402
 from llmc.chat_template import read_template, special_names, with_end  # noqa: E402
+from llmc.chat_writer import Writer  # noqa: E402
 from llmc.checked_json import BadFile  # noqa: E402
 
 TRAINER = ROOT / "build/train_gpt2"

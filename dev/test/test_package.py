@@ -275,20 +275,28 @@ def test_import_and_train_need_numpy_alone(text, tmp_path):
         (tmp_path / "numpy.libs").symlink_to(libraries)
     alone = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
     code = f"""
-import sys, llmc, llmc.batches, numpy as np
+import sys, llmc
 assert not any("site-packages" in path for path in sys.path), sys.path
-tokens = np.arange(64).reshape(2, 32)
 with llmc.Trainer({MODEL!r}, program={str(TRAINER)!r}, batch_size=2, seq_len=32) as t:
-    for _ in range(2):
-        t.train(tokens, tokens + 1)
+    for (tokens, targets), _ in zip(llmc.rows({f"{text}/*_train_*.bin"!r}, 2, 32), range(2)):
+        t.train(tokens, targets)
         t.step(learning_rate=1e-3)
     print("steps", t.steps_done)
 """
     done = subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, env=alone, capture_output=True, text=True)
     assert done.returncode == 0 and "steps 2" in done.stdout, done.stderr
-    words = [sys.executable, "-S", "-m", "llmc", "train", *map(str, run_options(text, tmp_path / "run"))]
-    done = subprocess.run(words, cwd=tmp_path, env=alone, capture_output=True, text=True)
-    assert done.returncode == 0 and (tmp_path / "run/step_00000003").exists(), done.stderr
+    for words in (
+        ["train", *map(str, run_options(text, "run"))],
+        ["generate", "run", "--prompt", "To be", "-g", "4"],
+        ["import", "run", "model"],
+        ["check", "model"],
+        ["export", "model", "model.bin"],
+        ["watch", "run", "--once"],
+    ):
+        words = [sys.executable, "-S", "-m", "llmc", *words]
+        done = subprocess.run(words, cwd=tmp_path, env=alone, capture_output=True, text=True)
+        assert done.returncode == 0, (words, done.stderr)
+    assert (tmp_path / "model.bin").exists()
 
 
 # ---- paths of before
@@ -404,10 +412,10 @@ def test_an_installation_outlives_its_checkout(tmp_path):
     report = succeeds(command, "doctor", cwd=mine)
     assert str(site / "llmc/bin/train_gpt2") in report and "make " not in report.replace("make toolkit", "")
     code = f"""
-import llmc, numpy as np
+import llmc
 with llmc.Trainer({MODEL!r}, batch_size=2, seq_len=32) as t:
-    tokens = np.arange(64).reshape(2, 32)
-    print(t.train(tokens, tokens + 1), t.step(learning_rate=1e-3), llmc.__file__)
+    tokens, targets = next(llmc.rows("data/book/*_train_*.bin", 2, 32))
+    print(t.train(tokens, targets), t.step(learning_rate=1e-3), llmc.__file__)
 """
     assert str(site) in succeeds(python, "-c", code, cwd=mine)
     assert {path.name for path in mine.iterdir()} == {"book.txt", "data", "dev", "log", "loss.png", "program.py"}

@@ -266,12 +266,17 @@ def test_names_of_special_tokens_in_messages(start, tmp_path):  # noqa: F811
     assert ids.tolist() == [257, *b"user\n", 258, 258, *b"\n"]
 
 
-def test_conversations_without_jinja2(start, monkeypatch):  # noqa: F811
-    for name in ("post_training", "chat_template", "conversations"):
-        monkeypatch.delitem(sys.modules, f"llmc.{name}", raising=False)
+def test_conversations_without_jinja2(start, tmp_path, monkeypatch):  # noqa: F811
+    """It is named where there is a chat template to read."""
+    t = start(output=tmp_path / "run")
+    t.train(*draw())
+    t.step(1e-3)
+    saved = Path(t.save())
+    t.close()
+    (saved / "chat_template.jinja").write_text(CHATML)
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(llmc.Error, match="chat_tokens needs the package jinja2\n  hint: ") as e:
-        start().chat_tokens([{"role": "user", "content": "Why?"}])
+        start(str(saved)).chat_tokens([{"role": "user", "content": "Why?"}])
     assert not e.value.ended
 
 
