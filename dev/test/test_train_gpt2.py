@@ -421,6 +421,13 @@ def test_the_answer_about_options(c_program):
     assert [by_name[n]["effect"] for n in ("learning-rate", "threads", "output")] == ["*", "=", " "]
 
 
+def test_questions_that_have_no_answer(tmp_path):
+    for words, said in (([], "--ask knows no ''"), (["tables"], "'tables'"), (["config", tmp_path], "cannot read")):
+        command = [os.path.join(ROOT, "train_gpt2"), "--ask", *words]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 1 and not done.stdout and said in done.stderr and "hint: " in done.stderr
+
+
 @pytest.mark.parametrize("words", ["--weight-decay 0.5", "--weight-decay=0.5", "-c 0.5"])
 def test_an_option_is_spelt_as_in_c(words):
     o = ref.parse_options(["-b", "3", *words.split(), "--device", "cpu", "-a", "1"])
