@@ -1,7 +1,7 @@
 """PyTorch reference of llm.cu, to be read beside train_gpt2.c: the same models, data order, first weights and options.
 
 One class trains every family. As in llmc/base/params.h, the table of weights IS the model description: Config's flags
-(dev/reference/config.py) make the table, the table makes the parameters, and forward asks for them by role. Names in
+(llmc/reference_config.py) make the table, the table makes the parameters, and forward asks for them by role. Names in
 files and state dict are Hugging Face's.
 
   python train_gpt2.py                                          GPT-2 124M on tinyshakespeare
@@ -14,10 +14,14 @@ Left out: several GPUs, resuming the optimiser, LoRA, fp8, multiple-choice sets.
 dev/test/oracle.py has what tests compare with.
 """
 
+import argparse
+import functools
 import json
 import math
 import os
+import platform
 import re
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -34,8 +38,8 @@ import torch.nn.functional as F
 from llmc.data_common import find_files, fnv1a, outlive_reader, reader_is_gone
 from llmc.batches import RAND_INIT, RAND_SAMPLE, bytes_per_token, open_shards, pieces_of, places, rand_normal
 from llmc.batches import rand_stream, rand_u64, read_tokenizer, require, row_kind, row_stream
-from llmc.reference_config import config_from_hf, config_parse, config_to_hf, is_preset
-from llmc.reference_options import parse_options, recipe_of
+from llmc.reference_config import config_from_hf, config_to_hf
+from llmc.weights import ask_lines, read_config
 
 
 # ---- the table of weights (llmc/base/params.h): order, names, shapes, initial values
@@ -416,6 +420,16 @@ def weights_folder(descriptor):
     return folder if whole else os.path.join(folder, steps[-1])
 
 
+def is_preset(descriptor):
+    """Names on the hub have no colon and no comma."""
+    return not os.path.isdir(descriptor) and bool(re.fullmatch(r"[^/]*[:,][^/]*|d[0-9]+", descriptor))
+
+
+def config_parse(descriptor):
+    """'preset[,key=value...]' -> (Config, whether vocab= was given), as the C trainers have them."""
+    return config_from_hf(read_config(descriptor), descriptor), ",vocab=" in descriptor
+
+
 def make_model(descriptor, seed, data_vocab=0, Model=Model):
     """A folder, a name on the hub, or a preset; a preset without vocab= takes the vocabulary that the data names."""
     if is_preset(descriptor):
@@ -689,6 +703,99 @@ class Trainer:
         return [i for i in ids[1:] if i != first]
 
 
+# ---- options: names, letters, ranges and defaults are those of the C trainers, which are asked for them
+HONOURED = """train-data val-data model output tokenizer batch-size seq-len total-batch max-steps epochs overfit pack
+    documents window seed recipe schedule learning-rate warmup final-lr-fraction decay-fraction weight-decay grad-clip
+    beta1 beta2 adam-eps optimizer lr-matrix lr-embedding lr-head decay-matrix decay-vector ema qk-clip muon-momentum
+    muon-polynomials muon-even eval-every eval-steps evaluate sample-every sample-tokens temperature save-every
+    threads""".split()
+USAGE = """python train_gpt2.py [--name value | --name=value | -x value]...
+
+  python train_gpt2.py -e d6 -b 8 -t 256 -x 200 -n 100 -o log/torch       a GPT-2 of 6 layers
+  python train_gpt2.py -e log/torch/step_00000200 --evaluate              its validation loss
+  python train_gpt2.py -e d2,channels=64 --write-weights models/random    weights as a folder"""
+
+
+def options_of(*words):
+    """{name: value} of all options of the C trainers, as these words leave them."""
+    return {option["name"]: option["value"] for option in ask_lines("options", *words)}
+
+
+def recipe_of(model, *words):
+    """{name: value} of the options that its recipe changes for this model, beside these words."""
+    given, without = (options_of("--model", model, *words, "--recipe", recipe) for recipe in ("model", "none"))
+    return {name: value for name, value in given.items() if value != without[name] and name != "recipe"}
+
+
+def version():
+    git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty"]
+    try:
+        revision = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        revision = ""
+    return f"llm.cu {revision or 'unknown'}, PyTorch {torch.__version__}, Python {platform.python_version()}"
+
+
+def print_help(parser, honoured):
+    groups = {}
+    for option in ask_lines("options"):
+        name, value, section, letters = (option[key] for key in ("name", "value", "section", "letters"))
+        if name in honoured:
+            group = groups.setdefault(section, parser.add_argument_group(section))
+            words = [f"-{letters}"] * bool(letters) + [f"--{'debug ' * section.startswith('--debug')}{name}"]
+            metavar = {int: "INT", float: "FLT"}.get(type(value), "STR")
+            group.add_argument(
+                *words, metavar=metavar, help=option["help"].replace("%", "%%") + f" [{value}]" * (value != "")
+            )
+    parser.print_help()
+
+
+def parse_options(argv=None, honoured=HONOURED, add=None):
+    """add: a function of argparse's parser for options of dev/test/oracle.py alone."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    form = functools.partial(argparse.HelpFormatter, max_help_position=32, width=100)
+    p = argparse.ArgumentParser(usage=USAGE, allow_abbrev=False, add_help=False, formatter_class=form)
+    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    about = "fp32, or bf16 autocast over fp32 weights (auto: bf16 on a GPU)"
+    p.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16"], help=about)
+    p.add_argument("--compile", type=int, default=-1, choices=[-1, 0, 1], help="torch.compile (-1: on a GPU)")
+    about = "write the initial weights as a Hugging Face folder and stop"
+    p.add_argument("--write-weights", default="", metavar="DIR", help=about)
+    if add:
+        add(p)
+    p.add_argument("--version", action="version", version=version() if "--version" in argv else "")
+    for word, after in zip(argv, [*argv[1:], "-"]):
+        if word == "--help" or (word == "-h" and after.startswith("-")):  # -h 1 is llm.c's: HellaSwag
+            print_help(p, honoured)
+            sys.exit()
+    own, words = p.parse_known_args(argv)
+    trains = not own.write_weights and not vars(own).get("write_debug")
+    values, standard = options_of(*words, *([] if trains else ["--recipe", "none"])), options_of()
+    for name, value in values.items():
+        hint = "leave it out, or train with ./train_gpt2, which has it"
+        require(name in honoured or value == standard[name], f"train_gpt2.py has no --{name}", hint)
+    o = argparse.Namespace(**{name.replace("-", "_"): values[name] for name in honoured}, **vars(own))
+    require(
+        o.total_batch and (o.max_steps or o.evaluate),
+        "--total-batch 0 or --max-steps 0 trains nothing",
+        "leave it out, or give a number",
+    )
+    require(
+        o.eval_steps or not (o.eval_every or o.evaluate),
+        "--eval-steps 0 measures nothing",
+        "use --eval-every 0 to leave evaluation out, -1 for the whole set",
+    )
+    require(o.window, "--window 0: a token would not see itself", "give a number of tokens, or -1 for all")
+    o.device = ("cuda" if torch.cuda.is_available() else "cpu") if o.device == "auto" else o.device
+    require(
+        o.device == "cpu" or torch.cuda.is_available(),
+        "this PyTorch finds no CUDA device",
+        "use --device cpu, or install PyTorch for this GPU",
+    )
+    torch.set_num_threads(o.threads or torch.get_num_threads())
+    return o
+
+
 # ---- a run
 def open_log(o):
     """In a folder where no checkpoints of another run would mix with those of this one."""
@@ -837,8 +944,8 @@ class Run:
             f"{1e-6 * parameters:.1f}M parameters, "
             f"{self.note}{self.steps} steps of {self.total} tokens"
         )
-        recipe = {name: (value, getattr(o, name.replace("-", "_"))) for name, value in recipe_of(o).items()}
-        kept = [f"--{name} {value}" for name, (value, now) in recipe.items() if type(now)(value) == now]
+        recipe = {} if o.evaluate or o.recipe == "none" else recipe_of(o.model, f"--total-batch={o.total_batch}")
+        kept = [f"--{name} {value}" for name, value in recipe.items() if getattr(o, name.replace("-", "_")) == value]
         if kept:
             print(f"recipe    {' '.join(kept)}")
 

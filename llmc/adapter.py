@@ -234,6 +234,7 @@ def base_mark(weights, modules):
 # ---- merged
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def add_rows(weight, a, b, scale):
     """Rows of weight + scale b a as the trainers compute them: fmaf(scale b[k], a[k], weight), k after k. In fp64 the
     product is exact. Where the sum then lies in the middle between two numbers of fp32, what it has lost decides; those
@@ -249,8 +250,7 @@ def add_rows(weight, a, b, scale):
             lost = p - (t - (t - p)) + (w - (t - p))
             even = (bits[doubtful] & 1 == 0) & (lost != 0)
             bits[doubtful] += np.where(even, np.where((lost > 0) == (t > 0), 1, -1), 0)
-        with np.errstate(over="ignore"):
-            weight = total.astype(np.float32)
+        weight = total.astype(np.float32)
     return weight
 
 

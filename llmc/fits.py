@@ -17,10 +17,10 @@ import tempfile
 from pathlib import Path
 
 import llmc.missing_package  # noqa: F401, before numpy
-from llmc.reference_config import config_parse, config_to_hf
 from llmc.places import CHECKOUT, PROGRAMS
 from llmc.program import INSTALL_AGAIN
 from llmc.tool_output import Parser, end_with_reader
+from llmc.weights import read_config
 
 GPUS = {"16 GB": "RTX 4080", "24 GB": "RTX 4090", "48 GB": "L40S", "80 GB": "H100", "141 GB": "H200"}
 MODELS = ["gpt2:774M", "llama3.2:1B", "llama3.2:3B", "qwen3:4B", "llama3:8B", "qwen3:14B", "qwen2.5:32B"]
@@ -63,9 +63,9 @@ def main():
         data = Path(folder, "tokens.bin")
         data.write_bytes(struct.pack("<256i", 20240520, 1, 1 << 18, *[0] * 253) + bytes(2 << 18))
         for model in args.models:
-            config, _ = config_parse(model)
-            Path(folder, "config.json").write_text(json.dumps(config_to_hf(config)))
-            T = min(args.seq_len, config.max_seq_len)
+            config = read_config(model)
+            Path(folder, "config.json").write_text(json.dumps(config))
+            T = min(args.seq_len, config.get("n_positions") or config["max_position_embeddings"])
             run = [args.program, "-e", folder, "-i", data, "-j", "", "-v", "0", "-s", "0", "-b", "1", "-t", str(T)]
             for way, options in WAYS.items():
                 cells = [cell([*run, "--head-chunks", "8", *options, "--dry-run", gpu]) for gpu in GPUS.values()]

@@ -41,7 +41,6 @@ import llmc.missing_package  # noqa: E402,F401, before torch
 import torch  # noqa: E402
 
 import train_gpt2 as ref  # noqa: E402
-from llmc.reference_options import RECIPE  # noqa: E402
 from llmc.tool_output import outlive_reader  # noqa: E402
 
 PROGRAM = "records/track_3_optimization/train_gpt_simple.py"
@@ -308,7 +307,7 @@ def first_weights(a, seed):
 
 def recipe_options(a):
     """The recipe at any batch, as that program has it: without muon-even. Its loss is a sum, ours a mean."""
-    options = {name: value for name, (value, _) in RECIPE.items() if name != "muon-even"}
+    options = {name: value for name, value in ref.recipe_of("modern:124M").items() if name != "muon-even"}
     return options | {"total-batch": a.batch, "max-steps": a.steps, "adam-eps": f"{1e-10 / a.batch:.9g}"}
 
 

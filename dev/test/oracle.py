@@ -30,75 +30,21 @@ import torch.nn.functional as F  # noqa: E402
 
 import train_gpt2 as core  # noqa: E402
 from llmc.choices import open_sets  # noqa: E402
-from llmc import reference_options as plain  # noqa: E402
 from llmc.reference_config import *  # noqa: E402, F403
 from train_gpt2 import *  # noqa: E402, F403
 from train_gpt2 import Param, RAND_SAMPLE, as_file, fnv1a, is_preset, rand_stream, rand_u64, require  # noqa: E402
 from train_gpt2 import save_tensors, weights_folder, window_of  # noqa: E402
-from llmc.reference_options import RECIPE, Option  # noqa: E402, F401
 
 
-MORE_OPTIONS = [
-    Option(
-        "adapters",
-        "lora",
-        "",
-        0,
-        "train adapters of this rank beside the frozen weights of a --model folder (0: train the weights)",
-        0,
-        4096,
-    ),
-    Option("adapters", "lora-alpha", "", -1.0, "adapters add alpha / rank of their product (-1: 2 * --lora)", -1, 1e6),
-    Option(
-        "adapters",
-        "lora-targets",
-        "",
-        "all",
-        "which matrices of blocks have adapters: all, or peft's names with commas between (q_proj,v_proj)",
-    ),
-    Option(
-        "evaluation and samples",
-        "hellaswag",
-        "h",
-        0,
-        "1: score dev/data/hellaswag/hellaswag_val.bin with every evaluation",
-        0,
-        1,
-    ),
-    Option(
-        "evaluation and samples",
-        "choice-data",
-        "",
-        "",
-        "multiple-choice sets to score with every evaluation: files or quoted globs, comma-separated",
-    ),
-    Option(
-        "numbers and memory",
-        "matmul-dtype",
-        "",
-        "native",
-        "what the blocks' matmuls multiply: native (the dtype of the build), bf16, fp8 (e4m3, scaled), "
-        "or fp8-dw-bf16 (gradients of weights in bf16)",
-    ),
-    Option(
-        "numbers and memory",
-        "head-dtype",
-        "",
-        "native",
-        "what the LM head's logits are a product of: native, or fp8 with any --matmul-dtype; its gradients stay native",
-    ),
-]
-
-MORE_CHOICES = {"matmul-dtype": ["native", "bf16", "fp8", "fp8-dw-bf16"], "head-dtype": ["native", "fp8"]}
-HONOURED = [option.name for option in [*plain.OPTIONS, *MORE_OPTIONS]]
+HONOURED = [*core.HONOURED, *"lora lora-alpha lora-targets hellaswag choice-data matmul-dtype head-dtype".split()]
 
 
 def parse_options(argv=None):
-    def add(group):
+    def add(parser):
         about = "write weights, a batch, logits, gradients and ten losses for tests and stop"
-        group.add_argument("--write-debug", default="", metavar="DIR", help=about)
+        parser.add_argument("--write-debug", default="", metavar="DIR", help=about)
 
-    o = plain.parse_options(argv, MORE_OPTIONS, MORE_CHOICES, add)
+    o = core.parse_options(argv, HONOURED, add)
     require(
         not o.choice_data or o.eval_every or o.evaluate,
         "--eval-every 0 never scores --choice-data",

@@ -319,14 +319,14 @@ def test_absent_keys_mean_what_they_mean_to_transformers(kind):
     assert set(HF_DEFAULTS) >= set(HF_EXPERTS)
 
 
-def refused(capsys, words, call, *arguments):
+def refused(capfd, words, call, *arguments):
     with pytest.raises(SystemExit):
         call(*arguments)
-    text = capsys.readouterr().err
+    text = capfd.readouterr().err
     assert all(word in text for word in words) and "hint" in text, text
 
 
-def test_bad_descriptors_are_refused(capsys):
+def test_bad_descriptors_are_refused(capfd):
     for descriptor, *words in (
         ("olmoe:d2,experts=4,active=8", "8 active experts are more than 4 experts", "active= or experts="),
         ("mixtral:8x7B,active=9", "9 active experts are more than 8 experts"),
@@ -337,7 +337,7 @@ def test_bad_descriptors_are_refused(capsys):
         ("d12,active=2", "active= in model", "no experts"),
         ("olmoe:d0,layers=1", "unknown model"),
     ):
-        refused(capsys, words, ref.config_parse, descriptor)
+        refused(capfd, words, ref.config_parse, descriptor)
     assert ref.config_parse("olmoe:d1,experts=1,active=1")[0].active_experts == 1
 
 

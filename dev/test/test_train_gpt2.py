@@ -3,6 +3,7 @@ transformers where that is installed, and from the command line."""
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -107,23 +108,34 @@ def logits_of(model, tokens):
 # ---- against the C headers
 
 
+with open(os.path.join(ROOT, "llmc/base/config.h")) as config_h:
+    PRESETS = re.findall(r'\{"([^"]+)", config_', config_h.read())
+PUBLISHED = {  # millions of weights, as the models' own pages count them
+    "gpt2:124M": 124.4, "gpt2:350M": 354.8, "gpt2:774M": 774.0, "gpt2:1558M": 1557.6, "llama2:7B": 6738.4,
+    "llama2:13B": 13015.9, "llama2:70B": 68976.6, "llama3:8B": 8030.3, "llama3:70B": 70553.7, "llama3.1:8B": 8030.3,
+    "llama3.1:70B": 70553.7, "llama3.2:1B": 1235.8, "llama3.2:3B": 3212.7, "mistral:7B": 7248.0, "qwen2.5:0.5B": 494.0,
+    "qwen2.5:1.5B": 1543.7, "qwen2.5:3B": 3085.9, "qwen2.5:7B": 7615.6, "qwen2.5:14B": 14770.0, "qwen2.5:32B": 32763.9,
+    "qwen2.5:72B": 72706.2, "qwen3:0.6B": 596.0, "qwen3:1.7B": 1720.6, "qwen3:4B": 4022.5, "qwen3:8B": 8190.7,
+    "qwen3:14B": 14768.3, "qwen3:32B": 32762.1, "qwen3:30B-A3B": 30532.1, "qwen3:235B-A22B": 235093.6,
+    "mixtral:8x7B": 46702.8, "mixtral:8x22B": 140630.1, "olmoe:1B-7B": 6919.2,
+}  # fmt: skip
+
+
 @pytest.fixture(scope="session")
 def c_tables(c_program):
-    names = DEPTHS + list(ref.PRESETS) + OVERRIDDEN
+    names = DEPTHS + PRESETS + OVERRIDDEN
     blocks = c_program("table", *names).decode().split("= ")[1:]
     return {name: [line.split() for line in block.splitlines()] for name, block in zip(names, blocks)}
 
 
-def test_presets_are_those_of_c(c_tables):
-    with open(os.path.join(ROOT, "llmc/base/config.h")) as f:
-        text = f.read()
-    assert len(c_tables) == len(DEPTHS) + len(ref.PRESETS) + len(OVERRIDDEN)
-    for name in ref.PRESETS:
-        assert f'{{"{name}", config_' in text
-    assert text.count('", config_') == len(ref.PRESETS) + 1  # gpt3:c5140 is another name of gpt3:c5120
+def test_presets_have_their_published_sizes(c_tables):
+    assert {n for n in PRESETS if n.split(":")[0] not in ("gpt3", "modern")} == set(PUBLISHED)
+    for name, millions in PUBLISHED.items():
+        count = sum(math.prod(int(n) for n in row[2:4]) for row in c_tables[name][1:])
+        assert 1e-6 * count == pytest.approx(millions, abs=0.06), name
 
 
-@pytest.mark.parametrize("name", DEPTHS + list(ref.PRESETS) + OVERRIDDEN)
+@pytest.mark.parametrize("name", DEPTHS + PRESETS + OVERRIDDEN)
 def test_config_and_weights_are_those_of_c(c_tables, name):
     c, vocab_given = ref.config_parse(name)
     head, *rows = c_tables[name]
@@ -384,59 +396,43 @@ def test_ranges_of_options_are_those_of_c():
         text = " ".join(f.read().replace("\\\n", " ").split()).replace('" "', "")
     row = r'(?:INT|FLT)\((\w+), "\w*", \'.\', [^",]+, +(?:"[^"]*", +)?([^",]+), ([^",]+), +"'
     theirs = {name.replace("_", "-"): limits for name, *limits in re.findall(row, text)}
-    numbers = [option for option in [*ref.plain.OPTIONS, *ref.MORE_OPTIONS] if option.low is not None]
-    assert len(numbers) > 30
+    numbers = [option for option in ref.ask_lines("options") if option["name"] in theirs]
+    assert len(numbers) > 50 and set(ref.HONOURED) - {o["name"] for o in numbers} == set(TEXTS)
     for option in numbers:
-        low, high = (eval(limit.replace("ll", "")) for limit in theirs[option.name])
-        assert (option.low, option.high) == (low, high), option.name
+        low, high = (eval(limit.replace("ll", "")) for limit in theirs[option["name"]])
+        assert (option["low"], option["high"]) == (low, high) and "choices" not in option, option
 
 
-def test_options_are_those_of_c(c_program):
-    theirs = {
-        name: (letters, value)
-        for name, letters, value in (line.split("\t") for line in c_program("options").decode().splitlines())
-    }
-    assert set(ref.HONOURED) <= set(theirs)
-    ours = vars(ref.parse_options([]))
-    for name in ref.HONOURED:
-        letters, value = theirs[name]
-        key = name.replace("-", "_")
-        assert str(ours[key]) == value or float(ours[key]) == float(value), name
-        samples = {
-            "matmul-dtype": "fp8",
-            "head-dtype": "fp8",
-            "optimizer": "muon",
-            "muon-polynomials": "simple",
-            "pack": "cut",
-            "recipe": "none",
-        }
-        sample = samples.get(name, {str: "linear", int: "1", float: "0.5"}[type(ours[key])])
-        given = [[f"--{name}", sample], ["--debug", f"{name}={sample}"]] + [[f"-{letters}", sample]] * bool(letters)
-        for words in given:
-            beside = {"muon": ["--optimizer", "muon"], "lora": ["--lora", "4"]}.get(name.split("-")[0], [])
-            assert getattr(ref.parse_options([*beside, *words]), key) == type(ours[key])(sample)
+# options of those that are no number
+TEXTS = """train-data val-data model output tokenizer pack recipe schedule optimizer muon-polynomials lora-targets
+    choice-data matmul-dtype head-dtype""".split()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "-e modern:124M",
-        "-e modern:d4 --beta1 0.7 --schedule wsd",
-        "-e modern:d20 -x 100",
-        "-e modern:d6,channels=192,heads=3,vocab=300 -d 65536 --lr-head 0.1",
-        "-e modern:124M --recipe none",
-        "-e modern:d4 --epochs 1",
-        "-e modern:d4 --epochs 2 -x 30",
-        "-e modern:d2 --evaluate 1 -j x.bin",
-        "-e d12",
-    ],
-)
-def test_the_recipe_is_that_of_c(c_program, words):
-    theirs = dict(line.split("\t")[::2] for line in c_program("options", *words.split()).decode().splitlines())
-    ours = vars(ref.parse_options(words.split()))
-    for name in ref.HONOURED:
-        value = ours[name.replace("-", "_")]
-        assert theirs[name] == str(value) or float(theirs[name]) == value, name
+def test_the_answer_about_options(c_program):
+    """The table's own values, as one who includes it sees them, with their types."""
+    theirs = [line.split("\t") for line in c_program("options").decode().splitlines()]
+    rows = ref.ask_lines("options")
+    assert [(row["name"], row["letters"]) for row in rows] == [(name, letters) for name, letters, _ in theirs]
+    for row, (name, _, value) in zip(rows, theirs):
+        assert row["value"] == type(row["value"])(value) and row["help"] and row["section"], name
+    by_name = {row["name"]: row for row in rows}
+    assert {name for name in ref.HONOURED if isinstance(by_name[name]["value"], str)} == set(TEXTS)
+    assert by_name["schedule"]["choices"] == "cosine|linear|wsd|constant"
+    assert [by_name[n]["effect"] for n in ("learning-rate", "threads", "output")] == ["*", "=", " "]
+
+
+def test_questions_that_have_no_answer(tmp_path):
+    for words, said in (([], "--ask knows no ''"), (["tables"], "'tables'"), (["config", tmp_path], "cannot read")):
+        command = [os.path.join(ROOT, "train_gpt2"), "--ask", *words]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 1 and not done.stdout and said in done.stderr and "hint: " in done.stderr
+
+
+@pytest.mark.parametrize("words", ["--weight-decay 0.5", "--weight-decay=0.5", "-c 0.5"])
+def test_an_option_is_spelt_as_in_c(words):
+    o = ref.parse_options(["-b", "3", *words.split(), "--device", "cpu", "-a", "1"])
+    assert (o.weight_decay, o.batch_size, o.overfit, o.device) == (0.5, 3, 1, "cpu")
+    assert isinstance(o.grad_clip, float) and isinstance(o.warmup, int)
 
 
 def test_the_recipe_scales_with_the_model():
@@ -539,23 +535,26 @@ def test_matmul_dtype_of_a_model(blocks, head):
     assert losses[-1] < 0.5 * losses[0]
 
 
-def parse(capsys, *words):
-    """(exit status, what was printed)"""
+def parse(capfd, *words):
+    """(exit status, what was printed, by the program, too)"""
     with pytest.raises(SystemExit) as stop:
         ref.parse_options(words)
-    return stop.value.code or 0, "".join(capsys.readouterr())
+    return stop.value.code or 0, "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["-h", "-b", "4"]], ids=" ".join)
-def test_help(capsys, words):
-    status, text = parse(capsys, *words)
+def test_help(capfd, words):
+    status, text = parse(capfd, *words)
     lines = text.splitlines()
     assert status == 0 and max(map(len, lines)) <= 100 and lines[0].startswith("usage: ") and "(default" not in text
     assert [line.split()[:2] for line in lines[2:5]] == [["python", "train_gpt2.py"]] * 3
     for line in lines[2:5]:
         ref.parse_options(line.split("   ")[0].split()[2:])
-    assert all(f"--{name} " in text.replace("\n", " ") for name in ref.HONOURED)
-    assert all(option.help in " ".join(text.split()) for option in ref.plain.OPTIONS)
+    shown = " ".join(text.split())
+    for option in ref.ask_lines("options"):
+        has = option["name"] in ref.HONOURED
+        assert (f"{option['name']} {'STR' if option['name'] in TEXTS else ''}" in shown) >= has, option
+        assert option["help"] in shown or not has, option
 
 
 def test_h_with_a_value_is_hellaswag():
@@ -563,54 +562,40 @@ def test_h_with_a_value_is_hellaswag():
     assert ref.parse_options(["--hellaswag"]).hellaswag == 1
 
 
-def test_version(capsys):
-    status, text = parse(capsys, "-b", "4", "--version")
+def test_version(capfd):
+    status, text = parse(capfd, "-b", "4", "--version")
     assert status == 0 and f"PyTorch {torch.__version__}" in " ".join(text.split()) and text.startswith("llm.cu ")
 
 
 @pytest.mark.parametrize(
-    "typed, near",
+    "words, said",
     [
-        ("--learning_rate=1", "--learning-rate"),
-        ("--wd", "--weight-decay"),
-        ("--batch", "--batch-size or --total-batch"),
-        ("--num_train_epochs", "--epochs"),
-        ("--lr", "--learning-rate or --final-lr-fraction or --lr-matrix"),
-        ("--zzz", ""),
-    ],
-)
-def test_near_names(capsys, typed, near):
-    status, text = parse(capsys, typed, "1")
-    assert status == 1 and f"unknown option '{typed.split('=')[0]}'" in text
-    assert f"hint: did you mean {near}? --help" in text if near else "hint: --help" in text
-
-
-@pytest.mark.parametrize("name", ["--decay-fraction", "--lr-matrix"])
-def test_only_minus_one_has_a_meaning(capsys, name):
-    status, text = parse(capsys, name, "-0.3")
-    assert status == 2 and f"{name}: -0.3 is below 0" in text
-    assert vars(ref.parse_options([name, "-1"]))[name[2:].replace("-", "_")] == -1
-
-
-@pytest.mark.parametrize(
-    "words, needed",
-    [
-        ("--debug overfit=1,muon-polynomials=simple", "--muon-polynomials says nothing without --optimizer muon"),
+        ("--wd 1", "unknown option '--wd'"),
+        ("--wd 1", "did you mean --weight-decay?"),
+        ("--decay-fraction -0.3", "--decay-fraction -0.3 is below 0"),
+        ("--debug overfit=1,muon-polynomials=simple", "muon-polynomials says nothing without --optimizer muon"),
         ("--lora-alpha 4", "--lora-alpha says nothing without --lora 16"),
-        ("--lora-targets q_proj", "--lora-targets says nothing without --lora 16"),
         ("-k constant --decay-fraction 0.2", "--decay-fraction says nothing without a --schedule that falls"),
+        ("-k step", "is not cosine|linear|wsd|constant"),
+        ("-b 4 --threads", "option --threads needs a value"),
     ],
 )
-def test_options_that_another_leaves_without_effect(capsys, words, needed):
-    status, text = parse(capsys, *words.split())
-    assert status == 1 and needed in text and "hint: add that, or leave" in text
-    ref.parse_options(["-e", "modern:d2", "-k", "constant"])  # the recipe's decay fraction was not given
+def test_the_program_says_what_is_wrong_with_options(capfd, words, said):
+    status, text = parse(capfd, *words.split())
+    assert status == 1 and said in text and "hint: " in text
 
 
-@pytest.mark.parametrize("typed", ["--recompute", "-nk"])
-def test_options_of_c_alone(capsys, typed):
-    status, text = parse(capsys, typed, "1")
-    assert status == 1 and f"unknown option '{typed}'" in text and "./train_gpt2 --help" in text
+@pytest.mark.parametrize("words, name", [("--recompute 0", "recompute"), ("-z 1", "zero-stage"), ("-r 2", "recompute")])
+def test_options_of_c_alone(capfd, words, name):
+    status, text = parse(capfd, *words.split())
+    assert status == 1 and f"error: train_gpt2.py has no --{name}\n  hint: leave it out" in text
+    assert "zero_stage" not in vars(ref.parse_options(["-z", "0"]))  # as it is without the option
+
+
+def test_without_a_program(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("llmc.program.PROGRAMS", tmp_path)
+    status, text = parse(capfd, "-b", "4")
+    assert f"there is no {tmp_path}/train_gpt2" in f"{status}{text}" and "make train_gpt2" in f"{status}{text}"
 
 
 # ---- the model against plain numpy, transformers, finite differences
@@ -839,9 +824,9 @@ def test_the_window_of_a_model():
         assert ref.window_of(c, ref.parse_options(words.split())) == window
 
 
-def test_unknown_models_are_refused(capsys):
+def test_unknown_models_are_refused(capfd):
     for descriptor, words in (
-        ("d12,layer=3", "not key=value"),
+        ("d12,layer=3", "unknown key 'layer'"),
         ("d12,layers=0", "out of range"),
         ("d12,tied=2", "out of range"),
         ("gpt2:125M,layers=1", "unknown model"),
@@ -851,7 +836,7 @@ def test_unknown_models_are_refused(capsys):
     ):
         with pytest.raises(SystemExit):
             ref.config_parse(descriptor)
-        assert words in capsys.readouterr().err, descriptor
+        assert words in capfd.readouterr().err, descriptor
     assert ref.make_model("d1,channels=64", 0, data_vocab=33).config.vocab_size == 33
     assert ref.make_model("d1,channels=64,vocab=44", 0, data_vocab=33).config.vocab_size == 44
 
@@ -1322,13 +1307,13 @@ def test_messages_for_the_user(text_shards, tmp_path, capsys):
         ["--learning-rate", "nan"],
         ["--max-steps", "-5"],
         ["--seed", "-1"],
-        ["--overfit", "2"],
+        ["-a", "2"],
         ["--total-batch", str((1 << 40) + 1)],
     ):
         with pytest.raises(SystemExit) as e:
             ref.parse_options(arguments)
         assert e.value.code != 0
-    assert ref.parse_options(["--overfit", "--max-steps", "3"]).overfit == 1  # a switch alone means 1, as in C
+    assert ref.parse_options(["-a", "--max-steps", "3"]).overfit == 1  # a switch alone means 1, as in C
 
 
 @launcher.thorough
