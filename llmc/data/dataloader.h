@@ -354,8 +354,7 @@ static int shards_vocabulary(const char *pattern) {
 }
 // The share of all places in rows that is padding.
 static double dataloader_padding(const DataLoader *d) {
-    const double places = (double)d->rows_per_epoch * d->T;
-    return d->kind.pack ? 1 - d->num_tokens / places : 0;
+    return d->kind.pack ? 1 - d->num_tokens / ((double)d->rows_per_epoch * d->T) : 0;
 }
 
 // Turns (epoch, row of the epoch) into (open shard, row of the shard). Rows come in rising order but for a seek.

@@ -24,7 +24,8 @@ bool attention_has_hopper(int HD) { return has_hopper_kernels<floatX>(HD); }
 template <typename S, typename X>
 static void attention_launch(void (*kernel)(AttentionLaunch<X>), AttentionLaunch<X> a, int heads, int at_once,
                              cudaStream_t stream) {
-    static_assert((int)S::FIXED <= (int)PROMPT_BEFORE, "the queries of a prompt's first tile are there");
+    // The queries of a prompt's first tile are there.
+    static_assert((int)S::FIXED <= (int)PROMPT_BEFORE);
     a.heads = heads;
     a.all = a.B * heads;
     a.tiles = (a.T + S::FIXED - 1) / S::FIXED - (a.T - a.queries) / S::FIXED;
@@ -39,7 +40,8 @@ static void attention_launch(void (*kernel)(AttentionLaunch<X>), AttentionLaunch
 // of NKV.
 template <typename S, bool BY_QUERIES, typename Kernel>
 static void hopper_launch(Kernel kernel, const AttentionLaunch<bf16> &a, cudaStream_t stream) {
-    static_assert((int)S::ROWS <= (int)PROMPT_BEFORE, "the queries of a prompt's first tile are there");
+    // The queries of a prompt's first tile are there.
+    static_assert((int)S::ROWS <= (int)PROMPT_BEFORE);
     static const int blocks = device_attribute(cudaDevAttrMultiProcessorCount);
     HopperLaunch h = {a};
     h.heads = BY_QUERIES ? a.NH : a.NKV;

@@ -15,7 +15,8 @@ template <int W, int TENSORS> struct Fp32 {
     static constexpr int ROW = W + 4;  // 16-byte reads of eight neighbouring rows meet no bank conflict
     static constexpr int FIXED_TILE = FIXED * ROW, STREAMED_TILE = WARP * ROW,
                          BYTES = (TENSORS * FIXED_TILE + 2 * STREAMED_TILE) * (int)sizeof(float);
-    static_assert(BYTES <= 99 * 1024, "a block has no more on sm_86, 89 and 120");
+    // A block has no more on sm_86, 89 and 120.
+    static_assert(BYTES <= 99 * 1024);
     typedef float Sums[ROWS_PER_WARP][DIMS];
 
     // Rows first, ... of a head.

@@ -30,7 +30,8 @@ template <int HD_, int WGS_, int TILE_, int A_STAGES_, int B_STAGES_, int OWN, i
     static constexpr int OWN_BYTES = tile_bytes<ROWS, HD>, TILE_BYTES = tile_bytes<TILE, HD>;
     static constexpr int BYTES = TILE_ALIGNMENT + OWN * OWN_BYTES + (A_STAGES + B_STAGES) * TILE_BYTES;
     static constexpr int BARRIERS = ring_barriers<2> + ring_barriers<A_STAGES> + ring_barriers<B_STAGES>;
-    static_assert(BYTES + 2048 <= 232448, "Hopper has 227 KiB per block; barriers and numbers of rows need 2");
+    // Hopper has 227 KiB per block; barriers and numbers of rows need 2.
+    static_assert(BYTES + 2048 <= 232448);
     static_assert(A_STAGES >= 2, "backward reads a tile twice");
     // A block has 65536 registers: 168, 128 or 96 a thread at its start with 2, 3 or 4 math warpgroups, then shared out
     // anew.

@@ -26,7 +26,8 @@ template <int W_, int TENSORS, int MT_, int STREAMED_, bool IN_REGISTERS_> struc
     static constexpr int ROW = (W + 8) * (int)sizeof(bf16), FIXED_TILE = FIXED * ROW, STREAMED_TILE = STREAMED * ROW,
                          STAGE = 2 * STREAMED_TILE;
     static constexpr int BYTES = TENSORS * FIXED_TILE + 2 * STAGE;
-    static_assert(BYTES <= 99 * 1024, "a block has no more on sm_86, 89 and 120");
+    // A block has no more on sm_86, 89 and 120.
+    static_assert(BYTES <= 99 * 1024);
     // The 16 bytes behind each row of the first tile hold four floats for backward: D of the fixed rows, or lse and D
     // of the streamed.
     __device__ static constexpr int number(int i) {
