@@ -1023,6 +1023,7 @@ LAYOUTS = [
 def test_a_flipped_bit_is_noticed(train, tmp_path, ranks, more):
     """50 of each file, of a checkpoint by any layout of ranks."""
     succeeds(train(ranks, "run", "-e", "d2,channels=64,heads=2,vocab=256,seq=32", "-n", "2", "-x", "2", *more))
+    subprocess.run(["make", f"PYTHON={sys.executable}", "build/test/test_checkpoint"], cwd=ROOT, check=True)
     flips = subprocess.run(
         [ROOT / "build/test/test_checkpoint", "--flip", tmp_path / "run/step_00000002"], capture_output=True, text=True
     )
