@@ -567,9 +567,11 @@ def make(args, converter, sizes, chunks):
 
 
 if __name__ == "__main__":
+    from llmc import chat_data  # worker processes find its classes by the module's name
+
     outlive_reader()
     try:
-        main()
+        chat_data.main()
     except KeyboardInterrupt:
         sys.exit("\ninterrupted")
     except OSError as e:

@@ -798,6 +798,8 @@ def stop(problem, hint):
 
 def commands(args, options):
     """(command, environment) of each child."""
+    if args.gpus and len(args.gpus) % args.tp:
+        stop(f"{len(args.gpus)} GPUs are no multiple of --tp {args.tp}", "give --tp of them for each copy")
     try:
         program = trainer(args.program)
         command = [str(program), "-e", args.model, "--serve", str(args.slots), *options]
@@ -810,8 +812,6 @@ def commands(args, options):
         stop(*e.args)
     if not args.gpus:
         return [(command, environment)]
-    if len(args.gpus) % args.tp:
-        stop(f"{len(args.gpus)} GPUs are no multiple of --tp {args.tp}", "give --tp of them for each copy")
     groups = [args.gpus[i : i + args.tp] for i in range(0, len(args.gpus), args.tp)]
     return [(command, environment | {"CUDA_VISIBLE_DEVICES": ",".join(group)}) for group in groups]
 

@@ -369,6 +369,13 @@ def test_held_out_by_hash_on_any_number_of_processes(tmp_path, monkeypatch):
     assert names[-1] == "x_val_000000.bin" and names[5] == "x_train_000001.bin"
     for name in names:
         assert (tmp_path / "out1" / name).read_bytes() == (tmp_path / "out2" / name).read_bytes()
+    # The command runs the module as __main__, which its processes do not find.
+    code = "import runpy, sys; from llmc import reader; reader.MIN_CHUNK = 1 << 16; sys.argv[0] = 'chat'; "
+    code += "runpy.run_module('llmc.chat_data', run_name='__main__')"
+    command = [sys.executable, "-c", code, *map(str, args), "--output", str(tmp_path / "out3"), "--workers", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert all((tmp_path / "out1" / name).read_bytes() == (tmp_path / "out3" / name).read_bytes() for name in names)
     train, val = texts_of(tmp_path / "out1"), texts_of(tmp_path / "out1", "val")
     assert len(train) + len(val) == 500 and not set(train) & set(val) and 15 < len(set(val)) < 50
     call(monkeypatch, *args, "--output", tmp_path / "out1", fails="x_*.bin' exist")

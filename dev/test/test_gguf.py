@@ -235,7 +235,7 @@ def test_refusals(folders, tmp_path, monkeypatch, capfd):
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
         (bare / name).write_bytes((model / name).read_bytes())
-    refuses(monkeypatch, capfd, ["no tokenizer", "hf.py tokenizer"], bare, out)
+    refuses(monkeypatch, capfd, ["no tokenizer", "llmc tokenizer"], bare, out)
     add_tokenizer(bare, "gpt2", "gpt2")
     weights = load_file(bare / "model.safetensors")
     weights["transformer.h.1.mlp.c_fc.weight"][3, 4] = 1e5

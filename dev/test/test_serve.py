@@ -816,7 +816,7 @@ def test_a_program_that_does_not_start(tmp_path):
         assert "Permission denied" in s.text and "Traceback" not in s.text
     with Server(tmp_path, child="no_such_program") as s:
         s.thread.join()
-        assert s.process.wait(30) == 1 and "hint: make train_gpt2cu" in s.text
+        assert s.process.wait(30) == 1 and "hint: --program names a build of the trainer" in s.text
 
 
 def is_running(pid):
@@ -1001,7 +1001,7 @@ def test_commands(tmp_path, monkeypatch):
 def test_the_program_that_can_run_is_taken(tmp_path, monkeypatch, built, gpu, taken):
     for name in built:
         (tmp_path / name).touch()
-    monkeypatch.setattr(program, "ROOT", tmp_path)
+    monkeypatch.setattr(program, "PROGRAMS", tmp_path)
     monkeypatch.setattr(program, "gpus", lambda: ([("a GPU", "90a")] if gpu else [], 13, None))
     [(command, _)] = serve.commands(*serve.parse(["m"]))
     assert command[0] == str(tmp_path / taken)
