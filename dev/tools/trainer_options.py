@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+import llmc.missing_package  # noqa: F401, before numpy
 from llmc.trainer import CALLERS  # noqa: E402
 
 STUB = ROOT / "llmc/trainer_options.pyi"
