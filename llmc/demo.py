@@ -125,7 +125,7 @@ def main():
     args = parser.parse_args()
     os.chdir(ROOT)
     on_gpu = args.trainer.endswith("cu")
-    run([sys.executable, "dev/data/prepare.py", "--python-stdlib", "--tokenizer", "bytes", "--output", DATA])
+    run([sys.executable, "-m", "llmc", "prepare", "--python-stdlib", "--tokenizer", "bytes", "--output", DATA])
     options = (GPU if on_gpu else CPU) | {"-i": f"{DATA}/python_train_*.bin", "-j": f"{DATA}/python_val_*.bin"}
     command = [args.trainer, *(word for pair in options.items() for word in pair)]
 
@@ -159,7 +159,19 @@ def main():
         print("\nthe machine has become slower: the run ended before its last step. What the model writes now:\n")
         run([args.trainer, "-e", model, "--generate", *PROMPT])
     picture = f"{args.output}/loss.png"
-    run([sys.executable, "dev/plot.py", args.output, "-o", picture, "--title", "make demo: GPT-2 on Python source"])
+    run(
+        [
+            sys.executable,
+            "-m",
+            "llmc",
+            "plot",
+            args.output,
+            "-o",
+            picture,
+            "--title",
+            "make demo: GPT-2 on Python source",
+        ]
+    )
     evals = events(args.output, "eval")
     kind, losses = ("Validation", evals) if len(evals) > 1 else ("Training", done)
     print(

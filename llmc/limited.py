@@ -119,8 +119,8 @@ class Limited:
                 self.child = None
 
     def __del__(self):
-        if getattr(self, "child", None) and self.owner == os.getpid():
-            self.close()
+        if not sys.is_finalizing() and getattr(self, "child", None) and self.owner == os.getpid():
+            self.close()  # at Python's own end the child sees its input end
 
 
 def end_with(parent):

@@ -269,7 +269,7 @@ def make_model(descriptor, seed, data_vocab=0):
 
 def load_adapters(folder):
     """The model that a folder of peft says is its base, with its adapters."""
-    merge = f"make a model of them: python dev/eval/hf.py merge {folder} NEW_FOLDER --base BASE"
+    merge = f"make a model of them: llmc merge {folder} NEW_FOLDER --base BASE"
     with open(os.path.join(folder, "adapter_config.json")) as f:
         config = json.load(f)
     base, targets = (config.get(key) for key in ("base_model_name_or_path", "target_modules"))
@@ -296,7 +296,7 @@ def add_lora(model, o, base):
     require(
         not model.lora or (o.evaluate and not o.lora),
         f"'{base}' holds adapters, and a run begins with a whole model",
-        f"make a model of them: python dev/eval/hf.py merge {base} NEW_FOLDER",
+        f"make a model of them: llmc merge {base} NEW_FOLDER",
     )
     if not o.lora:
         return model

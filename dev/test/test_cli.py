@@ -221,7 +221,7 @@ def test_what_starts_ranks_in_llmc_scripts_is_taken_and_changes_nothing(trainer)
         (["-e", "d2,channels=0"], ["channels=0"]),
         (["-e", "d2,channels=60"], ["60 channels"]),
         (["-e", "d2,heads=3"], ["3 heads"]),
-        (["-e", "gpt2_124M.bin"], ["llm.c checkpoint", "python dev/eval/hf.py import 'gpt2_124M.bin' FOLDER"]),
+        (["-e", "gpt2_124M.bin"], ["llm.c checkpoint", "llmc import 'gpt2_124M.bin' FOLDER"]),
         (["-t", "128"], ["--seq-len 128", "context of 64"]),
         (["--prompt", "def"], ["prompt", "tokenizer"]),
     ],
@@ -1737,7 +1737,7 @@ def test_data_of_another_tokenizer_than_the_models(trainer, tmp_path):
     other = shard(tmp_path / "other/x.bin", vocab=200, kind=2, hash=0x123456789ABCDEF0)
     unnamed = shard(tmp_path / "unnamed/x.bin", vocab=0)  # as llm.c's
     run, data = tmp_path / "run", lambda path: ("-i", path, "-j", path)
-    words = [f"the tokenizer bytes (256 tokens, hash {own_hash:016x})", "prepare.py --tokenizer ", "--force 1"]
+    words = [f"the tokenizer bytes (256 tokens, hash {own_hash:016x})", "llmc prepare --tokenizer ", "--force 1"]
     words += ["made with gpt2 (200 tokens, hash 123456789abcdef0)"]
     succeeds(trainer(*data(own), "-o", run, "-n", "2"))
     state = json.loads((run / "step_00000002/train_state.json").read_text())
