@@ -164,7 +164,7 @@ def base_of(adapter, given):
     if not base or not os.path.isdir(base):
         hint = "name its folder with --base"
         if base and re.fullmatch(r"[\w.-]+/[\w.-]+", base):
-            hint = f"hf.py import {base} models/{base.split('/')[1]}, then name that folder with --base"
+            hint = f"llmc import {base} models/{base.split('/')[1]}, then name that folder with --base"
         die(f"'{adapter.folder}': its base {base!r} is no folder here", hint)
     return base
 

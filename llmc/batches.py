@@ -99,9 +99,7 @@ def open_shards(
     for path in paths:
         headers.append(np.fromfile(path, "<i4", 256))
         dtype = {(20240520, 1): "<u2", (20240801, 7): "<u4", MARKED: "<u4"}.get(tuple(headers[-1][:2].tolist()))
-        check(
-            len(headers[-1]) == 256 and dtype, f"'{path}' is not a token shard", "make shards with dev/data/prepare.py"
-        )
+        check(len(headers[-1]) == 256 and dtype, f"'{path}' is not a token shard", "make shards with llmc prepare")
         check(
             headers[-1][1] == headers[0][1],
             f"'{path}' and '{paths[0]}' are shards of different kinds",
@@ -125,8 +123,8 @@ def open_shards(
         check(
             headers[-1][3] > 0 or (pack == "no" and not documents),
             f"'{path}' does not say which token ends a text: nobody knows where its documents begin",
-            "make shards with dev/data/prepare.py, or leave documents and pack out",
-            "make shards with dev/data/prepare.py, or leave --documents and --pack out",
+            "make shards with llmc prepare, or leave documents and pack out",
+            "make shards with llmc prepare, or leave --documents and --pack out",
         )
     return shards, headers[0]
 

@@ -152,7 +152,7 @@ def own_tokenizer(folder):
     except SystemExit:
         return None
     except (OSError, ValueError) as e:
-        die(f"tokenizer '{own}' {getattr(e, 'strerror', None) or e}", "import the model again: dev/eval/hf.py import")
+        die(f"tokenizer '{own}' {getattr(e, 'strerror', None) or e}", "import the model again: llmc import")
 
 
 def make_encoder(args):

@@ -394,7 +394,7 @@ def import_model(args):
         die("a model of the hub comes in its own dtype", "import it without --dtype, then import its folder with it")
     if adapter.is_adapter(args.source):
         paths = shlex.join([args.source, args.folder])
-        die(f"'{args.source}' holds LoRA adapters", f"make a model of them: hf.py merge {paths}")
+        die(f"'{args.source}' holds LoRA adapters", f"make a model of them: llmc merge {paths}")
     with new_folder(args.folder, resume=not local) as partial:
         if not local:
             import_hub(args.source, partial, args.revision)
@@ -430,7 +430,7 @@ def export(args):
     if adapter.is_adapter(args.folder):
         die(
             f"'{args.folder}' holds LoRA adapters",
-            f"make a model of them: hf.py merge {shlex.quote(args.folder)} NEW_FOLDER",
+            f"make a model of them: llmc merge {shlex.quote(args.folder)} NEW_FOLDER",
         )
     require_finite(args.folder, model_weights(args.folder))
     if args.file.endswith(".gguf"):
@@ -449,7 +449,7 @@ def check(args):
         require_finite(args.folder, model_weights(args.folder))
         return
     if args.verify:
-        die("adapters are no model to verify", f"hf.py merge {shlex.quote(args.folder)} NEW_FOLDER, then verify that")
+        die("adapters are no model to verify", f"llmc merge {shlex.quote(args.folder)} NEW_FOLDER, then verify that")
     loaded = adapter.read_adapter(args.folder)
     base = adapter.base_of(loaded, args.base)
     adapter.check_base(loaded, base)

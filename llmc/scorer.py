@@ -117,7 +117,7 @@ class Scorer:
         if adapter.is_adapter(folder):
             die(
                 f"'{folder}' holds LoRA adapters",
-                f"make a model of them: hf.py merge {shlex.quote(str(folder))} NEW_FOLDER",
+                f"make a model of them: llmc merge {shlex.quote(str(folder))} NEW_FOLDER",
             )
         config = read_config(folder)
         self.seq_len = min(seq_len, config.get("n_positions") or config["max_position_embeddings"])

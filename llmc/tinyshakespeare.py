@@ -59,7 +59,7 @@ def main():
     if len(tokens) <= VAL_TOKENS:
         die(
             f"the text has {len(tokens):,} tokens, the validation set alone takes {VAL_TOKENS:,}",
-            "give the whole text, or use dev/data/prepare.py",
+            "give the whole text, or use llmc prepare",
         )
     train, val = (os.path.join(folder, f"tiny_shakespeare_{split}.bin") for split in ("train", "val"))
     write_shard(new_name(train), tokens[VAL_TOKENS:], tokenizer)

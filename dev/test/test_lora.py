@@ -250,7 +250,7 @@ def test_from_a_run_to_a_model(text_shards, tmp_path, monkeypatch, capsys):  # n
     assert "rank 8, scale 2, 8 matrices" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         ref.train(options(**run | {"model": str(made)}))
-    assert "hf.py merge" in capsys.readouterr().err
+    assert "llmc merge" in capsys.readouterr().err
     main(monkeypatch, "merge", made, whole)
     for model in (made, whole):
         ref.train(options(**run | {"model": str(model)}, evaluate=1))
@@ -620,7 +620,7 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 @pytest.mark.parametrize(
     "change, words",
     [
-        (config(base_model_name_or_path="some/model"), "hf.py import some/model models/model"),
+        (config(base_model_name_or_path="some/model"), "llmc import some/model models/model"),
         (config(base_model_name_or_path=None), "name its folder with --base"),
         (config(peft_type="IA3"), "peft_type is 'IA3'"),
         (config(r=5), "has A of rank 4 and B of rank 4, its config 5"),
@@ -816,7 +816,7 @@ def test_another_base_is_refused(folders, tmp_path, monkeypatch, capfd):
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole/mine").touch()
     refuses(monkeypatch, capfd, "is there already", "merge", folder, tmp_path / "whole")
-    refuses(monkeypatch, capfd, "hf.py merge", "import", folder, tmp_path / "new")
+    refuses(monkeypatch, capfd, "llmc merge", "import", folder, tmp_path / "new")
     refuses(monkeypatch, capfd, "adapters are no model", "check", folder, "--verify")
     assert sorted(os.listdir(tmp_path)) == ["twin", "whole"]
 

@@ -258,7 +258,7 @@ static void shard_open(DataLoader *d, Shard *s, Packing *packing) {
                   h[3], h[4], h[7]);
     require(h[3] > 0 || (!d->kind.pack && !d->kind.marks),
             "'%s' does not say which token ends a text: nobody knows where its documents begin\n"
-            "make shards with dev/data/prepare.py, or leave --documents and --pack out",
+            "make shards with llmc prepare, or leave --documents and --pack out",
             s->path);
     SHARD_REQUIRE(h[0] == d->header[0] && h[1] == d->header[1] &&
                       !memcmp(h + 3, d->header + 3, sizeof h - 3 * sizeof *h),

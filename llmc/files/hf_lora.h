@@ -45,7 +45,7 @@ static void adapter_require_plain(const Json *j, const char *path, int key) {
     if (text) used = *text && !has_word(is_init ? " gaussian eva orthogonal " : " none ", text);
     require(!used || has_word(adapter_keys, name),
             "'%s' uses %s, which these adapters have not\n"
-            "merge it: dev/eval/hf.py merge, or peft's merge_and_unload",
+            "merge it: llmc merge, or peft's merge_and_unload",
             path, name);
 }
 static Lora adapter_config_read(const char *folder, const Config *c) {
