@@ -22,7 +22,7 @@ class ChoiceSet:
         header = np.fromfile(path, "<i4", 256)
         word = WORDS.get(tuple(header[:2].tolist()))
         if len(header) < 256 or word is None:
-            die(f"'{path}' is not a multiple-choice file", "make it with dev/data/multiple_choice.py")
+            die(f"'{path}' is not a multiple-choice file", "make it with llmc prepare choices")
         self.name = os.path.basename(path).removesuffix(".bin").removesuffix("_val")
         self.rows, self.cut, self.count = [], 0, int(header[2])
         words, wide, at = np.fromfile(path, word, offset=1024).astype(np.int64), word.itemsize == 4, 0

@@ -1,4 +1,4 @@
-"""Conversations of files: one reader and one set of checks for fine-tuning (dev/data/chat.py), preferences
+"""Conversations of files: one reader and one set of checks for fine-tuning (llmc prepare chat), preferences
 (scripts/dpo.py) and prompts (scripts/grpo.py, scripts/distill.py).
 
     conversation_of(record, where, renderer)    whose answers are learned

@@ -53,7 +53,7 @@ def require_known(folder, config):
     if kind not in ARCHITECTURES:
         die(
             f"'{folder}' has the model_type {kind}, which llama.cpp does not know",
-            f"it knows {', '.join(ARCHITECTURES)}; talk to this model with the trainers' --generate or dev/serve.py",
+            f"it knows {', '.join(ARCHITECTURES)}; talk to this model with the trainers' --generate or llmc serve",
         )
     if config.get("rope_scaling") and ARCHITECTURES[kind] != "llama":
         die(f"'{folder}' has llama3's rope scaling in a {kind}, where llama.cpp ignores it", "leave out rope_scaling")
@@ -168,7 +168,7 @@ def require_tokenizer(folder, config):
         word = "only merges make a token" if tokenizer.kind == "llama3" else "some tokens are made by no merges"
         die(
             f"'{folder}': in this tokenizer {word}, which llama.cpp does not do for the pattern of {tokenizer.kind}",
-            "the model runs with the trainers' --generate and dev/serve.py",
+            "the model runs with the trainers' --generate and llmc serve",
         )
     return tokenizer
 

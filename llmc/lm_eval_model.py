@@ -4,7 +4,7 @@
 
 Behind the name of this file come lm-eval's own arguments. --model_args: folder, and what core.py has as options:
 seq_len, batch_size, program; with=transformers. Needs lm_eval (pip install lm_eval). Rows that are too long lose their
-beginning, as in lm-eval's own model of transformers. Tasks that write texts go through dev/serve.py: doc/serve.md.
+beginning, as in lm-eval's own model of transformers. Tasks that write texts go through llmc serve: doc/serve.md.
 """
 
 import sys
@@ -66,7 +66,7 @@ class Model(TemplateLM):
         return [-perplexity.loss_of(self.scorer, t, self.scorer.seq_len) if len(t) else 0.0 for t in texts]
 
     def generate_until(self, requests, disable_tqdm=False):
-        die("this task writes texts", "doc/serve.md has lm-eval's command for such tasks: dev/serve.py writes them")
+        die("this task writes texts", "doc/serve.md has lm-eval's command for such tasks: llmc serve writes them")
 
 
 def main():

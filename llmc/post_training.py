@@ -339,7 +339,7 @@ class Chats:
         answers, whose end the template must write."""
         end, problem = self.end
         if problem and learns:
-            hint = "correct it, or train on conversations first (dev/data/chat.py)"
+            hint = "correct it, or train on conversations first (llmc prepare chat)"
             raise BadFile(f"'{self.model}': {problem}\n  hint: {hint}")
         try:
             made = reader(record, where, self.renderer)

@@ -134,7 +134,7 @@ def tokens_before(t, ids, w, at):
 
 def row_of(t, w):
     """((ids, how many of them are the prompt's) of a Written, whether its answer shares a token with the prompt). A
-    token is learned if any of its characters is, as in dev/data/chat.py."""
+    token is learned if any of its characters is, as in llmc prepare chat."""
     ids, [(begin, end)] = encode_parts(t, w.parts), w.spans
     prompt, joined = tokens_before(t, ids, w, begin)
     count, across = tokens_before(t, ids, w, end)

@@ -5,7 +5,7 @@ harm. Only Python's standard library, so that this process starts soon.
     rewards(prompt, completion, fields)         {"reward_a": 1.0, "reward_b": 0.0}, or BadReward: why there is none
     rewards.sum({"reward_a": 1.0, ...})         with weights
 
-The descriptors of that process are its own (dev/limited.py): what a function runs, such as a completion, neither reads
+The descriptors of that process are its own (llmc/limited.py): what a function runs, such as a completion, neither reads
 nor makes its answers by accident. That is no sandbox: code of a completion that is to do harm needs one of its own.
 """
 

@@ -61,7 +61,7 @@ typedef struct {
 
 // ---- the file
 
-#define TOKENIZER_HINT "make it again with the command that made the shards: llmc prepare"
+#define TOKENIZER_HINT "make it again with the command that made the shards, such as llmc prepare"
 #define TOKENIZER_REQUIRE(ok, what, ...) require(ok, "'%s' " what "\n" TOKENIZER_HINT, path, ##__VA_ARGS__)
 
 // The bytes of a token.

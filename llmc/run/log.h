@@ -1,5 +1,5 @@
 // What a run shows: on the console a line for each step, overwritten on a terminal; in the output folder main.jsonl
-// for dev/plot.py (evaluate.jsonl of runs that only evaluate).
+// for llmc plot (evaluate.jsonl of runs that only evaluate).
 // Each JSON line is an event, written at once: start (options, config, git, device, ...), step, eval, eval_set,
 // eval_choice, epoch, set, sample, checkpoint, checkpoint_failed, end. A log that the folder already has is continued.
 // What does not fit a full disk is kept in memory and written when there is room again. A file that was removed is made

@@ -38,7 +38,7 @@ static int known_tokens(const Trainer *t) {
     int V = t->config.vocab_size;
     return t->has_tokenizer && t->tokenizer.vocab_size < V ? t->tokenizer.vocab_size : V;
 }
-// By the first of these folders with a generation_config.json: of the training data, where dev/data/chat.py writes one,
+// By the first of these folders with a generation_config.json: of the training data, where prepare chat writes one,
 // of adapters, of the model.
 static void find_ends(Trainer *t) {
     static Ends ends;

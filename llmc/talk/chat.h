@@ -1,6 +1,6 @@
 // --generate on a terminal without a prompt: asks for prompts, and streams what the model makes of each. If the model's
 // folder has a chat template, that is a conversation; of templates ChatML and Llama 3's are known. It is kept as a
-// text, whose tokens are those that dev/data/chat.py makes of it. Ctrl-C stops an answer, Ctrl-D ends.
+// text, whose tokens are those that llmc prepare chat makes of it. Ctrl-C stops an answer, Ctrl-D ends.
 #pragma once
 
 #include "generate.h"

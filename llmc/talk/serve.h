@@ -1,4 +1,4 @@
-// --serve: a program asks for text through standard input and output, in lines of JSON (doc/generate.md); dev/serve.py
+// --serve: a program asks for text through standard input and output, in lines of JSON (doc/generate.md); llmc serve
 // is such a program. Requests join and leave a running batch (engine.h). With --tp rank 0 reads and writes, and tells
 // the others what it read: all ranks do the same. A bad line is answered with an error event and never ends the
 // program.
