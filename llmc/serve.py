@@ -230,12 +230,12 @@ def is_stop(value):
     return value == [] or is_list([value] if isinstance(value, str) else value, one, MOST_STOPS)
 
 
-# What a value must be: a check, and words for a message.
+# Each kind of value has a check, and words for a message.
 TEXT = is_text, "a string"
 BOOLEAN = lambda v: isinstance(v, bool), "true or false"
 number = lambda low, high: (lambda v: type(v) in (int, float) and low <= v <= high, f"a number from {low} to {high}")
 whole = lambda low, high: (lambda v: type(v) is int and low <= v <= high, f"a whole number from {low} to {high}")
-# Of each field: its default, and what it must be.
+# Each field has its default, and what it must be.
 REQUIRED = object()
 STREAM_OPTIONS = {"include_usage": (False, *BOOLEAN)}
 MESSAGE = {

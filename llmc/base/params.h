@@ -335,7 +335,7 @@ static const char *const mixture_names[][2] = {{"block_sparse_moe.experts.%d.w1"
                                                {"block_sparse_moe.experts.%d.w3", "mlp.experts.%d.up_proj"},
                                                {"block_sparse_moe.experts.%d.w2", "mlp.experts.%d.down_proj"},
                                                {"block_sparse_moe.gate", "mlp.gate"}};
-// Whether a model has this tensor; its name in files, but for ".weight".
+// Returns the name that this tensor has in files, but for ".weight"; NULL where the model has no such tensor.
 static const char *kind_name(const Config *c, const ParamKind *k) {
     const int is_gate = k->role == ROLE_FCW && !k->gpt2;
     const int i = k->role == ROLE_FCW ? !is_gate : k->role == ROLE_FCPROJW ? 2 : k->role == ROLE_ROUTERW ? 3 : -1;

@@ -29,8 +29,8 @@ typedef struct {
     // (N) below -1 of padding; NULL: there is none. order (N): where a token's target is among them; NULL: in its place
     const int *targets, *order;
 } ExpertRows;
-// What a step's report says, added to: rows of each expert (E) of a block, and its balance (route_balance_cpu) times
-// its tokens.
+// A micro-step adds to these sums of the step's report: rows of each expert (E) of a block, and the block's balance
+// (route_balance_cpu) times its tokens.
 typedef struct { float *rows, *balance; } ExpertLoad;
 
 static size_t experts_room(size_t N, int E, int K) {
@@ -39,8 +39,8 @@ static size_t experts_room(size_t N, int E, int K) {
 static size_t experts_groups(size_t R, int E) { return 2 * (size_t)E + 1 + R / EXPERT_ROWS; }
 static int expert_parts(int F) { return (F + EXPERT_PART - 1) / EXPERT_PART; }
 static size_t experts_chunks(size_t N) { return ceil_div(N, CHUNK_TOKENS); }
-// Of each chunk and expert: rows, then how many are in chunks before it; without padding: rows, and the sum of
-// probabilities.
+// Each chunk counts its rows of each expert; a scan turns them into the rows of the chunks before it. Rows without
+// padding, and the sum of their probabilities, are counted apart for the balance.
 typedef struct {
     int rows, counted;
     float probs;

@@ -290,7 +290,7 @@ static int cache_pages(const Comm *tp, int asked, int slots, int room, size_t fi
     free(of_ranks);
     return least;
 }
-// What a step's report says of experts, by rows of each expert of each block (L,E) and the sum of the blocks' balances
+// Fills a step's report on experts from the rows of each expert of each block (L,E) and the sum of the blocks' balances
 // (route_balance_cpu), each times its tokens, of this rank.
 static void load_report(const Mesh *mesh, const Config *c, const float *load, double balance, StepResult *r) {
     const size_t all = (size_t)c->num_layers * c->num_experts;

@@ -46,7 +46,7 @@ static void ask_tensors(const char *path) {
         puts("}");
     }
 }
-// What needs the config of a folder, or of a preset.
+// These questions need the config of a folder, or of a preset.
 static void ask_model(const char *question, const char *of, const char *dtype) {
     const int is_config = !strcmp(question, "config");
     const ParamTable none = {};

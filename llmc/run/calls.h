@@ -388,8 +388,8 @@ static void call_save(Calls *c) {
     if (t->retry_step) return calls_refuse(c, "the checkpoint was not written, see above\nmake room and save again");
     calls_answer(c, "ok|%s", checkpoint_folder(t->o.output, t->state.step, "").text);
 }
-// Whether this model can take a folder's weights, or all of a checkpoint; if not, why. A child of this process tries it
-// and ends: nothing that it has opened stays.
+// Returns 1 if this model can take a folder's weights, or all of a checkpoint; else `why` says why not. A child of this
+// process tries it and ends, so that nothing that it has opened stays.
 static int can_load(const Model *m, const char *folder, int whole, char *why) {
     int ends[2], length = 0;
     require(!pipe(ends), "cannot make a pipe: %s\nclose other programs", strerror(errno));

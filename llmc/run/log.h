@@ -2,8 +2,8 @@
 // for llmc plot (evaluate.jsonl of runs that only evaluate).
 // Each JSON line is an event, written at once: start (options, config, git, device, ...), step, eval, eval_set,
 // eval_choice, epoch, set, sample, checkpoint, checkpoint_failed, end. A log that the folder already has is continued.
-// What does not fit a full disk is kept in memory and written when there is room again. A file that was removed is made
-// again as soon as its folder is there.
+// Lines that a full disk does not take are kept in memory and written when there is room again. A file that was removed
+// is made again as soon as its folder is there.
 #pragma once
 
 #include "../files/hf_config.h"
