@@ -476,9 +476,13 @@ typedef struct {
     Path folder;          // "": there are no more
     char why[WHY_BYTES];  // it is not whole; or ""
 } NextCheckpoint;
+// What train_gpt2.py saves, which does not resume.
+static int is_without_state(const char *folder) {
+    return file_bytes(folder, "train_state.json") < 0 && file_bytes(folder, "config.json") >= 0;
+}
 // Rank 0: the next checkpoint to try. Those that have not diverged come first, newest first; then the others. at: how
-// many were looked at.
-static NextCheckpoint next_checkpoint(const char *output, struct dirent **names, int count, int *at) {
+// many were looked at. files: as below; without any, weights are enough.
+static NextCheckpoint next_checkpoint(const char *output, struct dirent **names, int count, int files, int *at) {
     NextCheckpoint c = {};
     for (; *at < 2 * count && !*c.folder.text; ++*at) {
         const char *name = names[count - 1 - *at % count]->d_name;
@@ -490,7 +494,7 @@ static NextCheckpoint next_checkpoint(const char *output, struct dirent **names,
                     folder.text);
         if (diverged != second_time) continue;
         c.folder = folder;
-        checkpoint_is_whole(folder.text, atoll(name + 5), c.why);
+        if (files || !is_without_state(folder.text)) checkpoint_is_whole(folder.text, atoll(name + 5), c.why);
     }
     return c;
 }
@@ -502,9 +506,10 @@ static int checkpoint_latest(const Comm *comm, const char *output, int files, Pa
     int count = comm->rank == 0 ? list_checkpoints(output, &names) : 0, found = 0, at = 0;
     NextCheckpoint next;
     do {
-        if (comm->rank == 0) next = next_checkpoint(output, names, count, &at);
+        if (comm->rank == 0) next = next_checkpoint(output, names, count, files, &at);
         comm_broadcast(comm, &next, sizeof next);
-        found = *next.folder.text && !*next.why && checkpoint_is_intact(comm, next.folder.text, files, next.why);
+        found = *next.folder.text && !*next.why &&
+                (files ? checkpoint_is_intact : folder_is_intact)(comm, next.folder.text, files, next.why);
         if (*next.folder.text && !found && comm->rank == 0)
             warning("checkpoint '%s' is not whole and is left out: %s\n", next.folder.text, next.why);
     } while (*next.folder.text && !found);
