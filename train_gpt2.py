@@ -35,6 +35,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from llmc import checked_json
 from llmc.data_common import find_files, fnv1a, outlive_reader, reader_is_gone
 from llmc.batches import RAND_INIT, RAND_SAMPLE, bytes_per_token, open_shards, pieces_of, places, rand_normal
 from llmc.batches import rand_stream, rand_u64, read_tokenizer, require, row_kind, row_stream
@@ -364,15 +365,37 @@ def write_weights(model, folder, dtype=torch.float32):
         json.dump(config_to_hf(model.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}, f, indent=2)
 
 
+# What some files hold beside the weights: masks, rope tables, the copy of a tied head.
+REDUNDANT = re.compile(r".*(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq|lm_head\.weight)")
+
+
+def read_json(path):
+    """The object of a file of a Hugging Face folder."""
+    try:
+        return checked_json.read_object(path, required=True)
+    except checked_json.BadFile as e:
+        require(False, str(e), "make or download it again")
+
+
+def files_of_tensors(folder):
+    """{tensor: file} as the index says; {} where all are in model.safetensors, which an index beside it does not
+    change."""
+    index = os.path.join(folder, "model.safetensors.index.json")
+    if os.path.exists(os.path.join(folder, "model.safetensors")) or not os.path.exists(index):
+        return {}
+    files, again = read_json(index).get("weight_map"), "make or download it again"
+    named = isinstance(files, dict) and files and all(isinstance(name, str) for name in files.values())
+    require(named, f"'{index}' has no weight_map", again)
+    here = all(os.path.basename(name) == name and not name.startswith(".") for name in files.values())
+    require(here, f"'{index}' names files elsewhere", "do not use it")
+    return dict(files)
+
+
 @torch.no_grad()
 def load_weights(model, folder):
-    index, files = os.path.join(folder, "model.safetensors.index.json"), ["model.safetensors"]
-    if os.path.exists(index):
-        with open(index) as f:
-            files = sorted(set(json.load(f)["weight_map"].values()))
-        require(all(os.path.basename(n) == n for n in files), f"'{index}' names files elsewhere", "do not use it")
-    missing = {p.name: p for p in model.table}
-    for path in (os.path.join(folder, name) for name in files):
+    files, again = files_of_tensors(folder), "make or download the files again"
+    missing, seen, head = {p.name: p for p in model.table}, {}, None
+    for path in (os.path.join(folder, name) for name in sorted(set(files.values()) or {"model.safetensors"})):
         require(
             os.path.exists(path), f"'{path}' does not exist", "name a folder with config.json and model.safetensors"
         )
@@ -382,10 +405,23 @@ def load_weights(model, folder):
             require(False, f"'{path}': {e}", "it is damaged: make or download it again")
         with opened as f:
             for name in f.keys():
+                require(name not in seen, f"'{path}' holds tensor '{name}' of another file, too", again)
+                seen[name] = os.path.basename(path)
                 full = name if name in missing else "transformer." + name  # the hub's gpt2 leaves the prefix out
                 if (p := missing.pop(full, None)) is None:
-                    continue  # masks of old files, a tied head's copy
+                    require(
+                        REDUNDANT.fullmatch(name),
+                        f"'{path}': {name} is not part of the model",
+                        "config.json and weights do not belong together",
+                    )
+                    head = f.get_tensor(name) if name == "lm_head.weight" else head
+                    continue
                 tensor, parameter = f.get_tensor(name), model.get_parameter(full)
+                require(
+                    tensor.dtype in (torch.float32, torch.bfloat16, torch.float16),
+                    f"'{path}': {name} is {tensor.dtype}",
+                    "convert it to F32, BF16 or F16",
+                )
                 tensor = tensor.T if p.transposed else tensor
                 require(
                     tensor.shape == parameter.shape,
@@ -395,6 +431,12 @@ def load_weights(model, folder):
                 parameter.copy_(tensor)
     problem = f"{folder} lacks {len(missing)} tensors, e.g. {next(iter(missing), '')}"
     require(not missing, problem, "config.json and weights do not belong together")
+    require(not files or files == seen, f"'{folder}': the index and its files name other tensors", again)
+    require(
+        head is None or torch.equal(head.float(), model.get_parameter(model.table[0].name)),
+        f"'{folder}': lm_head.weight is not the embedding, as tie_word_embeddings says",
+        'write "tie_word_embeddings": false into config.json, if the head is of its own',
+    )
     return model
 
 
@@ -438,8 +480,7 @@ def make_model(descriptor, seed, data_vocab=0, Model=Model):
     folder = weights_folder(descriptor)
     path = os.path.join(folder, "config.json")
     require(os.path.exists(path), f"'{path}' does not exist", "name a folder with config.json and model.safetensors")
-    with open(path) as f:
-        return load_weights(Model(config_from_hf(json.load(f), path)), folder)
+    return load_weights(Model(config_from_hf(read_json(path), path)), folder)
 
 
 # ---- data and learning rate
@@ -464,7 +505,7 @@ def learning_rate_at(o, steps, step, peak=None):
     if step < o.warmup:
         return peak * (step + 1) / o.warmup
     fraction = 0.2 if o.schedule == "wsd" and o.decay_fraction < 0 else o.decay_fraction
-    begin = o.warmup if fraction < 0 else int((1 - fraction) * steps)
+    begin = o.warmup if fraction < 0 else int((1 - fraction) * steps + 1e-6)
     if step < begin:
         return peak
     progress = min((step - begin) / (steps - begin), 1.0) if steps > begin else 1.0

@@ -3,7 +3,7 @@ written down anew, beside llmc/base/config.h and llmc/files/hf_config.h; dev/tes
 two."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from llmc.batches import require
 
@@ -223,22 +223,52 @@ HF_DEFAULTS = {
 }
 # what these keys must say where they say something
 HF_REQUIRED = {
+    "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     "mixtral": {"router_jitter_noise": 0},
     "olmoe": {"clip_qkv": None},
     "qwen3_moe": {"decoder_sparse_step": 1, "mlp_only_layers": []},
 }
 
 
+# sizes that have no meaning when they are 0
+HF_SIZES = ("num_layers", "channels", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size", "max_seq_len")
+
+
+def checked_number(c, ours, theirs, value, where):
+    """A value of config.json for the field `ours` of Config, if it is of its kind and range."""
+    kind = next(f.type for f in fields(c) if f.name == ours)
+    if kind is bool:
+        good, expected = type(value) is bool, "true or false"
+    elif kind is int:
+        least = int(ours in HF_SIZES)
+        good, expected = type(value) is int and least <= value <= 1 << 28, f"a whole number from {least} to 2^28"
+    else:
+        good, expected = type(value) in (int, float) and abs(value) < 3.4e38, "a number of fp32"
+    require(good, f"{where}: {theirs} is {json.dumps(value)[:60]}, not {expected}", "correct it")
+    return float(value) if kind is float else value
+
+
+def rope_of(hf, where):
+    """The settings of rope: an object, of all layers alike."""
+    # transformers 5 moved theta and scaling into rope_parameters, of which it takes nothing beside rope_scaling
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    require(isinstance(rope, dict), f"{where}: the rope settings are no object", "use a model that has such settings")
+    alike = not any(isinstance(value, (dict, list)) for value in rope.values())
+    require(alike, f"{where}: rope differs between layers", "use a model without that")
+    parts = [d.get("partial_rotary_factor") for d in (hf, rope)]
+    require(all(x in (None, 1) for x in parts), f"{where}: partial_rotary_factor is not 1", "use a model without it")
+    return rope
+
+
 def config_from_hf(hf, where):
     """The dict of a config.json -> Config. What this model cannot express is refused, not ignored."""
     kind = hf.get("model_type")
     require(
-        kind in HF_FAMILIES,
+        isinstance(kind, str) and kind in HF_FAMILIES,
         f"{where}: model_type {kind!r} is not one of {', '.join(HF_FAMILIES)}",
         "use a model of one of these families",
     )
-    # transformers 5 moved theta and scaling into rope_parameters, of which it takes nothing beside rope_scaling
-    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    rope = rope_of(hf, where)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     length, outside = (d.get("original_max_position_embeddings") for d in (rope, hf))
     require(
@@ -246,8 +276,10 @@ def config_from_hf(hf, where):
         f"{where}: original_max_position_embeddings is {outside} outside of rope's",
         "transformers 5 takes it, 4 does not: write the right number into both places",
     )
+    quantised = hf.get("quantization_config") is not None
+    require(not quantised, f"{where}: the weights are quantised", "use the model's F32, BF16 or F16 weights")
     require(
-        hf.get("activation_function", "gelu_new") in ("gelu_new", "gelu_pytorch_tanh"),
+        kind != "gpt2" or hf.get("activation_function") in (None, "gelu_new", "gelu_pytorch_tanh"),
         f"{where}: not the tanh form of GELU",
         "only gelu_new is built",
     )
@@ -266,6 +298,18 @@ def config_from_hf(hf, where):
         f"{where}: windows in some layers alone are not built",
         "use a model without them",
     )
+    activation = "relu2" if kind == "modern" else "silu"
+    require(
+        kind == "gpt2" or hf.get("hidden_act") in (None, activation),
+        f"{where}: hidden_act is {hf.get('hidden_act')!r}, not {activation}",
+        "use a model with this activation",
+    )
+    layers = hf.get("layer_types") or [] if kind != "gpt2" else []
+    require(
+        isinstance(layers, list) and all(layer == "full_attention" for layer in layers),
+        f"{where}: layer_types names others than full_attention",
+        "use a model whose layers all see the whole context",
+    )
     for key, value in HF_REQUIRED.get(kind, {}).items():
         require(
             hf.get(key) in (None, value),
@@ -274,19 +318,36 @@ def config_from_hf(hf, where):
         )
     base = Config(kind, 1, 64, 1, 0, 0, 2, 2048, norm_eps=1e-6, rope_theta=1e4, qkv_bias=kind == "qwen2")
     base = replace(base, **HF_DEFAULTS.get(kind, {}))
-    base = replace(base, **{name: hf[name] for name in HF_MODERN if kind == "modern" and name in hf})
     # transformers takes both names of the number of experts, and writes one or the other
     names = "num_experts", "num_local_experts"
     experts = {a: hf[b] for a, b in (names, names[::-1]) if b in hf}
-    keys, values = HF_KEYS.get(kind, HF_LLAMA), {**experts, **hf, **rope}
-    c = replace(base, **{ours: values[theirs] for ours, theirs in keys.items() if values.get(theirs) is not None})
+    older = {"n_positions": hf["n_ctx"]} if kind == "gpt2" and "n_ctx" in hf else {}
+    keys, values = HF_KEYS.get(kind, HF_LLAMA), {**experts, **older, **hf, **rope}
+    keys = keys | {name: name for name in HF_MODERN if kind == "modern"}
+    given = {ours: values[theirs] for ours, theirs in keys.items() if values.get(theirs) is not None}
+    needed = ["num_layers", "channels", "num_heads", "vocab_size"]
+    needed += ["ffn_dim"] * (not base.ffn_dim and kind not in ("gpt2", "modern"))
+    for ours in needed:
+        require(ours in given, f"{where} has no {keys[ours]}", "use a complete config.json")
+    given = {ours: checked_number(base, ours, keys[ours], value, where) for ours, value in given.items()}
+    c = replace(base, **given)
     c.num_kv_heads = c.num_kv_heads or c.num_heads
     c.num_kv_heads = c.num_heads if kind == "gpt2" else c.num_kv_heads
     c.ffn_dim = c.ffn_dim if kind != "gpt2" or values.get("n_inner") else 4 * c.channels
-    c = replace(c, **{ours: rope[theirs] for ours, theirs in HF_ROPE.items()}) if rope_type == "llama3" else c
+    for ours, theirs in HF_ROPE.items() if rope_type == "llama3" else ():
+        require(rope.get(theirs) is not None, f"{where}: the llama3 rope scaling has no {theirs}", "write it there")
+        c = replace(c, **{ours: checked_number(c, ours, theirs, rope[theirs], where)})
+    require(
+        rope_type != "llama3"
+        or min(c.rope_factor, c.rope_low_freq_factor, c.rope_original_len) > 0
+        and c.rope_high_freq_factor > c.rope_low_freq_factor,
+        f"{where}: the llama3 rope scaling makes no sense",
+        "correct its four numbers",
+    )
     # Mistral's is in use unless it is null. One that is as long as the context hides nothing.
     windows = {"mistral": 4096, "mixtral": None}  # where the key is absent
     window = hf.get("sliding_window", windows[kind]) if kind in windows else None
     require(window != 0, f"{where}: sliding_window is 0", "use null for none")
+    window = window and checked_number(c, "window", "sliding_window", window, where)
     c = replace(c, window=window) if window and window < c.max_seq_len else c
     return config_check(c, where)

@@ -12,6 +12,7 @@ import sys
 import launcher
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from safetensors.numpy import load_file
 
@@ -325,7 +326,8 @@ def test_wide_shards_and_damaged_ones(tmp_path):
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 @pytest.mark.parametrize(
     "warmup,final,decay,steps",
-    [(0, 0.0, -1, 50), (7, 0.1, -1, 50), (10, 1.0, -1, 10), (3, 0.0, -1, 1), (5, 0.0, 0.7, 50), (0, 0.0, 0.0, 9)],
+    [(0, 0.0, -1, 50), (7, 0.1, -1, 50), (10, 1.0, -1, 10), (3, 0.0, -1, 1), (5, 0.0, 0.7, 50), (0, 0.0, 0.0, 9)]
+    + [(0, 0.0, 0.9, 10)],
 )
 def test_learning_rates_are_those_of_c(c_program, schedule, warmup, final, decay, steps):
     theirs = [float(x) for x in c_program("lr", schedule, 6e-4, warmup, final, decay, steps).split()]
@@ -342,6 +344,8 @@ def test_learning_rates_are_those_of_c(c_program, schedule, warmup, final, decay
     elif decay == 0.7:  # stable up to step 15, then down to 0
         assert theirs[5:16] == [pytest.approx(6e-4)] * 11 and theirs[16] < 6e-4 and theirs[50] == 0
         assert schedule != "linear" or theirs[15:50] == [pytest.approx(6e-4 * (50 - s) / 35) for s in range(15, 50)]
+    elif decay == 0.9:
+        assert theirs[1] == pytest.approx(6e-4) and theirs[2] < 6e-4
     elif decay == 0:
         assert theirs[:9] == [pytest.approx(6e-4)] * 9
 
@@ -808,10 +812,80 @@ def test_folders_as_the_hub_has_them(tmp_path, capsys):
         ({"model_type": "mistral", "sliding_window": 0}, "sliding"),
         ({"attention_bias": True}, "biases"),
         ({"use_sliding_window": True}, "windows"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', not silu"),
+        ({"quantization_config": {}}, "quantised"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_scaling": [1]}, "no object"),
+        ({"rope_scaling": {"full_attention": {}}}, "between layers"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no low_freq_factor"),
+        ({"model_type": ["llama"]}, "model_type"),
+        ({"hidden_size": 0}, "hidden_size is 0, not a whole number from 1"),
+        ({"hidden_size": "64"}, 'hidden_size is "64"'),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5"),
+        ({"num_hidden_layers": None}, "has no num_hidden_layers"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN"),
+        ({"tie_word_embeddings": "no"}, 'tie_word_embeddings is "no"'),
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        ({"model_type": "gpt2", "scale_attn_weights": False}, "scale_attn_weights is False"),
     ):
         with pytest.raises(SystemExit):
             ref.config_from_hf(ref.config_to_hf(ref.config_parse(SMALL["llama"])[0]) | change, "x")
         assert words in capsys.readouterr().err
+
+
+def test_tensors_that_are_not_the_model(tmp_path, capsys):
+    """As in C: a model.safetensors counts, whatever index is beside it; what else a file holds is no other model."""
+    model = ref.make_model("llama3.2:1B,layers=1,channels=64,heads=2,kv_heads=1,ffn=64,vocab=256,seq=32", 0)
+    ref.write_weights(model, str(tmp_path))
+    path, embedding = tmp_path / "model.safetensors", model.table[0].name
+    tensors = safetensors.torch.load_file(path)
+    for change, words in (
+        ({"lm_head.weight": 1.5 * tensors[embedding]}, "lm_head.weight is not the embedding"),
+        ({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}, "q_proj.bias is not part of the model"),
+        ({"model.norm.weight": torch.ones(64, dtype=torch.int32)}, "model.norm.weight is torch.int32"),
+    ):
+        safetensors.torch.save_file(tensors | change, path)
+        with pytest.raises(SystemExit):
+            ref.make_model(str(tmp_path), 0)
+        assert words in capsys.readouterr().err
+    redundant = {"lm_head.weight": tensors[embedding].clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    safetensors.torch.save_file(tensors | redundant, path)
+    other = tmp_path / "model-00001-of-00001.safetensors"
+    safetensors.torch.save_file({name: 1.2 * t for name, t in tensors.items()}, other)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, other.name)}))
+    opened = ref.make_model(str(tmp_path), 0)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), opened.parameters(), strict=True))
+    path.unlink()
+    assert torch.equal(ref.make_model(str(tmp_path), 0).get_parameter(embedding), 1.2 * tensors[embedding])
+    for text, words in (
+        (json.dumps({"weight_map": dict.fromkeys([*tensors, "more"], other.name)}), "name other tensors"),
+        (json.dumps({"weight_map": [1]}), "no weight_map"),
+        ("{", "is not JSON"),
+    ):
+        index.write_text(text)
+        with pytest.raises(SystemExit):
+            ref.make_model(str(tmp_path), 0)
+        assert words in capsys.readouterr().err
+
+
+def test_a_run_of_its_own_opens_in_c(tmp_path, text_shards):
+    """Its checkpoints have weights alone: enough for --model, not for --resume."""
+    run = tmp_path / "run"
+    few = {"batch_size": 2, "seq_len": 32, "max_steps": 2, "save_every": 1, "output": str(run), "eval_every": 0}
+    ref.train(options(train_data=text_shards[1], val_data="", model="d1,channels=64,seq=32", **few))
+    (run / "step_00000009").mkdir()  # that a killed run left
+    program = os.path.join(ROOT, "build/train_gpt2")
+    common = [program, "-i", text_shards[1], "-j", "", "-b", "2", "-t", "32", "-v", "0", "-s", "0", "-x", "1"]
+    losses = []
+    for model in (run, run / "step_00000002"):
+        done = subprocess.run([*common, "-e", model], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        losses.append(re.search(r"loss ([0-9.]+)", done.stdout)[1])
+    assert losses[0] == losses[1]
+    done = subprocess.run([*common, "-o", run, "-y", "1"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "train_state.json: No such file" in done.stderr
 
 
 def test_the_window_of_a_model():

@@ -13,7 +13,8 @@ static double learning_rate_at(const Options *o, double peak, int64_t steps, int
     double decay_fraction = is_wsd && o->decay_fraction < 0 ? 0.2 : o->decay_fraction;
     if (!strcmp(o->schedule, "constant")) return peak;
     if (step < o->warmup) return peak * (step + 1) / o->warmup;
-    int64_t begin = decay_fraction < 0 ? o->warmup : (int64_t)((1 - decay_fraction) * steps);
+    // 1 - 0.9 is a little less than 0.1, and 10 steps begin to decay after one
+    int64_t begin = decay_fraction < 0 ? o->warmup : (int64_t)((1 - decay_fraction) * steps + 1e-6);
     if (step < begin) return peak;
     double progress = steps > begin ? fmin(1, (double)(step - begin) / (steps - begin)) : 1;
     double left = is_wsd                           ? 1 - sqrt(progress)
