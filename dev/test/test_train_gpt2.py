@@ -849,7 +849,8 @@ def test_tensors_that_are_not_the_model(tmp_path, capsys):
         with pytest.raises(SystemExit):
             ref.make_model(str(tmp_path), 0)
         assert words in capsys.readouterr().err
-    redundant = {"lm_head.weight": tensors[embedding].clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    redundant = {"lm_head.weight": tensors[embedding].clone()}
+    redundant |= {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     safetensors.torch.save_file(tensors | redundant, path)
     other = tmp_path / "model-00001-of-00001.safetensors"
     safetensors.torch.save_file({name: 1.2 * t for name, t in tensors.items()}, other)
