@@ -101,7 +101,7 @@ DEBUG = ROOT / "build/test/debug"
 THOROUGH_JOBS = re.compile(r"demo|header .*\.cuh$|compile .* fp32$|build train_gpt2cu|(build )?test_\w+\.asan$")
 
 totals = {"passed": 0, "failed": 0, "skipped": 0}
-failures, not_run = [], []
+failures, not_run, named = [], [], set()  # named: what was asked for
 thorough = {}  # {test file: how many of its tests were left to `make test-all`}
 times = {}  # {name: what this run adds to the table}
 reporting = threading.Lock()
@@ -626,7 +626,13 @@ def run_all(config, args):
     last = {n: float(r["seconds"] or "inf") for n, r in (read_times(TABLE) | read_times(LAST_TIMES)).items()}
     # what never ran comes first
     longest_first = lambda jobs: sorted(jobs, key=lambda job: -last.get(job[0], float("inf")))
-    wanted = lambda name: not args.only or any(part in name for part in args.only)
+
+    def wanted(name):
+        found = not args.only or any(part in name for part in args.only)
+        if found:
+            named.add(name)
+        return found
+
     gpus = config["GPUS"] != "0"
     whole = args.all or args.only or gpus
     unchanged = Unchanged(use=not (args.all or args.only or os.environ.get("CI")))
@@ -713,7 +719,7 @@ def main():
             print(f"  {name}" + (f"  ({log.relative_to(ROOT)})" if log else ""))
     print(f"\n{time.time() - begin:.0f} s on {CORES} cores")
     print(f"{totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped")
-    if not any(totals.values()):
+    if not named or not any(totals.values()):
         sys.exit(
             f"error: no test has {' or '.join(args.only)} in its name\n"
             f"  hint: names are those of files in dev/test, and of the builds that a whole run lists"

@@ -949,7 +949,7 @@ static void test_damaged_state(Model *m) {
         {"fedcba9876543210", "fedcba987654321g", "data is damaged"},
         {"fedcba9876543210", "fedcba987654321", "data is damaged"},
         {"\"data\": {", "\"data\": 7, \"date\": {", "data is damaged"},
-        {"\"kind\": 2", "\"kind\": 5", "tokenizer is damaged"},
+        {"\"kind\": 2", "\"kind\": 6", "tokenizer is damaged"},
         {"\"tokens\": 50257", "\"tokens\": 2147483648", "tokenizer is damaged"},
         {"\"0.0006\"", "6e-4", "option learning-rate is not a text"},
         {"\"learning-rate\": ", "\"\\u001b]0;x\\u0007\": 6e-4, \"x\": ", "option ?]0;x? is not a text"},

@@ -94,7 +94,8 @@ def test_the_loss_is_that_of_the_rounded_weights(trained, tmp_path):
         copy.mkdir()
         save_file(weights, copy / "model.safetensors")
         (copy / "config.json").write_text((folder / "config.json").read_text())
-        assert abs(loss(copy) - loss(folder, "--weights", f)) < 2e-5, f
+        # of a loss of 2.7: products of widened codes add in another order
+        assert abs(loss(copy) - loss(folder, "--weights", f)) < 5e-5, f
 
 
 @pytest.mark.skipif(not MPIRUN, reason="no MPI")
