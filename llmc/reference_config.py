@@ -260,22 +260,8 @@ def rope_of(hf, where):
     return rope
 
 
-def config_from_hf(hf, where):
-    """The dict of a config.json -> Config. What this model cannot express is refused, not ignored."""
-    kind = hf.get("model_type")
-    require(
-        isinstance(kind, str) and kind in HF_FAMILIES,
-        f"{where}: model_type {kind!r} is not one of {', '.join(HF_FAMILIES)}",
-        "use a model of one of these families",
-    )
-    rope = rope_of(hf, where)
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    length, outside = (d.get("original_max_position_embeddings") for d in (rope, hf))
-    require(
-        rope_type != "llama3" or outside in (None, length),
-        f"{where}: original_max_position_embeddings is {outside} outside of rope's",
-        "transformers 5 takes it, 4 does not: write the right number into both places",
-    )
+def refuse_others(hf, kind, rope_type, where):
+    """Ends the program at what the models here cannot express."""
     quantised = hf.get("quantization_config") is not None
     require(not quantised, f"{where}: the weights are quantised", "use the model's F32, BF16 or F16 weights")
     require(
@@ -316,6 +302,25 @@ def config_from_hf(hf, where):
             f"{where}: {key} is {hf.get(key)}",
             f"only models without {key}, or with {json.dumps(value)} there, are built",
         )
+
+
+def config_from_hf(hf, where):
+    """The dict of a config.json -> Config. What this model cannot express is refused, not ignored."""
+    kind = hf.get("model_type")
+    require(
+        isinstance(kind, str) and kind in HF_FAMILIES,
+        f"{where}: model_type {kind!r} is not one of {', '.join(HF_FAMILIES)}",
+        "use a model of one of these families",
+    )
+    rope = rope_of(hf, where)
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    length, outside = (d.get("original_max_position_embeddings") for d in (rope, hf))
+    require(
+        rope_type != "llama3" or outside in (None, length),
+        f"{where}: original_max_position_embeddings is {outside} outside of rope's",
+        "transformers 5 takes it, 4 does not: write the right number into both places",
+    )
+    refuse_others(hf, kind, rope_type, where)
     base = Config(kind, 1, 64, 1, 0, 0, 2, 2048, norm_eps=1e-6, rope_theta=1e4, qkv_bias=kind == "qwen2")
     base = replace(base, **HF_DEFAULTS.get(kind, {}))
     # transformers takes both names of the number of experts, and writes one or the other
