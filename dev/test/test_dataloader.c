@@ -947,8 +947,8 @@ static void test_refusals(void) {
     #define REFUSES(f, words) check_refused(#f ": " words, f, NULL, words)
     REFUSES(no_match, "no file matches '");
     REFUSES(no_match, "nothing_*.bin'");
-    REFUSES(no_match, "python dev/data/tinyshakespeare.py");
-    REFUSES(no_match, "python dev/data/prepare.py");
+    REFUSES(no_match, "llmc prepare tinyshakespeare");
+    REFUSES(no_match, "of your own text: llmc prepare");
     REFUSES(huge_batch, "is too large");
     REFUSES(long_rows, "has 32 tokens: too few for one row of T = 32");
     REFUSES(is_folder, "is not a regular file");
