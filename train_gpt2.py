@@ -365,7 +365,7 @@ def write_weights(model, folder, dtype=torch.float32):
         json.dump(config_to_hf(model.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}, f, indent=2)
 
 
-# What some files hold beside the weights: masks, rope tables, the copy of a tied head.
+# Some files hold more than the weights: masks, rope tables, the copy of a tied head.
 REDUNDANT = re.compile(r".*(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq|lm_head\.weight)")
 
 

@@ -476,7 +476,7 @@ typedef struct {
     Path folder;          // "": there are no more
     char why[WHY_BYTES];  // it is not whole; or ""
 } NextCheckpoint;
-// What train_gpt2.py saves, which does not resume.
+// A checkpoint that train_gpt2.py saves has weights and no state: it opens, but cannot be resumed.
 static int is_without_state(const char *folder) {
     return file_bytes(folder, "train_state.json") < 0 && file_bytes(folder, "config.json") >= 0;
 }
