@@ -379,7 +379,7 @@ def test_an_installation_outlives_its_checkout(tmp_path):
     succeeds("tar", "xzf", *tmp_path.glob("llmc-*.tar.gz"))
     shutil.rmtree(tree)
     [source] = [folder for folder in tmp_path.glob("llmc-*") if folder.is_dir()]
-    # What a build of another version left behind does not go along.
+    # Modules that a build of another version left behind do not go along.
     stale = source / "build" / f"lib.{sys.platform}-{os.uname().machine}-{sys.implementation.cache_tag}/llmc"
     stale.mkdir(parents=True)
     (stale / "of_before.py").write_text("")

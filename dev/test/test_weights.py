@@ -41,7 +41,7 @@ def run(*arguments, fails=None, ranks=0, **env):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    text = "".join(p.read_text() for p in sorted((ROOT / "llmc").glob("*.py")))
+    text = "".join(p.read_text() for p in sorted((ROOT / "doc").glob("*.md"))[:8])
     (folder / "text.txt").write_text(text)
     script = [sys.executable, "dev/data/prepare.py", "--input", folder / "text.txt", "--tokenizer", "bytes"]
     subprocess.run([*script, "--output", folder], cwd=ROOT, check=True, capture_output=True)
@@ -94,8 +94,7 @@ def test_the_loss_is_that_of_the_rounded_weights(trained, tmp_path):
         copy.mkdir()
         save_file(weights, copy / "model.safetensors")
         (copy / "config.json").write_text((folder / "config.json").read_text())
-        # of a loss of 2.7: products of widened codes add in another order
-        assert abs(loss(copy) - loss(folder, "--weights", f)) < 5e-5, f
+        assert abs(loss(copy) - loss(folder, "--weights", f)) < 2e-5, f
 
 
 @pytest.mark.skipif(not MPIRUN, reason="no MPI")
