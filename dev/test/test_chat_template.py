@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import launcher
 import pytest
@@ -22,6 +23,7 @@ from llmc.chat_template import Renderer, Task, TemplateError, end_of_turn, ends_
 from llmc.chat_template import read_template, special_names, with_end  # noqa: E402
 from llmc.chat_writer import Writer  # noqa: E402
 from llmc.checked_json import BadFile  # noqa: E402
+from llmc.post_training import stops_of  # noqa: E402
 
 TRAINER = ROOT / "build/train_gpt2"
 LOOP = "{% for m in messages %}"
@@ -115,6 +117,24 @@ def test_what_ends_an_answer(tmp_path):
     assert ends_of_folder(folder) == ([], ["</s>"])
     write_folder(folder, tokenizer_config__json={"eos_token": "</s>", "added_tokens_decoder": decoder})
     assert ends_of_folder(folder) == ([8], [])
+
+
+def test_what_ends_completions_of_rewards(tmp_path):
+    """The name of a token that ends an answer is its id, and a text where the tokenizer has no such token; ids that the
+    model has not, and texts without a tokenizer, cannot end anything."""
+    folder = write_folder(
+        tmp_path / "m",
+        tokenizer__json={"added_tokens": [{"id": 7, "content": "<|im_end|>"}, {"id": 9, "content": "</s>"}]},
+        tokenizer_config__json={"eos_token": "</s>", "chat_template": CHATML},
+        generation_config__json={"stop_strings": ["User:"]},
+    )
+    trainer = lambda vocab, tokenizer: SimpleNamespace(vocab=vocab, facts={"tokenizer": tokenizer})
+    chat, text = SimpleNamespace(parts=[("q", False)]), SimpleNamespace(parts=None)
+    assert stops_of(trainer(10, True), [chat], folder) == [9, 7, "User:"]
+    assert stops_of(trainer(10, True), [text], folder) == [9, "User:"]
+    assert stops_of(trainer(8, False), [text, chat], folder) == [7]
+    write_folder(folder, tokenizer__json="{}")
+    assert stops_of(trainer(10, True), [chat], folder) == ["User:", "</s>", "<|im_end|>"]
 
 
 # ---- hostile templates

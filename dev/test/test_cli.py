@@ -2194,6 +2194,20 @@ def test_samples_fill_a_step_up(trainer):
     assert run.returncode == 0 and run.stdout.count("---- sample of step") == 9, run.stderr[-2000:]
 
 
+def test_samples_with_a_draft_of_heads_that_no_kernel_has(trainer, tmp_path):
+    """A draft takes a part of the memory for keys and values, and the rows of its proposals fill a step up."""
+    model = "llama3:8B,layers=1,channels=48,heads=2,head_dim=24,ffn=40,vocab=256"
+    for name, layers in (("big", 2), ("small", 1)):
+        options = ("-t", 12, "-x", 1, "-o", tmp_path / name, "-n", 1)
+        succeeds(trainer("-e", model.replace("layers=1", f"layers={layers}"), *map(str, options)))
+    for samples in (1, 5, 9):
+        for drafted in (1, 3):
+            options = ["--samples", samples, "-g", 5, "-t", 12, "--weights", "int8", "--draft", tmp_path / "small"]
+            run = trainer.bare("-e", tmp_path / "big", "--generate", *options, "--debug", f"draft-tokens={drafted}")
+            assert run.stdout.count("---- sample of step") == samples, (samples, drafted, run.stderr[-2000:])
+            assert succeeds(run) and "drafted tokens" in run.stdout
+
+
 # ---- GPU only
 
 

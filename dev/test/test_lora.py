@@ -692,6 +692,8 @@ def test_one_rule_for_configs_of_adapters(c_trainer, folders, tmp_path, monkeypa
     opened = subprocess.run(command, capture_output=True, text=True, env=launcher.ENVIRONMENT)
     assert opened.returncode in (0, 1) and (opened.returncode == 0 or "error: " in opened.stderr), opened.stderr
     assert (checked, opened.returncode == 0) == {BOTH: (True, True), MERGE: (True, False), NEITHER: (False, False)}[who]
+    if "_pattern" in repr(change) and who == MERGE:
+        assert f"uses {next(iter(change))}" in opened.stderr and "hint: merge it: llmc merge" in opened.stderr
 
 
 def bad_number(name, place, value):

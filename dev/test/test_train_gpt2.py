@@ -808,6 +808,8 @@ def test_folders_as_the_hub_has_them(tmp_path, capsys):
         assert words in capsys.readouterr().err
     for change, words in (
         ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        # as model cards say, in a folder that transformers 5 wrote
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": {"rope_type": "default"}}, "yarn"),
         ({"head_dim": 4}, "multiple of 8"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding"),
         ({"attention_bias": True}, "biases"),
