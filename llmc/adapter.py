@@ -31,6 +31,7 @@ IGNORED = """task_type auto_mapping peft_version revision inference_mode lora_dr
 KEEPS_BASE = ("gaussian", "eva", "orthogonal")
 WITH_PEFT = "load it with peft and save merge_and_unload()"
 AGAIN = "make or download it again"
+NOT_TOGETHER = "config and weights do not belong together"
 MOST_RANK = 4096  # as in llmc/base/lora.h
 BLOCK = 1 << 15  # values of a weight that are in a core's cache together
 MARKED_VALUES = 16  # of each adapted matrix, in the mark of the base
@@ -169,6 +170,14 @@ def base_of(adapter, given):
     return base
 
 
+def open_adapter(folder, given):
+    """(an Adapter, the folder of its base, which fits). given: that folder, or None."""
+    adapter = read_adapter(folder)
+    base = base_of(adapter, given)
+    check_base(adapter, base)
+    return adapter, base
+
+
 def check_base(adapter, base):
     """Refuses an adapter of another model, and one that lacks matrices which it should have."""
     weights = model_weights(base)
@@ -180,17 +189,12 @@ def check_base(adapter, base):
             die(f"{other}: it has no matrix '{module}'", "name the right folder with --base")
         shape = matrices[module][:: -1 if is_transposed(module, gpt2) else 1]
         if (b.shape[0], a.shape[1]) != shape:
-            theirs = f"{b.shape[0]} x {a.shape[1]}"
-            die(
-                f"{other}: '{module}' is {shape[0]} x {shape[1]}, adapted {theirs}", "name the right folder with --base"
-            )
+            what = f"'{module}' is {shape[0]} x {shape[1]}, adapted {b.shape[0]} x {a.shape[1]}"
+            die(f"{other}: {what}", "name the right folder with --base")
         rank = adapter.ranks[module]
         if not a.shape[0] == b.shape[1] == rank:
-            die(
-                f"'{adapter.folder}': '{module}' has A of rank {a.shape[0]} and B of rank {b.shape[1]}, its config "
-                f"{rank}",
-                "config and weights do not belong together",
-            )
+            what = f"'{module}' has A of rank {a.shape[0]} and B of rank {b.shape[1]}, its config {rank}"
+            die(f"'{adapter.folder}': {what}", NOT_TOGETHER)
     check_targets(adapter, matrices)
     if adapter.mark and adapter.mark != base_mark(weights, adapter.pairs):
         die(f"{other}: of the same shape, but with other weights", "name the folder that it was trained with: --base")
@@ -211,10 +215,7 @@ def check_targets(adapter, matrices):
         wanted = [any(module == t or module.endswith("." + t) for t in targets) for module in matrices]
     for module, is_wanted in zip(matrices, wanted):
         if bool(is_wanted) != (module in adapter.pairs):
-            die(
-                f"'{adapter.folder}': target_modules and weights differ at '{module}'",
-                "config and weights do not belong together",
-            )
+            die(f"'{adapter.folder}': target_modules and weights differ at '{module}'", NOT_TOGETHER)
 
 
 def is_transposed(module, gpt2):
@@ -283,9 +284,7 @@ def describe(adapter, base):
     ranks, scales = sorted(set(adapter.ranks.values())), sorted(set(map(float, adapter.scales.values())))
     names = sorted({m.rpartition(".")[2] for m in adapter.pairs})
     weights = sum(a.size + b.size for a, b in adapter.pairs.values())
-    return (
-        f"{adapter.folder}: LoRA of rank {', '.join(map(str, ranks))}, scale {', '.join(f'{s:g}' for s in scales)}, "
-        f"{len(adapter.pairs)} matri{'x' if len(adapter.pairs) == 1 else 'ces'} ({', '.join(names)}), {weights:,} "
-        f"weights\n"
-        f"  its base: {base}" + ("" if adapter.mark else " (of this shape; its weights are not recorded)")
-    )
+    how = f"rank {', '.join(map(str, ranks))}, scale {', '.join(f'{s:g}' for s in scales)}"
+    matrices = f"{len(adapter.pairs)} matri{'x' if len(adapter.pairs) == 1 else 'ces'} ({', '.join(names)})"
+    unknown = "" if adapter.mark else " (of this shape; its weights are not recorded)"
+    return f"{adapter.folder}: LoRA of {how}, {matrices}, {weights:,} weights\n  its base: {base}{unknown}"
