@@ -15,7 +15,7 @@ import shlex
 import numpy as np
 
 from llmc.chat_template import Renderer, TemplateError, ends_of_folder, read_template
-from llmc.data_common import TOKEN_ADDED, die
+from llmc.data_common import TOKEN_ADDED, die, import_package
 from llmc.llmc_bin import swap_rope
 from llmc.places import that_brings
 from llmc.tokenizer_json import folder_tokenizer, tokenizer_json, tokenizer_path
@@ -36,17 +36,6 @@ LLAMA_NAMES = """context_length=context embedding_length=hidden_size block_count
     feed_forward_length=intermediate_size head_count=num_attention_heads head_count_kv=num_key_value_heads
     key_length=head_dim value_length=head_dim layer_norm_rms_eps=rms_norm_eps rope_freq_base=rope_theta
     rope_dimension_count=head_dim vocab_size=vocab_size"""
-
-
-def package():
-    try:
-        import gguf
-    except ModuleNotFoundError:
-        die("the package gguf is not installed", that_brings("gguf"))
-    return gguf
-
-
-# ---- the model
 
 
 def require_known(folder, config):
@@ -84,9 +73,6 @@ def rope_factors(config):
     turns = s["original_max_position_embeddings"] * config["rope_theta"] ** (-np.arange(0, D, 2) / D) / (2 * math.pi)
     kept = np.clip((turns - low) / (high - low), 0, 1)  # the share of the frequency that is not divided
     return (1 / (kept + (1 - kept) / s["factor"])).astype("<f4")
-
-
-# ---- tensors
 
 
 def oriented(name, array, config):
@@ -130,9 +116,6 @@ def tensors_of(gguf, folder, config, kind):
         factors = rope_factors(config)
         tensors.append(("rope_freqs.weight", "F32", factors.shape, lambda: factors))
     return tensors
-
-
-# ---- the tokenizer
 
 
 def require_tokenizer(folder, config):
@@ -197,9 +180,6 @@ def add_ends(writer, folder, tokenizer):
     return f"llama.cpp will not stop at {', '.join(lost)}: name them with --reverse-prompt" if lost else None
 
 
-# ---- the file
-
-
 def write_file(gguf, writer, path, tensors):
     """Under its own name the file is whole."""
     temporary = path + ".tmp"
@@ -232,7 +212,7 @@ def name_of(folder):
 
 def export_gguf(folder, path, kind):
     """kind: one of TYPES; None: BF16 where the weights are, else F16. Returns what to say."""
-    gguf = package()
+    gguf = import_package("gguf", hint=that_brings("gguf"))
     config = read_config(folder)
     require_known(folder, config)
     if os.path.lexists(path):

@@ -37,7 +37,7 @@ import numpy as np
 
 from llmc.chat_template import Renderer, TemplateError, ends_of_folder, read_template
 from llmc.checked_json import BadFile, read_object
-from llmc.data_common import atomic_write, die, make_folder, make_tokenizer, open_tokenizer, printable
+from llmc.data_common import atomic_write, die, import_package, make_folder, make_tokenizer, open_tokenizer, printable
 from llmc.gguf_file import TYPES, export_gguf
 from llmc.llmc_bin import export_bin, import_bin
 from llmc.places import PROGRAMS, that_brings
@@ -55,6 +55,10 @@ VERIFY_TOKENS, VERIFY_ROWS, VERIFY_BOUND = 64, 16, 1e-4  # the bound grows with 
 
 
 # ---- folders and the hub
+
+
+def positions(config):
+    return config.get("n_positions") or config["max_position_embeddings"]
 
 
 def write_json(folder, name, facts):
@@ -243,32 +247,13 @@ def add_ends(folder, config, tokenizer):
     return problem
 
 
-# ---- weights
-
-
-def positions(config):
-    return config.get("n_positions") or config["max_position_embeddings"]
-
-
-def require_model(folder):
-    """Stops where the trainers would not open a folder."""
-    fused, is_ours = re.compile(r"\.experts\.(gate_up|down)_proj$"), os.path.exists(f"{folder}/train_state.json")
-    if not is_ours and read_config(folder) and any(map(fused.search, read_tensors(folder)[1])):
-        hint = "write them apart: transformers.AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
-        die(f"'{folder}': the experts of a layer are one tensor, as transformers 5 has them in memory", hint)
-    ask("check", folder)
-
-
 # ---- logits
 
 
 def reference_logits(folder, tokens):
-    """(whose they are, logits (T, V) in fp32)"""
+    """(whose they are, logits (T, V) as a tensor in fp64)"""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        import torch
-    except ImportError:
-        die("--verify needs torch", that_brings("torch"))
+    torch = import_package("torch", "--verify needs torch", that_brings("torch"))
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     with torch.no_grad():
         try:
@@ -280,12 +265,12 @@ def reference_logits(folder, tokens):
 
             model = train_gpt2.make_model(folder, 0)
             model.window = model.config.window or -1  # a run's --window would say it
-            return "train_gpt2.py", model(ids, model.rope_table(len(tokens), "cpu"))[0].numpy()
+            return "train_gpt2.py", model(ids, model.rope_table(len(tokens), "cpu"))[0].double()
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         how = dict(local_files_only=True, dtype=torch.float32)  # not config.json's dtype, which rounds others
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval()
-        return f"transformers {transformers.__version__}", model(ids).logits[0].numpy()
+        return f"transformers {transformers.__version__}", model(ids).logits[0].double()
 
 
 def our_log_probabilities(folder, tokens, targets):
@@ -298,14 +283,6 @@ def our_log_probabilities(folder, tokens, targets):
         sys.exit(f"error: {e}")
 
 
-def log_probabilities(logits, targets):
-    """log_softmax(logits (T, V)) at targets (R, T), in fp64."""
-    logits = logits.astype(np.float64)
-    most = logits.max(1, keepdims=True)
-    sums = most + np.log(np.exp(logits - most).sum(1, keepdims=True))
-    return np.take_along_axis(logits - sums, targets.T, 1).T
-
-
 def verify(folder, reference=None):
     """Compares log-probabilities, each of which has the sum over all logits of its place in it, of VERIFY_ROWS targets
     for every token: different ones, as far as the vocabulary has them. reference: another folder, for tests."""
@@ -314,7 +291,7 @@ def verify(folder, reference=None):
     tokens, targets = rng.integers(0, V, T), np.resize(rng.permutation(V), (VERIFY_ROWS, T))
     ours = our_log_probabilities(folder, tokens, targets)
     whose, logits = reference_logits(reference or folder, tokens)
-    theirs, largest = log_probabilities(logits, targets), float(np.abs(logits).max())
+    theirs, largest = np.take_along_axis(logits.log_softmax(1).numpy(), targets.T, 1).T, float(logits.abs().max())
     difference = float(np.abs(ours - theirs).max())
     text = f"log-probabilities after {T} tokens by the CPU trainer and by {whose}: largest difference {difference:.2e}"
     text += f", of logits up to {largest:.3g}"
@@ -327,6 +304,15 @@ def verify(folder, reference=None):
 
 
 # ---- commands
+
+
+def require_model(folder):
+    """Stops where the trainers would not open a folder."""
+    fused, is_ours = re.compile(r"\.experts\.(gate_up|down)_proj$"), os.path.exists(f"{folder}/train_state.json")
+    if not is_ours and read_config(folder) and any(map(fused.search, read_tensors(folder)[1])):
+        hint = "write them apart: transformers.AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+        die(f"'{folder}': the experts of a layer are one tensor, as transformers 5 has them in memory", hint)
+    ask("check", folder)
 
 
 @contextlib.contextmanager
