@@ -8,8 +8,8 @@ import json
 import math
 import os
 import re
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from llmc.weights import ask, convert, model_weights, opened, read_config, read_tensors, require_finite  # first
 
@@ -38,21 +38,13 @@ MARKED_VALUES = 16  # of each adapted matrix, in the mark of the base
 find_patterns = Limited("llmc.patterns:finder", seconds=5)
 
 
-@dataclass
-class Adapter:
-    folder: str
-    config: dict
-    pairs: dict  # module -> A, B as fp32 arrays
-    ranks: dict  # module -> what the config says
-    scales: dict  # module -> np.float32
-    mark: str  # of the base's weights; "": not recorded
+# pairs: {module: (A, B) as fp32 arrays}; ranks: {module: what the config says}; scales: {module: np.float32};
+# mark: that of the base's weights, or "" where it is not recorded
+Adapter = namedtuple("Adapter", "folder config pairs ranks scales mark")
 
 
 def is_adapter(folder):
     return os.path.isfile(os.path.join(folder, "adapter_config.json"))
-
-
-# ---- read
 
 
 def read_adapter(folder):
@@ -91,10 +83,10 @@ def check_options(path, config):
         die(f"'{path}': target_modules is {json.dumps(targets)[:80]}, not names of matrices", AGAIN)
     if not isinstance(config.get("use_rslora", False), bool):
         die(f"'{path}': use_rslora is {json.dumps(config['use_rslora'])[:80]}, neither true nor false", AGAIN)
-    for name, key, good, what in (
-        ("r", "rank_pattern", is_rank, f"no rank from 1 to {MOST_RANK}"),
-        ("lora_alpha", "alpha_pattern", is_alpha, "no number above 0 of fp32"),
-    ):
+    is_rank = lambda value: type(value) is int and 1 <= value <= MOST_RANK
+    checks = [("r", "rank_pattern", is_rank, f"no rank from 1 to {MOST_RANK}")]
+    checks += [("lora_alpha", "alpha_pattern", is_alpha, "no number above 0 of fp32")]
+    for name, key, good, what in checks:
         patterns = config.get(key)
         if not says_nothing(patterns) and not isinstance(patterns, dict):
             die(f"'{path}': {key} is {json.dumps(patterns)[:80]}, not numbers by pattern", AGAIN)
@@ -102,10 +94,6 @@ def check_options(path, config):
         for what_is, value in (values | ({name: config[name]} if name in config else {})).items():
             if not good(value):
                 die(f"'{path}': {what_is} is {json.dumps(value)[:80]}, {what}", AGAIN)
-
-
-def is_rank(value):
-    return type(value) is int and 1 <= value <= MOST_RANK
 
 
 def is_alpha(value):
@@ -155,9 +143,6 @@ def pairs_of(path, tensors):
     if not halves:
         die(f"'{path}' holds no adapters", AGAIN)
     return {module: (pair["A"], pair["B"]) for module, pair in halves.items()}
-
-
-# ---- its base
 
 
 def base_of(adapter, given):
@@ -230,9 +215,6 @@ def base_mark(weights, modules):
         if name.removesuffix(".weight") in modules:
             data += convert(array[:MARKED_VALUES].reshape(-1)[:MARKED_VALUES], dtype, "F32").tobytes()
     return f"{fnv1a(data):016x}"
-
-
-# ---- merged
 
 
 @np.errstate(over="ignore", invalid="ignore")

@@ -104,10 +104,9 @@ def read_header(path):
         sizes, begin, scaled = h[2:9].tolist(), 2048, h[9]
         multiplier, epsilon, theta = h[256:259].view("<f4")
         if scaled not in (0, 1):  # there, this word is multiple_of and the floats are cut to whole numbers
-            what = (
-                f"'{path}' has the header of llm.c's master branch, which does not say the MLP's width or the epsilon"
-            )
-            die(what, "write it with train_llama3.py of llm.c's llama3 branch")
+            lacks = "which does not say the MLP's width or the epsilon"
+            hint = "write it with train_llama3.py of llm.c's llama3 branch"
+            die(f"'{path}' has the header of llm.c's master branch, {lacks}", hint)
         NH, C, multiple_of = sizes[3], *sizes[5:]
         wrong = min(sizes) < 1 or C % NH or not 0 < multiplier < 1000
         config = {"model_type": "llama"} | dict(zip(LLAMA_SIZES, sizes))
