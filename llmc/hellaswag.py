@@ -29,7 +29,11 @@ def example(tokenizer, record, where):
     return encode(tokenizer, context, endings, gold, where)
 
 
-if __name__ == "__main__":
-    outlive_reader()
+def main():
     versions = lambda args: 1 if args.tokenizer == "gpt2" else 2
     convert_download(__doc__, URL, "hellaswag", "hellaswag_val.bin", rows, example, versions)
+
+
+if __name__ == "__main__":
+    outlive_reader()
+    main()

@@ -42,6 +42,10 @@ def example(tokenizer, row, where):
     return encode(tokenizer, f"Question: {row[0]}\n\nAnswer:", endings, "ABCD".index(row[5]), where)
 
 
+def main():
+    convert_download(__doc__, URL, "mmlu", "mmlu.bin", records, example, lambda args: 2)
+
+
 if __name__ == "__main__":
     outlive_reader()
-    convert_download(__doc__, URL, "mmlu", "mmlu.bin", records, example, lambda args: 2)
+    main()

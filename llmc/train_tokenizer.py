@@ -99,9 +99,6 @@ def empty_tokenizer(kind):
     return package.Tokenizer.from_str(json.dumps(file))
 
 
-# ---- text
-
-
 class Texts:
     """Reads the pieces of the inputs once.
 
@@ -182,9 +179,6 @@ def telling(texts):
         thread.join()
 
 
-# ---- training
-
-
 def train(texts, args):
     """A trained tokenizers.Tokenizer, its special tokens at the end."""
     package, made = import_package("tokenizers"), empty_tokenizer(KIND_OF_PATTERN[args.pattern])
@@ -215,9 +209,6 @@ def write(made, folder):
     except OSError as e:
         die(f"cannot write '{folder}': {e.strerror}", "free some space, or name another --output")
     return tokenizer
-
-
-# ---- what came of it
 
 
 def say_what_was_made(tokenizer, texts, args):
