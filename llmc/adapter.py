@@ -8,8 +8,8 @@ import json
 import math
 import os
 import re
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from llmc.weights import ask, convert, model_weights, opened, read_config, read_tensors, require_finite  # first
 
@@ -31,27 +31,20 @@ IGNORED = """task_type auto_mapping peft_version revision inference_mode lora_dr
 KEEPS_BASE = ("gaussian", "eva", "orthogonal")
 WITH_PEFT = "load it with peft and save merge_and_unload()"
 AGAIN = "make or download it again"
+NOT_TOGETHER = "config and weights do not belong together"
 MOST_RANK = 4096  # as in llmc/base/lora.h
 BLOCK = 1 << 15  # values of a weight that are in a core's cache together
 MARKED_VALUES = 16  # of each adapted matrix, in the mark of the base
 find_patterns = Limited("llmc.patterns:finder", seconds=5)
 
 
-@dataclass
-class Adapter:
-    folder: str
-    config: dict
-    pairs: dict  # module -> A, B as fp32 arrays
-    ranks: dict  # module -> what the config says
-    scales: dict  # module -> np.float32
-    mark: str  # of the base's weights; "": not recorded
+# pairs: {module: (A, B) as fp32 arrays}; ranks: {module: what the config says}; scales: {module: np.float32};
+# mark: that of the base's weights, or "" where it is not recorded
+Adapter = namedtuple("Adapter", "folder config pairs ranks scales mark")
 
 
 def is_adapter(folder):
     return os.path.isfile(os.path.join(folder, "adapter_config.json"))
-
-
-# ---- read
 
 
 def read_adapter(folder):
@@ -90,10 +83,10 @@ def check_options(path, config):
         die(f"'{path}': target_modules is {json.dumps(targets)[:80]}, not names of matrices", AGAIN)
     if not isinstance(config.get("use_rslora", False), bool):
         die(f"'{path}': use_rslora is {json.dumps(config['use_rslora'])[:80]}, neither true nor false", AGAIN)
-    for name, key, good, what in (
-        ("r", "rank_pattern", is_rank, f"no rank from 1 to {MOST_RANK}"),
-        ("lora_alpha", "alpha_pattern", is_alpha, "no number above 0 of fp32"),
-    ):
+    is_rank = lambda value: type(value) is int and 1 <= value <= MOST_RANK
+    checks = [("r", "rank_pattern", is_rank, f"no rank from 1 to {MOST_RANK}")]
+    checks += [("lora_alpha", "alpha_pattern", is_alpha, "no number above 0 of fp32")]
+    for name, key, good, what in checks:
         patterns = config.get(key)
         if not says_nothing(patterns) and not isinstance(patterns, dict):
             die(f"'{path}': {key} is {json.dumps(patterns)[:80]}, not numbers by pattern", AGAIN)
@@ -101,10 +94,6 @@ def check_options(path, config):
         for what_is, value in (values | ({name: config[name]} if name in config else {})).items():
             if not good(value):
                 die(f"'{path}': {what_is} is {json.dumps(value)[:80]}, {what}", AGAIN)
-
-
-def is_rank(value):
-    return type(value) is int and 1 <= value <= MOST_RANK
 
 
 def is_alpha(value):
@@ -156,9 +145,6 @@ def pairs_of(path, tensors):
     return {module: (pair["A"], pair["B"]) for module, pair in halves.items()}
 
 
-# ---- its base
-
-
 def base_of(adapter, given):
     base = opened(given) if given else adapter.config.read("base_model_name_or_path", str)
     if not base or not os.path.isdir(base):
@@ -167,6 +153,14 @@ def base_of(adapter, given):
             hint = f"llmc import {base} models/{base.split('/')[1]}, then name that folder with --base"
         die(f"'{adapter.folder}': its base {base!r} is no folder here", hint)
     return base
+
+
+def open_adapter(folder, given):
+    """(an Adapter, the folder of its base, which fits). given: that folder, or None."""
+    adapter = read_adapter(folder)
+    base = base_of(adapter, given)
+    check_base(adapter, base)
+    return adapter, base
 
 
 def check_base(adapter, base):
@@ -180,17 +174,12 @@ def check_base(adapter, base):
             die(f"{other}: it has no matrix '{module}'", "name the right folder with --base")
         shape = matrices[module][:: -1 if is_transposed(module, gpt2) else 1]
         if (b.shape[0], a.shape[1]) != shape:
-            theirs = f"{b.shape[0]} x {a.shape[1]}"
-            die(
-                f"{other}: '{module}' is {shape[0]} x {shape[1]}, adapted {theirs}", "name the right folder with --base"
-            )
+            what = f"'{module}' is {shape[0]} x {shape[1]}, adapted {b.shape[0]} x {a.shape[1]}"
+            die(f"{other}: {what}", "name the right folder with --base")
         rank = adapter.ranks[module]
         if not a.shape[0] == b.shape[1] == rank:
-            die(
-                f"'{adapter.folder}': '{module}' has A of rank {a.shape[0]} and B of rank {b.shape[1]}, its config "
-                f"{rank}",
-                "config and weights do not belong together",
-            )
+            what = f"'{module}' has A of rank {a.shape[0]} and B of rank {b.shape[1]}, its config {rank}"
+            die(f"'{adapter.folder}': {what}", NOT_TOGETHER)
     check_targets(adapter, matrices)
     if adapter.mark and adapter.mark != base_mark(weights, adapter.pairs):
         die(f"{other}: of the same shape, but with other weights", "name the folder that it was trained with: --base")
@@ -211,10 +200,7 @@ def check_targets(adapter, matrices):
         wanted = [any(module == t or module.endswith("." + t) for t in targets) for module in matrices]
     for module, is_wanted in zip(matrices, wanted):
         if bool(is_wanted) != (module in adapter.pairs):
-            die(
-                f"'{adapter.folder}': target_modules and weights differ at '{module}'",
-                "config and weights do not belong together",
-            )
+            die(f"'{adapter.folder}': target_modules and weights differ at '{module}'", NOT_TOGETHER)
 
 
 def is_transposed(module, gpt2):
@@ -229,9 +215,6 @@ def base_mark(weights, modules):
         if name.removesuffix(".weight") in modules:
             data += convert(array[:MARKED_VALUES].reshape(-1)[:MARKED_VALUES], dtype, "F32").tobytes()
     return f"{fnv1a(data):016x}"
-
-
-# ---- merged
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -283,9 +266,7 @@ def describe(adapter, base):
     ranks, scales = sorted(set(adapter.ranks.values())), sorted(set(map(float, adapter.scales.values())))
     names = sorted({m.rpartition(".")[2] for m in adapter.pairs})
     weights = sum(a.size + b.size for a, b in adapter.pairs.values())
-    return (
-        f"{adapter.folder}: LoRA of rank {', '.join(map(str, ranks))}, scale {', '.join(f'{s:g}' for s in scales)}, "
-        f"{len(adapter.pairs)} matri{'x' if len(adapter.pairs) == 1 else 'ces'} ({', '.join(names)}), {weights:,} "
-        f"weights\n"
-        f"  its base: {base}" + ("" if adapter.mark else " (of this shape; its weights are not recorded)")
-    )
+    how = f"rank {', '.join(map(str, ranks))}, scale {', '.join(f'{s:g}' for s in scales)}"
+    matrices = f"{len(adapter.pairs)} matri{'x' if len(adapter.pairs) == 1 else 'ces'} ({', '.join(names)})"
+    unknown = "" if adapter.mark else " (of this shape; its weights are not recorded)"
+    return f"{adapter.folder}: LoRA of {how}, {matrices}, {weights:,} weights\n  its base: {base}{unknown}"

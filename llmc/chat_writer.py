@@ -18,6 +18,7 @@ from llmc.chat_template import PROBE, Task, TemplateError
 MARKS = "\0<learned>\0", "\0</learned>\0"  # around what a template has between {% generation %} tags
 ENOUGH_SECONDS, ENOUGH_CHARACTERS = 0.5, 1 << 22  # of one call of the child: limits count for a conversation
 PART = 16  # turns of the user
+TAGS_HINT = "use a --template with {% generation %} tags around what the assistant says: chatml, llama3 or a file"
 
 
 class Generation(Extension):
@@ -115,11 +116,8 @@ class Writer:
             turn = self.plain(task.messages[: i + 1], task)
             if not turn.startswith(before) or not text.startswith(turn):
                 what = "what follows it" if turn.startswith(before) else "the generation prompt"
-                raise TemplateError(
-                    f"message {i + 1}: the chat template writes the turn in another way where {what} is not there",
-                    "use a --template with {% generation %} tags around what the assistant says: chatml, llama3 or a "
-                    "file",
-                )
+                problem = f"the chat template writes the turn in another way where {what} is not there"
+                raise TemplateError(f"message {i + 1}: {problem}", TAGS_HINT)
             spans.append((len(before), len(turn.rstrip())))
         return spans
 
@@ -135,10 +133,9 @@ class Writer:
         text = self.plain(messages, task) if changed else ""
         for mark, (i, name) in changed.items():
             if mark not in text:
-                raise TemplateError(
-                    f"message {i}: the chat template does not write the call of the tool {str(name)[:60]!r}",
-                    "take a template that writes tool calls, or write the call as the message's content",
-                )
+                problem = f"the chat template does not write the call of the tool {str(name)[:60]!r}"
+                hint = "take a template that writes tool calls, or write the call as the message's content"
+                raise TemplateError(f"message {i}: {problem}", hint)
 
     def of_learned_messages(self, text, spans, task):
         """With tags: those of `spans` that do not change with the messages that are not learned."""

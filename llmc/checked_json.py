@@ -1,10 +1,5 @@
-"""JSON files of folders from elsewhere. What is wrong with one is said in a line, never as a traceback.
-
-    config = read_object("model/tokenizer_config.json")    {} where there is no such file
-    config.read("eos_token", (str, dict))                  None where it is absent or null; BadFile where it is a list
-    config.read_list("added_tokens", dict)                 [] where it is absent or null
-
-Objects inside are such objects, too. BadFile is a ValueError whose text names the file and the field.
+"""JSON files of folders from elsewhere, read by read_object() or parse_object(). What is wrong with one is said in a
+line, never as a traceback: config.read("eos_token", (str, dict)) of such an Object is a BadFile where that is a list.
 Only Python's standard library.
 """
 

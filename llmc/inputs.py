@@ -1,10 +1,5 @@
 """What --input names, for every script that reads text: files, folders, globs and data sets of the Hugging Face hub.
 
-    add_arguments(parser)      --input, --val-input and --python-stdlib
-    read_arguments(parser)     how they are read: --text-field, --as, --encoding-errors, --skip-bad
-    find(args, ranks)          (paths, paths for validation); what is on the hub is downloaded
-    reader_of(args, ...)       a Reader with these settings; tell_counts(...): what it left out
-
 A name of the hub is hub:OWNER/NAME[@REVISION][/PATTERN]. PATTERN is a file, a folder, or a glob whose * also stands for
 a /. REVISION is a branch, a tag or a commit; a / in it is spelt %2F. The default is main, as it was when it was first
 listed here (--cache).
@@ -16,7 +11,7 @@ import re
 import sysconfig
 
 from llmc import download
-from llmc.data_common import die
+from llmc.data_common import die, plural
 from llmc.reader import SUFFIXES, Reader, find_inputs, kind_of, walk
 
 HUB = "hub:"
@@ -27,35 +22,25 @@ def add_arguments(parser):
     name = "PATH|hub:NAME"
     a("--input", nargs="+", default=[], metavar=name, help="files, folders, quoted globs, hub:OWNER/NAME/GLOB")
     a("--val-input", nargs="+", default=[], metavar=name, help="text that is held out: all of these")
-    a(
-        "--python-stdlib",
-        action="store_true",
-        help="the source of this machine's Python standard library, without its tests",
-    )
+    what = "the source of this machine's Python standard library, without its tests"
+    a("--python-stdlib", action="store_true", help=what)
     download.add_cache_argument(parser)
 
 
 def read_arguments(parser):
     a = parser.add_argument
     a("--text-field", default="text", metavar="NAME", help="field of .jsonl, column of .parquet (text)")
-    a(
-        "--encoding-errors",
-        choices=("strict", "replace"),
-        default="strict",
-        help="what is not UTF-8 stops the run, or becomes U+FFFD",
-    )
-    a(
-        "--skip-bad",
-        action="store_true",
-        help="leave out rows of .jsonl and .json that are no JSON or have no text in the field",
-    )
-    a(
-        "--as",
-        dest="read_as",
-        choices=("kind", "text"),
-        default="kind",
-        help="kind: as the name's ending says; text: every file is a text, such as source code",
-    )
+    what = "what is not UTF-8 stops the run, or becomes U+FFFD"
+    a("--encoding-errors", choices=("strict", "replace"), default="strict", help=what)
+    what = "leave out rows of .jsonl and .json that are no JSON or have no text in the field"
+    a("--skip-bad", action="store_true", help=what)
+    what = "kind: as the name's ending says; text: every file is a text, such as source code"
+    a("--as", dest="read_as", choices=("kind", "text"), default="kind", help=what)
+
+
+def require_arguments(args):
+    if not args.output or not (args.input or args.python_stdlib):
+        die("--output and one of --input, --python-stdlib are needed", "see --help")
 
 
 def python_stdlib():
@@ -86,10 +71,8 @@ def hub_files(name, args, ranks=None):
 
 def find(args, ranks=None):
     """(paths of --input, paths of --val-input): on rank 0. All ranks call this, because they share a download."""
-    groups = [
-        [path for name in names for path in (hub_files(name, args, ranks) if name.startswith(HUB) else [name])]
-        for names in (args.input, args.val_input)
-    ]
+    local = lambda name: hub_files(name, args, ranks) if name.startswith(HUB) else [name]
+    groups = [[path for name in names for path in local(name)] for names in (args.input, args.val_input)]
     if ranks and ranks.rank > 0:
         return None
     # what is passed over is said once
@@ -99,13 +82,10 @@ def find(args, ranks=None):
 
 def tell_counts(empty, skipped, replaced):
     """What a Reader, or several, did not take as it stands."""
-    for count, what in (
-        (empty, "empty document{} left out"),
-        (skipped, "bad row{} left out"),
-        (replaced, "character{} replaced: not UTF-8, or NUL"),
-    ):
-        if count:
-            print(f"note: {count:,} {what.format('s' * (count != 1))}")
+    counts = {"empty document": empty, "bad row": skipped, "character": replaced}
+    for what, count in filter(lambda item: item[1], counts.items()):
+        how = "replaced: not UTF-8, or NUL" if what == "character" else "left out"
+        print(f"note: {plural(count, what)} {how}")
 
 
 def reader_of(args, no_nul, names=()):

@@ -1,13 +1,12 @@
 """Runs code or patterns from elsewhere (chat templates, patterns of adapters) in a child process with limits.
 
-    render = Limited("llmc.chat_template:renderer", text, seconds=5)    calls renderer(text) in the child, once
-    render(messages)                                               calls what that returned
-
-Arguments and results are JSON. The code sees an empty input, and what it prints goes to stderr: the pipes of calls and
-answers have other descriptors. An answer bears the key of its call, so that what the code writes into that pipe is an
-error and no answer; only code that looks for the key in its own process finds it. A call that takes too long or too
-much memory ends the child, raises Exceeded, and the next call starts another child. An exception in the child is a
-Failed with its text. Threads may share a Limited; calls wait for each other. Only Python's standard library; Linux.
+Limited("llmc.chat_writer:writer", text, tokens) calls writer(text, tokens) in the child, once; calls of it are calls of
+what that returned. Arguments and results are JSON. The code sees an empty input, and what it prints goes to stderr: the
+pipes of calls and answers have other descriptors. An answer bears the key of its call, so that what the code writes
+into that pipe is an error and no answer; only code that looks for the key in its own process finds it. A call that
+takes too long or too much memory ends the child, raises Exceeded, and the next call starts another child. An exception
+in the child is a Failed with its text. Threads may share a Limited; calls wait for each other. Only Python's standard
+library; Linux.
 """
 
 import importlib

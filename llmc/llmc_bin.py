@@ -13,16 +13,15 @@ import os
 import numpy as np
 
 from llmc.data_common import atomic_write, die
-from llmc.weights import DTYPES, ask, convert, model_weights, read_config, tensor_names, write_file, write_safetensors
+from llmc.weights import DTYPES, ask, convert, model_weights, read_config, tensor_names, write_arrays, write_safetensors
 
 GPT2, LLAMA, VERSIONS = 20240326, 20240803, {3: "F32", 5: "BF16"}
-LLAMA_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+# What words 2 and on are called in a config.json.
+GPT2_SIZES = ("n_positions", "vocab_size", "n_layer", "n_head", "n_embd")
+LLAMA_SIZES = """max_position_embeddings vocab_size num_hidden_layers num_attention_heads num_key_value_heads
+    hidden_size""".split()
+LLAMA_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_ROPE |= {"original_max_position_embeddings": 8192}
 
 
 def padded(vocab_size):
@@ -32,70 +31,39 @@ def padded(vocab_size):
 def pieces(config):
     """[(name, shape in the .bin, what changes on the way)] in the order of the file; name None: zeros that no folder
     holds."""
-    if config["model_type"] == "gpt2":
-        C, prefix, layers = config["n_embd"], "transformer.h", config["n_layer"]
-        first = [
-            ("transformer.wte.weight", (padded(config["vocab_size"]), C), "pad"),
-            ("transformer.wpe.weight", (config["n_positions"], C), ""),
-        ]
-        groups = [
-            [("ln_1.weight", (C,), "")],
-            [("ln_1.bias", (C,), "")],
-            [("attn.c_attn.weight", (3 * C, C), "transpose")],
-            [("attn.c_attn.bias", (3 * C,), "")],
-            [("attn.c_proj.weight", (C, C), "transpose")],
-            [("attn.c_proj.bias", (C,), "")],
-            [("ln_2.weight", (C,), "")],
-            [("ln_2.bias", (C,), "")],
-            [("mlp.c_fc.weight", (4 * C, C), "transpose")],
-            [("mlp.c_fc.bias", (4 * C,), "")],
-            [("mlp.c_proj.weight", (C, 4 * C), "transpose")],
-            [("mlp.c_proj.bias", (C,), "")],
-        ]
-        last = [("transformer.ln_f.weight", (C,), ""), ("transformer.ln_f.bias", (C,), "")]
+    is_gpt2 = config["model_type"] == "gpt2"
+    if is_gpt2:
+        T, V, L, _, C = (config[key] for key in GPT2_SIZES)
+        found = [("transformer.wte.weight", (padded(V), C), "pad"), ("transformer.wpe.weight", (T, C), "")]
+        prefix, end = "transformer.h", "transformer.ln_f"
+        groups = [[("ln_1", C, None)], [("attn.c_attn", 3 * C, C)], [("attn.c_proj", C, C)]]
+        groups += [[("ln_2", C, None)], [("mlp.c_fc", 4 * C, C)], [("mlp.c_proj", C, 4 * C)]]
     else:
-        C, V, F, NH, NKV, layers = (
-            config[k]
-            for k in (
-                "hidden_size",
-                "vocab_size",
-                "intermediate_size",
-                "num_attention_heads",
-                "num_key_value_heads",
-                "num_hidden_layers",
-            )
-        )
-        KV, prefix, zeros = C // NH * NKV, "model.layers", lambda n: [(None, (n,), "")]
-        first = [("model.embed_tokens.weight", (V, C), ""), ("lm_head.weight", (V, C), "")]
-        groups = [
-            [("input_layernorm.weight", (C,), "")],
-            zeros(C),
-            [
-                ("self_attn.q_proj.weight", (C, C), "rope"),
-                ("self_attn.k_proj.weight", (KV, C), "rope"),
-                ("self_attn.v_proj.weight", (KV, C), ""),
-            ],
-            zeros(C + 2 * KV),
-            [("self_attn.o_proj.weight", (C, C), "")],
-            zeros(C),
-            [("post_attention_layernorm.weight", (C,), "")],
-            zeros(C),
-            [("mlp.up_proj.weight", (F, C), ""), ("mlp.gate_proj.weight", (F, C), "")],
-            zeros(2 * F),
-            [("mlp.down_proj.weight", (C, F), "")],
-            zeros(C),
-        ]
-        last = [("model.norm.weight", (C,), ""), *zeros(C)]
-    return (
-        first
-        + [
-            (name and f"{prefix}.{l}.{name}", shape, change)
-            for group in groups
-            for l in range(layers)
-            for name, shape, change in group
-        ]
-        + last
-    )
+        _, V, L, NH, NKV, C = (config[key] for key in LLAMA_SIZES)
+        F, KV = config["intermediate_size"], C // NH * NKV
+        found = [("model.embed_tokens.weight", (V, C), ""), ("lm_head.weight", (V, C), "")]
+        prefix, end = "model.layers", "model.norm"
+        attention = [("self_attn.q_proj", C, C), ("self_attn.k_proj", KV, C), ("self_attn.v_proj", KV, C)]
+        groups = [[("input_layernorm", C, None)], attention, [("self_attn.o_proj", C, C)]]
+        groups += [[("post_attention_layernorm", C, None)], [("mlp.up_proj", F, C), ("mlp.gate_proj", F, C)]]
+        groups += [[("mlp.down_proj", C, F)]]
+    for group in groups:
+        found += group_pieces(group, [f"{prefix}.{l}." for l in range(L)], is_gpt2)
+    return found + group_pieces([(end, C, None)], [""], is_gpt2)
+
+
+def group_pieces(group, prefixes, is_gpt2):
+    """What stands together in a .bin: for each prefix the weights of [(name, rows, columns or None)], then for each the
+    biases, of which Llama has none."""
+    found = []
+    for prefix in prefixes:
+        for name, rows, columns in group:
+            change = "transpose" if is_gpt2 and columns else "rope" if name.endswith(("q_proj", "k_proj")) else ""
+            found.append((f"{prefix}{name}.weight", (rows, columns) if columns else (rows,), change))
+    for prefix in prefixes:
+        rows = sum(rows for _, rows, _ in group)
+        found.append((f"{prefix}{group[0][0]}.bias" if is_gpt2 else None, (rows,), ""))
+    return found
 
 
 def swap_rope(array, head_dim, back):
@@ -105,22 +73,14 @@ def swap_rope(array, head_dim, back):
     return array.reshape(-1, *pairs, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
 
 
-def from_bin(array, change, config):
+def changed(array, change, config, back):
+    """A tensor of a folder as the .bin has it, or `back`."""
     if change == "rope":
-        return swap_rope(array, config["hidden_size"] // config["num_attention_heads"], back=True)
-    return array.T if change == "transpose" else array[: config["vocab_size"]] if change == "pad" else array
-
-
-def to_bin(array, change, config):
-    if change == "rope":
-        return swap_rope(array, config["hidden_size"] // config["num_attention_heads"], back=False)
-    return (
-        array.T
-        if change == "transpose"
-        else np.pad(array, ((0, padded(len(array)) - len(array)), (0, 0)))
-        if change == "pad"
-        else array
-    )
+        return swap_rope(array, config["hidden_size"] // config["num_attention_heads"], back)
+    if change == "pad":
+        V = config["vocab_size"]
+        return array[:V] if back else np.pad(array, ((0, padded(V) - V), (0, 0)))
+    return array.T if change == "transpose" else array
 
 
 def llama_ffn(channels, multiplier, multiple_of):
@@ -132,48 +92,28 @@ def read_header(path):
     """(the dict of a config.json, dtype, byte where the tensors begin)"""
     h = np.fromfile(path, "<i4", 512)
     if len(h) < 512 or h[0] not in (GPT2, LLAMA):
-        die(
-            f"'{path}' is not a model of llm.c{f' (magic {h[0]})' if len(h) else ''}",
-            "its models are gpt2_124M.bin, model_*.bin and the like; state_*.bin and token shards are not",
-        )
+        hint = "its models are gpt2_124M.bin, model_*.bin and the like; state_*.bin and token shards are not"
+        die(f"'{path}' is not a model of llm.c{f' (magic {h[0]})' if len(h) else ''}", hint)
     if h[1] not in VERSIONS:
         die(f"'{path}' has version {h[1]}, not 3 (fp32) or 5 (bf16)", "write it again with llm.c as it is today")
-    T, V, L, NH = map(int, h[2:6])
     if h[0] == GPT2:
-        sizes, begin = [T, V, L, NH, int(h[6])], 1024
-        wrong = h[7] != padded(V) or min(sizes) < 1
-        config = {
-            "model_type": "gpt2",
-            "n_positions": T,
-            "vocab_size": V,
-            "n_layer": L,
-            "n_head": NH,
-            "n_embd": sizes[-1],
-        }
+        sizes, begin = h[2:7].tolist(), 1024
+        wrong = h[7] != padded(sizes[1]) or min(sizes) < 1
+        config = {"model_type": "gpt2"} | dict(zip(GPT2_SIZES, sizes))
     else:
-        NKV, C, multiple_of, scaled = map(int, h[6:10])
+        sizes, begin, scaled = h[2:9].tolist(), 2048, h[9]
         multiplier, epsilon, theta = h[256:259].view("<f4")
         if scaled not in (0, 1):  # there, this word is multiple_of and the floats are cut to whole numbers
-            die(
-                f"'{path}' has the header of llm.c's master branch, which does not say the MLP's width or the epsilon",
-                "write it with train_llama3.py of llm.c's llama3 branch",
-            )
-        sizes, begin = [T, V, L, NH, NKV, C, multiple_of], 2048
+            lacks = "which does not say the MLP's width or the epsilon"
+            hint = "write it with train_llama3.py of llm.c's llama3 branch"
+            die(f"'{path}' has the header of llm.c's master branch, {lacks}", hint)
+        NH, C, multiple_of = sizes[3], *sizes[5:]
         wrong = min(sizes) < 1 or C % NH or not 0 < multiplier < 1000
-        config = {
-            "model_type": "llama",
-            "max_position_embeddings": T,
-            "vocab_size": V,
-            "num_hidden_layers": L,
-            "num_attention_heads": NH,
-            "num_key_value_heads": NKV,
-            "hidden_size": C,
-            "intermediate_size": 0 if wrong else llama_ffn(C, multiplier, multiple_of),
-            "rms_norm_eps": float(str(epsilon)),
-            "rope_theta": float(theta),
-            "tie_word_embeddings": False,
-        } | ({"rope_scaling": LLAMA_ROPE} if scaled else {})
-    if wrong or max(sizes) > 1 << 24 or L > 1024:
+        config = {"model_type": "llama"} | dict(zip(LLAMA_SIZES, sizes))
+        config["intermediate_size"] = 0 if wrong else llama_ffn(C, multiplier, multiple_of)
+        config |= {"rms_norm_eps": float(str(epsilon)), "rope_theta": float(theta), "tie_word_embeddings": False}
+        config |= {"rope_scaling": LLAMA_ROPE} if scaled else {}
+    if wrong or max(sizes) > 1 << 24 or sizes[2] > 1024:
         die(f"'{path}': the sizes in its header make no sense: {sizes}", "copy it again")
     dtype, size = VERSIONS[int(h[1])], os.path.getsize(path)
     needed = begin + DTYPES[dtype].itemsize * sum(int(np.prod(shape, dtype=object)) for _, shape, _ in pieces(config))
@@ -190,79 +130,60 @@ def import_bin(path, folder, to):
         array = np.memmap(path, DTYPES[dtype], "r", at, shape)
         at += array.nbytes
         if name:
-            shape = shape if change == "rope" else from_bin(array, change, config).shape
-            tensors[name] = (
-                to,
-                shape,
-                lambda array=array, change=change: convert(from_bin(array, change, config), dtype, to),
-            )
+            make = lambda array=array, change=change: convert(changed(array, change, config, True), dtype, to)
+            tensors[name] = to, shape if change == "rope" else changed(array, change, config, True).shape, make
         elif (array << array.dtype.type(1)).any():  # -0 is zero too
-            die(
-                f"'{path}' holds biases that are not zero, which Llama has no place for",
-                "use weights that were trained without them",
-            )
+            what = f"'{path}' holds biases that are not zero, which Llama has no place for"
+            die(what, "use weights that were trained without them")
     target = os.path.join(folder, "config.json")
     atomic_write(target, json.dumps(config).encode())
     atomic_write(target, ask("config", folder, "bf16" if to == "BF16" else "fp32") + b"\n")  # as the trainers write it
     write_safetensors(os.path.join(folder, "model.safetensors"), {name: tensors[name] for name in tensor_names(folder)})
 
 
-def export_bin(folder, path, to):
-    config, weights = read_config(folder), model_weights(folder)
-    to = to or ("BF16" if {dtype for dtype, _ in weights.values()} == {"BF16"} else "F32")
-    version, header = next(v for v, dtype in VERSIONS.items() if dtype == to), np.zeros(512, "<i4")
-    cannot = []
-    if config["model_type"] == "gpt2":
-        V, C = config["vocab_size"], config["n_embd"]
-        cannot += (
-            ["tie_word_embeddings false"] * (not config["tie_word_embeddings"])
-            + ["n_inner"] * (config["n_inner"] != 4 * C)
-            + ["layer_norm_epsilon"] * (config["layer_norm_epsilon"] != 1e-5)
-        )
+def header_of(folder, config, version):
+    """The words of a .bin. Ends the program where they cannot say what a model is."""
+    header, kind = np.zeros(512, "<i4"), config["model_type"]
+    if kind == "gpt2":
+        V, C, tied = config["vocab_size"], config["n_embd"], config["tie_word_embeddings"]
+        lost = {"tie_word_embeddings false": not tied, "n_inner": config["n_inner"] != 4 * C}
+        lost["layer_norm_epsilon"] = config["layer_norm_epsilon"] != 1e-5
         header = header[:256]
-        header[:8] = GPT2, version, config["n_positions"], V, config["n_layer"], config["n_head"], C, padded(V)
-    elif config["model_type"] == "llama":
+        header[:8] = GPT2, version, *(config[key] for key in GPT2_SIZES), padded(V)
+    elif kind == "llama":
         C, F, rope = config["hidden_size"], config["intermediate_size"], config.get("rope_scaling")
         # the first is that of Llama 3 8B
         widths = [w for w in ((1.3, 1024), (F / (8 * C // 3), F & -F)) if llama_ffn(C, *w) == F]
-        cannot += (
-            ["tie_word_embeddings true"] * config["tie_word_embeddings"]
-            + ["rope_scaling"] * (rope not in (None, LLAMA_ROPE))
-            + ["intermediate_size"] * (not widths)
-            + ["head_dim"] * ("head_dim" in config)
-        )
-        if not cannot:
-            header[:12] = (
-                LLAMA,
-                version,
-                config["max_position_embeddings"],
-                config["vocab_size"],
-                config["num_hidden_layers"],
-                config["num_attention_heads"],
-                config["num_key_value_heads"],
-                C,
-                widths[0][1],
-                rope is not None,
-                3,
-                1,
-            )
-            header[256:259] = np.array([widths[0][0], config["rms_norm_eps"], config["rope_theta"]], "<f4").view("<i4")
+        lost = {"tie_word_embeddings true": config["tie_word_embeddings"]}
+        lost |= {"rope_scaling": rope not in (None, LLAMA_ROPE), "intermediate_size": not widths}
+        lost["head_dim"] = "head_dim" in config
+        multiplier, multiple_of = (widths or [(0, 0)])[0]
+        sizes = (config[key] for key in LLAMA_SIZES)
+        header[:12] = LLAMA, version, *sizes, multiple_of, rope is not None, 3, 1
+        header[256:259] = np.array([multiplier, config["rms_norm_eps"], config["rope_theta"]], "<f4").view("<i4")
     else:
-        cannot = [f"model_type {config['model_type']}"]
-    if cannot:
-        die(f"'{folder}': llm.c's .bin cannot say {', '.join(cannot)}", "such a model stays a Hugging Face folder")
+        lost = {f"model_type {kind}": True}
+    if any(lost.values()):
+        cannot = ", ".join(what for what, is_lost in lost.items() if is_lost)
+        die(f"'{folder}': llm.c's .bin cannot say {cannot}", "such a model stays a Hugging Face folder")
+    return header
+
+
+def export_bin(folder, path, to):
+    config, weights = read_config(folder), model_weights(folder)
+    to = to or ("BF16" if {dtype for dtype, _ in weights.values()} == {"BF16"} else "F32")
+    version = next(v for v, dtype in VERSIONS.items() if dtype == to)
+    header = header_of(folder, config, version)
 
     def parts():
         yield header
         for name, shape, change in pieces(config):
-            yield (
-                np.zeros(shape, DTYPES[to])
-                if name is None
-                else to_bin(convert(weights[name][1], weights[name][0], to), change, config)
-            )
+            if name is None:
+                yield np.zeros(shape, DTYPES[to])
+            else:
+                dtype, array = weights[name]
+                yield changed(convert(array, dtype, to), change, config, False)
 
-    write_file(path, parts())
-    print(
-        f"{path}: llm.c's version {version} ({'bf16' if to == 'BF16' else 'fp32'}), "
-        f"{os.path.getsize(path) / 1e6:,.1f} MB"
-    )
+    write_arrays(path, parts())
+    what = f"{path}: llm.c's version {version} ({'bf16' if to == 'BF16' else 'fp32'})"
+    print(f"{what}, {os.path.getsize(path) / 1e6:,.1f} MB")

@@ -9,6 +9,7 @@ its letter (which lm-eval scores, so that its figures differ). Subjects come in 
 """
 
 import csv
+import fnmatch
 import io
 import tarfile
 
@@ -16,18 +17,16 @@ from llmc.data_common import die, outlive_reader
 from llmc.multiple_choice import encode, convert_download
 
 URL = "https://people.eecs.berkeley.edu/~hendrycks/data.tar"
-FOLDER = "data/test/"
+TESTS = "data/test/*.csv"
 
 
 def records(path):
     """(row of six fields, where)"""
     try:
         with tarfile.open(path) as tar:
-            members = [
-                m for m in tar.getmembers() if m.isfile() and m.name.startswith(FOLDER) and m.name.endswith(".csv")
-            ]
+            members = [m for m in tar.getmembers() if m.isfile() and fnmatch.fnmatchcase(m.name, TESTS)]
             if not members:
-                die(f"'{path}' holds no {FOLDER}*.csv", "delete it and get MMLU's data.tar again")
+                die(f"'{path}' holds no {TESTS}", "delete it and get MMLU's data.tar again")
             for member in sorted(members, key=lambda m: m.name):
                 reader = csv.reader(io.TextIOWrapper(tar.extractfile(member), "utf-8", newline=""))
                 for row in reader:
@@ -39,9 +38,8 @@ def records(path):
 def example(tokenizer, row, where):
     if len(row) != 6 or row[5] not in ("A", "B", "C", "D"):
         die(f"{where} is no MMLU question", "a row has a question, four answers and one of the letters A to D")
-    return encode(
-        tokenizer, f"Question: {row[0]}\n\nAnswer:", [" " + answer for answer in row[1:5]], "ABCD".index(row[5]), where
-    )
+    endings = [" " + answer for answer in row[1:5]]
+    return encode(tokenizer, f"Question: {row[0]}\n\nAnswer:", endings, "ABCD".index(row[5]), where)
 
 
 def main():

@@ -1,7 +1,7 @@
 """Pairs of a .jsonl file, of which one answer is preferred to the other, as rows of token ids: for scripts/dpo.py."""
 
 import os
-from dataclasses import dataclass
+from collections import namedtuple
 
 import numpy as np
 
@@ -15,11 +15,8 @@ LINE = 'a line is {"prompt": "...", "chosen": "...", "rejected": "..."}, or its 
 TURN = "\n\nAssistant:"  # of transcripts without a prompt of their own (Bai et al., arXiv:2204.05862)
 
 
-@dataclass
-class Pair:
-    where: str  # file:line
-    rows: list  # of chosen, rejected: (ids, how many of them are the prompt's)
-    number: int
+# where: file:line; rows of chosen and of rejected: (ids, how many of them are the prompt's)
+Pair = namedtuple("Pair", "where rows number")
 
 
 def read_texts(path, model):
@@ -72,9 +69,8 @@ def write_answers(chats, read, tasks):
         if is_chat:
             prompts = [w.text[: w.spans[0][0]] for w in texts]
             if prompts[0] != prompts[1]:
-                raise BadFile(
-                    f"{where}: the chat template writes the prompt of both answers otherwise\n  hint: give texts"
-                )
+                what = "the chat template writes the prompt of both answers otherwise"
+                raise BadFile(f"{where}: {what}\n  hint: give texts")
             texts.insert(0, prompts[0])
 
 

@@ -25,55 +25,47 @@ import argparse
 import os
 import sys
 
-# first: it says what to do where numpy is missing
-from llmc.data_common import KINDS, Parser, die, end_with_reader, find_files, plural, read_shard, read_tokenizer
+from llmc import inputs  # first: it says what to do where numpy is missing
 
 import numpy as np
 
-from llmc import inputs
+from llmc.data_common import die, find_files, kind_of_number, read_shard, read_tokenizer
 from llmc.shards import add_arguments, build, check_arguments, run
-
-
-# ---- --check
+from llmc.tool_output import Parser, end_with_reader, plural
 
 
 def check(patterns):
-    paths = []
+    """Says what is in shards."""
+    paths, hint = [], "name shards or quoted globs: --check 'folder/*.bin'"
     for pattern in patterns:
         found = [p for p in find_files(pattern) if os.path.basename(p) != "tokenizer.bin"]
         if not found and os.path.basename(pattern) != "tokenizer.bin":
-            die(f"no file matches '{pattern}'", "name shards or quoted globs: --check 'folder/*.bin'")
+            die(f"no file matches '{pattern}'", hint)
         paths += found
     if not paths:
-        die(f"no file matches '{' '.join(patterns)}'", "name shards or quoted globs: --check 'folder/*.bin'")
+        die(f"no file matches '{' '.join(patterns)}'", hint)
     failed, first = 0, None
     for path in paths:
         try:
             fields, tokens = read_shard(path)
             marks, tokens = (tokens >> 30, tokens & (1 << 30) - 1) if fields["marked"] else (None, tokens)
-            low, high, documents = int(tokens.min()), int(tokens.max()), int(np.count_nonzero(tokens == fields["eot"]))
-            if fields["vocab_size"] and high >= fields["vocab_size"]:
-                raise ValueError(
-                    f"holds token {high} at {int(np.argmax(tokens))}, outside the vocabulary of {fields['vocab_size']}"
-                )
-            kind = {number: name for name, number in KINDS.items()}.get(fields["kind"], "unknown")
+            low, high, vocab_size = int(tokens.min()), int(tokens.max()), fields["vocab_size"]
+            if vocab_size and high >= vocab_size:
+                raise ValueError(f"holds token {high} at {np.argmax(tokens)}, outside the vocabulary of {vocab_size}")
             same = {k: v for k, v in fields.items() if k != "tokens"}
             first = first or (path, same)
             if same != first[1]:
                 raise ValueError(f"was made with another tokenizer than '{first[0]}'")
-            print(
-                f"{path}: {len(tokens):,} tokens, ids {low}..{high}, tokenizer {kind}, vocabulary "
-                f"{fields['vocab_size'] or 'unknown'}"
-                # llm.c's shards name none
-                + (
-                    f", {plural(np.count_nonzero(marks > 1), 'conversation')}, "
-                    f"{np.count_nonzero(marks % 2 == 0):,} learned"
-                    if fields["marked"]
-                    else f", {documents:,} end-of-text = {100 * documents / len(tokens):.3f}%"
-                    * (fields["vocab_size"] > 0)
-                )
-            )
-            print(f"    {excerpt(path, tokens[:40])}")
+            kind = kind_of_number(fields["kind"]) or "unknown"
+            parts = [f"{path}: {len(tokens):,} tokens", f"ids {low}..{high}", f"tokenizer {kind}"]
+            parts.append(f"vocabulary {vocab_size or 'unknown'}")
+            if fields["marked"]:
+                learned = f"{np.count_nonzero(marks % 2 == 0):,} learned"
+                parts += [plural(np.count_nonzero(marks > 1), "conversation"), learned]
+            elif vocab_size:  # llm.c's shards name none, and no end-of-text token
+                documents = np.count_nonzero(tokens == fields["eot"])
+                parts.append(f"{documents:,} end-of-text = {100 * documents / len(tokens):.3f}%")
+            print(f"{', '.join(parts)}\n    {excerpt(path, tokens[:40])}")
         except (OSError, ValueError) as e:
             failed += 1
             print(f"{path}: WRONG: {getattr(e, 'strerror', None) or e}")
@@ -100,8 +92,7 @@ def parse_args():
     args = parser.parse_args()
     if args.check:
         return args
-    if not args.output or not (args.input or args.python_stdlib):
-        die("--output and one of --input, --python-stdlib are needed", "see --help")
+    inputs.require_arguments(args)
     if not 0 <= args.val_fraction < 1 or not 0 <= (args.val_tokens or 0) < 2**53:
         die("--val-fraction must be in [0, 1) and --val-tokens in [0, 2^53)", "leave both out for one per cent")
     args.val_tokens = None if args.val_tokens is None else int(args.val_tokens)

@@ -1,9 +1,5 @@
-"""Files -> rows, and files -> documents that several processes can read at once.
-
-    rows(path)               records of a .jsonl, .json or .parquet file
-    find_inputs(patterns)    files, folders and globs -> paths
-    plan(paths)              paths -> chunks, each a list of spans: the parts that one process reads at a time
-    Reader.documents(span)   a span -> pieces of UTF-8 text
+"""Files -> rows, and files -> documents that several processes can read at once: find_inputs(), plan() and
+Reader.documents() of each span.
 
 A span is (path, begin, end): bytes of .txt .md .py and .jsonl, row groups of .parquet. What is packed as .gz .bz2 .xz
 or .zst, and .json, can only be read from its beginning and is one span. Nothing here depends on how many processes
@@ -27,7 +23,7 @@ import tempfile
 import unicodedata
 import zlib
 
-from llmc.data_common import die, find_files
+from llmc.data_common import die, find_files, import_package, opened
 from llmc.places import that_brings
 
 try:
@@ -40,7 +36,8 @@ PACKED = (".gz", ".bz2", ".xz", ".zst")
 ROWS = tuple(kind + packed for kind in (".parquet", ".jsonl") for packed in ("", *PACKED))
 SAME_KIND = {".ndjson": ".jsonl"}
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".br", ".lzma", ".lz", ".z", ".zstd", ".snappy")
-KNOWN = f"{{}}, also with {' '.join(PACKED)}, in small letters or in capitals"
+ENDINGS = " ".join(PACKED)
+KNOWN = f"{{}}, also with {ENDINGS}, in small letters or in capitals"
 AS_TEXT = "; --as text reads any file that is text"
 PIECE_BYTES = 1 << 15  # long documents are tokenized in pieces of this size
 LONGEST_NAME = 255  # bytes of a token
@@ -48,6 +45,8 @@ LONGEST_PIECE = 1 << 18  # where a text may be cut nowhere: tiktoken fails on a 
 BLOCK_BYTES = 1 << 20  # what is read at a time
 HEAD_BYTES = 1 << 13  # where a NUL tells that a file is no text
 LINE_BYTES = 128 << 20  # a row must fit into memory several times
+TEXT_TYPES = "string large_string string_view binary large_binary binary_view".split()  # of Arrow
+JSON_HINT = "a .json file is a list of objects, or has one in each line"
 MIN_CHUNK, MAX_CHUNK, CHUNKS = 1 << 20, 64 << 20, 256
 
 
@@ -65,20 +64,13 @@ def kind_of(path):
     return SAME_KIND.get(kind, kind)
 
 
+PACKED_HINT = "rename it, as in x.jsonl.zst; files end in {}"
+TEXT_HINT = "name text files; UTF-16 becomes UTF-8 by iconv -t UTF-8"
 REFUSALS = {  # of what a user has named
     "other file": ("is of an unknown kind", "files end in {}"),
-    "packed file": (
-        "is packed, and its name does not say what is in it",
-        "rename it, as in x.jsonl.zst; files end in {}",
-    ),
-    "archive": (
-        "is packed in a form that is not read here",
-        f"unpack it first; what ends in {' '.join(PACKED)} is read",
-    ),
-    "binary file": (
-        "holds NUL bytes, so it is no UTF-8 text",
-        "name text files; UTF-16 becomes UTF-8 by iconv -t UTF-8",
-    ),
+    "packed file": ("is packed, and its name does not say what is in it", PACKED_HINT),
+    "archive": ("is packed in a form that is not read here", f"unpack it first; what ends in {ENDINGS} is read"),
+    "binary file": ("holds NUL bytes, so it is no UTF-8 text", TEXT_HINT),
     "special file": ("is a pipe or a device", "write what comes out of it to a file first: its size is not known"),
     "dangling link": ("links to nothing", "name a file that is there"),
 }
@@ -104,10 +96,7 @@ def reason_to_pass(path, suffixes=SUFFIXES, as_text=False):
 
 def walk(folder, skip=(), passed=None, suffixes=SUFFIXES, as_text=False):
     """The files in a folder that can be read, in the order of their names. passed: {reason: paths} of the others."""
-
-    def refuse(e):
-        die(f"cannot list '{e.filename}': {e.strerror}", "name folders that you may read")
-
+    refuse = lambda e: die(f"cannot list '{e.filename}': {e.strerror}", "name folders that you may read")
     passed = collections.defaultdict(list) if passed is None else passed
     for parent, folders, files in os.walk(folder, onerror=refuse):
         for name in sorted(folders):
@@ -166,10 +155,8 @@ def once(paths, taken=()):
     for path in paths:
         real.setdefault(os.path.realpath(path), os.path.abspath(path))
     if len(real) < len(paths):
-        print(
-            f"note: {len(paths) - len(real)} of {len(paths)} inputs were named twice (or are links to another); "
-            "each is used once"
-        )
+        twice = f"{len(paths) - len(real)} of {len(paths)} inputs were named twice (or are links to another)"
+        print(f"note: {twice}; each is used once")
     both = real.keys() & {os.path.realpath(path) for path in taken}
     if both:
         die(f"'{real[min(both)]}' is named both for training and for validation", "name it once")
@@ -202,18 +189,14 @@ def plan(paths, as_text=False):
     """[(bytes, spans)]: what one process reads at a time. Small files share a chunk, large ones are several."""
     sizes = [os.path.getsize(p) for p in paths]
     target = min(max(sum(sizes) // CHUNKS, MIN_CHUNK), MAX_CHUNK)
-    chunks, held, total = [], [], 0
+    chunks = []
     for path, size in zip(paths, sizes):
         for span, length in spans(path, size, target, as_text):
-            if held and total + length > 2 * target:
-                chunks.append((total, held))
-                held, total = [], 0
-            held.append(span)
-            total += length
-            if total >= target:
-                chunks.append((total, held))
-                held, total = [], 0
-    return chunks + ([(total, held)] if held else [])
+            if not chunks or chunks[-1][0] >= target or chunks[-1][0] + length > 2 * target:
+                chunks.append([0, []])
+            chunks[-1][0] += length
+            chunks[-1][1].append(span)
+    return [tuple(chunk) for chunk in chunks]
 
 
 # ---- pieces: where a long text may be cut
@@ -300,20 +283,10 @@ def line_start(f, at):
 # ---- rows
 
 
-def opened(path):
-    try:
-        return open(path, "rb")
-    except OSError as e:
-        die(f"cannot read '{path}': {e.strerror}", "check the file")
-
-
 def import_pyarrow(path):
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        die(f"'{path}': reading {os.path.splitext(path)[1]} needs the package pyarrow", that_brings("pyarrow"))
-    return pyarrow
+    what = f"'{path}': reading {os.path.splitext(path)[1]} needs the package pyarrow"
+    import_package("pyarrow.parquet", what, that_brings("pyarrow"))
+    return import_package("pyarrow")
 
 
 def unzstd(raw):
@@ -377,13 +350,11 @@ def unpacked(path):
         die(f"'{path}' cannot be unpacked: {e}", hint)
 
 
-def lines_before(path, begin):
-    with open(path, "rb") as f:
-        return sum(f.read(min(BLOCK_BYTES, begin - at)).count(b"\n") for at in range(0, begin, BLOCK_BYTES))
-
-
 def line_of(path, begin, number):
-    return f"'{path}' line {number + (lines_before(path, begin) if begin else 0)}"
+    if begin:  # the lines before it count, too
+        with open(path, "rb") as f:
+            number += sum(f.read(min(BLOCK_BYTES, begin - at)).count(b"\n") for at in range(0, begin, BLOCK_BYTES))
+    return f"'{path}' line {number}"
 
 
 def die_of(where, what, hint):
@@ -403,10 +374,8 @@ def json_rows(stream, path, errors=None, begin=0, end=None, bad=die_of, decode=b
         at += len(line)
         where = functools.partial(line_of, path, begin, number)
         if len(line) == LINE_BYTES:
-            die(
-                f"{where()} is longer than {LINE_BYTES >> 20} MiB",
-                "a .jsonl file has one document a line; a .txt file may be of any length",
-            )
+            hint = "a .jsonl file has one document a line; a .txt file may be of any length"
+            die(f"{where()} is longer than {LINE_BYTES >> 20} MiB", hint)
         if begin == 0 and number == 1 and wide_encoding(line):
             die_of(where, *not_text(path, 0, errors))
         line = line.removeprefix(codecs.BOM_UTF8)  # also where files that begin with one were joined
@@ -416,16 +385,11 @@ def json_rows(stream, path, errors=None, begin=0, end=None, bad=die_of, decode=b
             line = json.loads(decode(line))
         except UnicodeDecodeError as e:
             bad(where, *not_text(path, e.start, errors))
-            continue
         except (ValueError, RecursionError) as e:
-            hint = "a .json file is a list of objects, or has one in each line"
-            bad(
-                where,
-                f" is not JSON: {e}",
-                hint if kind_of(path) == ".json" else "a .jsonl file has one JSON object a line",
-            )
-            continue
-        yield line, where
+            hint = JSON_HINT if kind_of(path) == ".json" else "a .jsonl file has one JSON object a line"
+            bad(where, f" is not JSON: {e}", hint)
+        else:
+            yield line, where
 
 
 def parquet_file(stream, path):
@@ -445,8 +409,7 @@ def holds_text(kind):
 
     kind = getattr(kind, "storage_type", kind)  # of JSON
     kind = kind.value_type if types.is_dictionary(kind) else kind
-    text = types.is_string, types.is_large_string, types.is_string_view
-    return any(test(kind) for test in (*text, types.is_binary, types.is_large_binary, types.is_binary_view))
+    return any(getattr(types, f"is_{name}")(kind) for name in TEXT_TYPES)
 
 
 def require_text(path, schema, name):
@@ -503,28 +466,25 @@ def not_text(path, offset, errors):
     return f": byte {offset} is not UTF-8", f"convert it (iconv -f {encoding} -t UTF-8)" + choice
 
 
-def json_records(stream, path, errors=None, bad=die_of, decode=bytes.decode):
-    """(record, where) of a .json file: of its list, or of its lines as in .jsonl."""
-    head = stream.peek(256).removeprefix(codecs.BOM_UTF8).lstrip()
-    if head.startswith(b"["):
+def json_records(stream, span, errors=None, bad=die_of, decode=bytes.decode):
+    """(record, where) of a span of .jsonl, or of a .json file: of its list, or of its lines as in .jsonl."""
+    path, begin, end = span
+    if kind_of(path) == ".json" and stream.peek(256).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         return json_list(stream, path, errors, decode)
-    return json_rows(stream, path, errors, bad=bad, decode=decode)
+    return json_rows(stream, path, errors, line_start(stream, begin), end, bad, decode)
 
 
 def json_list(stream, path, errors, decode):
     """Entries of a list, or of several behind each other, with one of them and a block in memory at a time."""
     parse, text, left, at, number, offset = json.JSONDecoder().raw_decode, "", b"", 0, 0, 0
-    hint = "a .json file is a list of objects, or has one in each line"
     space = re.compile(r"[ \t\r\n\ufeff]*")  # a byte order mark where files that begin with one were joined
 
     def more():
         """Reads as much again as is held. False: there is no more."""
         nonlocal text, left, at, offset
         data = left + (block := stream.read(max(BLOCK_BYTES, len(text) - at)))
-        whole = len(data)
-        while block and whole and len(data) - whole < 4 and data[whole - 1] & 0xC0 == 0x80:
-            whole -= 1  # before the character that the block may have cut
-        whole -= bool(block and whole and data[whole - 1] >= 0xC0)
+        # up to the character that the end of the block may have cut
+        whole = codecs.utf_8_decode(data, "replace")[1] if block else len(data)
         try:
             text, at = text[at:] + decode(data[:whole]), 0
         except UnicodeDecodeError as e:
@@ -547,7 +507,7 @@ def json_list(stream, path, errors, decode):
 
     while skip_space():
         if text[at] != "[":
-            die(f"'{path}' is not JSON: behind entry {number} its list ends, and what follows is no list", hint)
+            die(f"'{path}' is not JSON: behind entry {number} its list ends, and what follows is no list", JSON_HINT)
         at += 1
         has_more = next_character() != "]"
         while has_more:
@@ -559,15 +519,15 @@ def json_list(stream, path, errors, decode):
                 problem, end = e, len(text)
             if end == len(text):  # perhaps what is held ends inside the entry
                 if len(text) - at > LINE_BYTES:
-                    die(f"'{path}' entry {number + 1} is longer than {LINE_BYTES >> 20} MiB, or not JSON", hint)
+                    die(f"'{path}' entry {number + 1} is longer than {LINE_BYTES >> 20} MiB, or not JSON", JSON_HINT)
                 if more():
                     continue
-                die(f"'{path}' entry {number + 1} is not JSON: {problem or 'the list has no end'}", hint)
+                die(f"'{path}' entry {number + 1} is not JSON: {problem or 'the list has no end'}", JSON_HINT)
             number, at = number + 1, end
             yield record, functools.partial("'{}' entry {}".format, path, number)
             has_more = next_character() != "]"
             if has_more and text[at] != ",":
-                die(f"'{path}' is not JSON: no comma behind entry {number}", hint)
+                die(f"'{path}' is not JSON: no comma behind entry {number}", JSON_HINT)
             at += has_more
         at += 1
 
@@ -583,8 +543,7 @@ def records(span, bad=die_of):
     """(record, where) for every row of a span; where() names it in messages. bad: see json_rows."""
     (path, begin, end), kind = span, kind_of(span[0])
     if kind not in (".jsonl", ".json", ".parquet"):
-        hint = f"rows come from .jsonl, .json and .parquet, also with {' '.join(PACKED)}"
-        die(f"'{path}' is of an unknown kind", hint)
+        die(f"'{path}' is of an unknown kind", f"rows come from .jsonl, .json and .parquet, also with {ENDINGS}")
     end = end if base_name(path) == path else None
     with unpacked(path) as stream:
         if kind == ".parquet":
@@ -595,10 +554,8 @@ def records(span, bad=die_of):
                     die(f"'{path}' row {row + 1} or one of the next cannot be read: {e}", "correct the file")
                 for i, record in enumerate(batch):
                     yield without_nulls(record), functools.partial("'{}' row {}".format, path, row + i + 1)
-        elif kind == ".json":
-            yield from json_records(stream, path, None, bad)
         else:
-            yield from json_rows(stream, path, None, line_start(stream, begin) if begin else 0, end, bad)
+            yield from json_records(stream, (path, begin, end), None, bad)
 
 
 def rows(path):
@@ -623,18 +580,15 @@ class Reader:
         """Yields (first, piece): first is true where a document begins."""
         path, begin, end = span
         kind = kind_of(path)
-        end = None if base_name(path) != path else end
+        end = end if base_name(path) == path else None
         with unpacked(path) as stream:
             if self.as_text or kind in TEXT:
                 yield from self.text(stream, path, begin, end)
                 return
             if kind == ".parquet":
                 found = self.parquet(stream, path, begin, end)
-            elif kind == ".json":
-                found = self.texts(json_records(stream, path, self.errors, self.bad, self.decode))
             else:
-                begin = line_start(stream, begin) if begin else 0
-                found = self.texts(json_rows(stream, path, self.errors, begin, end, self.bad, self.decode))
+                found = self.texts(json_records(stream, (path, begin, end), self.errors, self.bad, self.decode))
             for text, where in found:
                 at = 0
                 for piece in pieces_of(text, self.names):
@@ -718,11 +672,8 @@ class Reader:
             text = self.decode(text).encode()
         if self.no_nul and b"\0" in text:
             if self.errors == "strict":
-                die(
-                    f"{where()}: byte {start + text.index(0)} is NUL, which the tokenizer 'bytes' keeps for "
-                    f"end-of-text",
-                    "is this a text file? --encoding-errors replace drops NULs",
-                )
+                what = f": byte {start + text.index(0)} is NUL, which the tokenizer 'bytes' keeps for end-of-text"
+                die_of(where, what, "is this a text file? --encoding-errors replace drops NULs")
             self.replaced += text.count(0)
             text = text.replace(b"\0", b"")
         return text

@@ -1,8 +1,5 @@
 """Text -> token shards, by any number of processes and machines: always the same bits.
 
-    build(paths, args)
-      paths of .txt .md .py .jsonl .parquet files -> <output>/<name>_val_000000.bin, <name>_train_000001.bin ...
-
 1. The inputs are split into chunks (reader.py): some documents, or a part of a large file. What a chunk is depends on
    the inputs alone.
 2. Each chunk is tokenized by whoever is free, into <output>/<name>_work/<key>.piece, with the length of every document.
@@ -26,6 +23,7 @@ import contextlib
 import fcntl
 import glob
 import hashlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -39,25 +37,13 @@ import time
 import numpy as np
 
 from llmc import inputs
-from llmc.data_common import (
-    HEADER_BYTES,
-    KINDS,
-    MAX_SHARD_TOKENS,
-    Progress,
-    atomic_write,
-    die,
-    fnv1a,
-    make_folder,
-    make_tokenizer,
-    outlive_reader,
-    read_tokenizer,
-    tokenizer_hash,
-    write_shard,
-)
+from llmc.data_common import HEADER_BYTES, KINDS, MAX_SHARD_TOKENS, Progress, atomic_write, die, fnv1a
+from llmc.data_common import make_folder, make_tokenizer, read_tokenizer, tokenizer_hash, write_shard
 from llmc.doctor import cores
 from llmc.places import data_folder
 from llmc.reader import once, plan
 from llmc.tokenizer_json import PUBLISHED, add_tokenizer_arguments, publish, tokenizer_suffix
+from llmc.tool_output import outlive_reader, plural
 
 FORMAT = 3  # raise it when the same settings give other shards
 ROW_TOKENS = 1024  # --seq-len of the trainers, unless given
@@ -66,8 +52,10 @@ PIECE_TOKENS, PIECE_UNITS = 1 << 23, 1 << 19
 WINDOW_TOKENS, WINDOW_UNITS = 1 << 27, 1 << 22
 SLICE_TOKENS = 1 << 25  # of a shard, held in memory at a time
 BLOCK_TOKENS = 1 << 21
-# the last shard never has fewer tokens, unless it is the only one: no row would fit into it
-MIN_TAIL = 1 << 17
+MIN_TAIL = 1 << 17  # tokens of the last shard at least, unless it is the only one: no row would fit into fewer
+# options that decide what the shards hold, beside the inputs and the tokenizer
+SETTINGS = "shard_tokens val_tokens val_fraction seed keep_order text_field encoding_errors skip_bad".split()
+ANOTHER_NAME = "name another --output or --name"
 
 
 # ---- options
@@ -82,13 +70,8 @@ def add_arguments(parser):
     a("--seed", type=int, default=42, help="of the order of documents (42)")
     a("--keep-order", action="store_true", help="do not shuffle")
     inputs.read_arguments(parser)
-    a(
-        "--workers",
-        "--processes",
-        type=int,
-        metavar="N",
-        help="processes (as many as the machine has cores; under mpirun 1 a rank)",
-    )
+    what = "processes (as many as the machine has cores; under mpirun 1 a rank)"
+    a("--workers", "--processes", type=int, metavar="N", help=what)
     a("--overwrite", action="store_true", help="replace shards that were made with other settings")
     parser.set_defaults(val_tokens=None, val_fraction=0.0)
 
@@ -114,29 +97,19 @@ class Ranks:
 
     def __init__(self):
         self.rank, self.size, self.comm = 0, 1, None
-        launched = next(
-            (
-                int(os.environ[k])
-                for k in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-                if k in os.environ
-            ),
-            1,
-        )
+        sizes = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+        launched = next((int(os.environ[k]) for k in sizes if k in os.environ), 1)
         if launched > 1 or "PMIX_RANK" in os.environ:
             try:
                 from mpi4py import MPI
             except ImportError as e:
-                die(
-                    f"several ranks need the package mpi4py ({e})",
-                    "pip install mpi4py, or start one process with --workers N",
-                )
+                hint = "pip install mpi4py, or start one process with --workers N"
+                die(f"several ranks need the package mpi4py ({e})", hint)
             self.comm = MPI.COMM_WORLD
             self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
             if self.size < launched:
-                die(
-                    f"mpirun started {launched} ranks, mpi4py sees {self.size}",
-                    "mpi4py belongs to another MPI than this mpirun: use the mpirun of the same installation",
-                )
+                hint = "mpi4py belongs to another MPI than this mpirun: use the mpirun of the same installation"
+                die(f"mpirun started {launched} ranks, mpi4py sees {self.size}", hint)
 
     def share(self, value):
         """Rank 0's value, on all ranks."""
@@ -199,15 +172,12 @@ def use_context(context):
     worker = context
 
 
-class Workers:
+class Workers(contextlib.AbstractContextManager):
     """Processes that start when there is work for more than one, and end with this one. Their functions find `context`
     as `worker`."""
 
     def __init__(self, count, context):
         self.count, self.context, self.pool = count, context, None
-
-    def __enter__(self):
-        return self
 
     def each(self, function, tasks):
         """Yields (i, function(tasks[i])) as they come."""
@@ -216,18 +186,15 @@ class Workers:
             yield from ((i, function(task)) for i, task in enumerate(tasks))
             return
         if self.pool is None:
-            self.pool = concurrent.futures.ProcessPoolExecutor(
-                self.count, multiprocessing.get_context("spawn"), start_worker, (self.context,)
-            )
+            how = multiprocessing.get_context("spawn"), start_worker, (self.context,)
+            self.pool = concurrent.futures.ProcessPoolExecutor(self.count, *how)
         futures = {self.pool.submit(function, task): i for i, task in enumerate(tasks)}
         try:
             for future in concurrent.futures.as_completed(futures):
                 yield futures[future], future.result()
         except concurrent.futures.process.BrokenProcessPool:
-            die(
-                "a worker process died, perhaps for lack of memory",
-                "use fewer --workers; the same command goes on where this run stopped",
-            )
+            hint = "use fewer --workers; the same command goes on where this run stopped"
+            die("a worker process died, perhaps for lack of memory", hint)
 
     def __exit__(self, kind, *_):
         if self.pool:
@@ -250,17 +217,19 @@ TRAILER_BYTES = 64
 def piece_trailer(path, itemsize):
     """What a whole piece file says about itself; None if it is not there."""
     try:
-        with open(path, "rb") as f:
-            size = f.seek(0, os.SEEK_END)
-            f.seek(max(size - TRAILER_BYTES, 0))
-            *counts, item, form, magic = np.frombuffer(f.read(), np.int64).tolist()
-            file = File(path, *counts)
-            whole = file.tokens * itemsize + file.units * 8 + TRAILER_BYTES
-            if (item, form, magic, size) == (itemsize, FORMAT, PIECE_MAGIC, whole):
-                return file
+        size = os.path.getsize(path)
+        *counts, item, form, magic = np.fromfile(path, np.int64, offset=max(size - TRAILER_BYTES, 0)).tolist()
+        file = File(path, *counts)
     except (OSError, ValueError, TypeError):
-        pass
-    return None
+        return None
+    whole = file.tokens * itemsize + file.units * 8 + TRAILER_BYTES
+    return file if (item, form, magic, size) == (itemsize, FORMAT, PIECE_MAGIC, whole) else None
+
+
+def file_mark(path):
+    """What changes when a file does."""
+    stat = os.stat(path)
+    return stat.st_size, stat.st_mtime_ns
 
 
 def as_text(args):
@@ -268,59 +237,43 @@ def as_text(args):
     return {"read_as": args.read_as} if args.read_as != "kind" else {}
 
 
-class Tokenizing:
-    """What a worker needs to turn chunks into piece files."""
+Tokenizing = collections.namedtuple("Tokenizing", "args tokenizer folder")  # what a worker needs
 
-    def __init__(self, args, tokenizer, folder):
-        self.args, self.tokenizer, self.folder = args, tokenizer, folder
 
-    def key(self, chunk):
-        identity = [(*span, os.stat(span[0]).st_size, os.stat(span[0]).st_mtime_ns) for span in chunk]
-        args = self.args
-        what = (
-            FORMAT,
-            identity,
-            self.tokenizer.kind,
-            self.tokenizer.hash,
-            args.text_field,
-            args.encoding_errors,
-            args.keep_order,
-            args.skip_bad,
-            *as_text(args).items(),
-        )
-        return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
+def key(chunk):
+    args, identity = worker.args, [(*span, *file_mark(span[0])) for span in chunk]
+    how = args.text_field, args.encoding_errors, args.keep_order, args.skip_bad, *as_text(args).items()
+    what = FORMAT, identity, worker.tokenizer.kind, worker.tokenizer.hash, *how
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
 
-    def units(self, chunk, reader, lengths):
-        """Yields arrays of tokens and appends the length of each unit to `lengths`."""
-        eot = np.array([self.tokenizer.eot], self.tokenizer.dtype)
-        unit = 0
-        for span in chunk:
-            for first, piece in reader.documents(span):
-                if first or not self.args.keep_order and (unit == 0 or unit >= UNIT_TOKENS):
-                    if unit:
-                        lengths.append(unit)
-                    yield eot
-                    unit = 1
-                tokens = self.tokenizer.encode(piece)
-                yield tokens
-                unit += len(tokens)
-        if unit:
-            lengths.append(unit)
+
+def units(chunk, reader, lengths):
+    """Yields arrays of tokens and appends the length of each unit to `lengths`."""
+    eot, unit = np.array([worker.tokenizer.eot], worker.tokenizer.dtype), 0
+    for first, piece in itertools.chain.from_iterable(map(reader.documents, chunk)):
+        if first or not worker.args.keep_order and (unit == 0 or unit >= UNIT_TOKENS):
+            if unit:
+                lengths.append(unit)
+            yield eot
+            unit = 1
+        tokens = worker.tokenizer.encode(piece)
+        yield tokens
+        unit += len(tokens)
+    if unit:
+        lengths.append(unit)
 
 
 def tokenize_chunk(task):
     chunk, val = task
-    path = os.path.join(worker.folder, worker.key(chunk) + ".piece")
+    path = os.path.join(worker.folder, key(chunk) + ".piece")
     itemsize = worker.tokenizer.dtype.itemsize
     if not piece_trailer(path, itemsize):
-        args = worker.args
-        no_nul, names = worker.tokenizer.kind == "bytes", worker.tokenizer.names_in_text()
-        reader = inputs.reader_of(args, no_nul, names)
+        reader = inputs.reader_of(worker.args, worker.tokenizer.kind == "bytes", worker.tokenizer.names_in_text())
         lengths = array.array("q")
 
         def body():
             held, total = [], 0
-            for tokens in worker.units(chunk, reader, lengths):
+            for tokens in units(chunk, reader, lengths):
                 held.append(tokens)
                 total += len(tokens)
                 if total >= BLOCK_TOKENS:
@@ -343,12 +296,9 @@ def cut_file(file, itemsize, val):
     while unit < file.units:
         stop = min(int(np.searchsorted(ends, token + PIECE_TOKENS, "right")), unit + PIECE_UNITS)
         stop = max(stop, unit + 1)
-        pieces.append(
-            Piece(
-                file.path, file.tokens * itemsize + 8 * unit, unit, stop - unit, token, int(ends[stop - 1]) - token, val
-            )
-        )
-        unit, token = stop, int(ends[stop - 1])
+        end, lengths_at = int(ends[stop - 1]), file.tokens * itemsize + 8 * unit
+        pieces.append(Piece(file.path, lengths_at, unit, stop - unit, token, end - token, val))
+        unit, token = stop, end
     return pieces
 
 
@@ -443,11 +393,9 @@ def new_name(path):
 
 def write_cut(task):
     path, start, count, windows, moving = task
-    if not is_whole(new_name(path), count, worker.tokenizer) and not (
-        moving and is_whole(path, count, worker.tokenizer)
-    ):
-        tokens = stream(windows, start, count, worker.tokenizer.dtype)
-        write_shard(new_name(path), tokens, worker.tokenizer, count)
+    tokenizer = worker.tokenizer
+    if not is_whole(new_name(path), count, tokenizer) and not (moving and is_whole(path, count, tokenizer)):
+        write_shard(new_name(path), stream(windows, start, count, tokenizer.dtype), tokenizer, count)
 
 
 def is_whole(path, count, tokenizer):
@@ -456,14 +404,13 @@ def is_whole(path, count, tokenizer):
 
 def numbered(prefix, ending):
     """The files of a set of shards whose names end so."""
-    names = (f"{glob.escape(prefix)}_{split}_[0-9]*{ending}" for split in ("train", "val"))
-    return [path for name in names for path in glob.glob(name)]
+    return [path for split in ("train", "val") for path in glob.glob(f"{glob.escape(prefix)}_{split}_[0-9]*{ending}")]
 
 
 def left_over(prefix):
     """What a killed program leaves of a set of shards and cannot go on with."""
-    begun = (f"{glob.escape(prefix)}_{what}*.tmp" for what in ("train_", "val_", "manifest.json"))
-    return [path for name in begun for path in glob.glob(name)]
+    begun = ("train_", "val_", "manifest.json")
+    return [path for what in begun for path in glob.glob(f"{glob.escape(prefix)}_{what}*.tmp")]
 
 
 def marks(prefix):
@@ -495,24 +442,10 @@ class Job:
         self.tokenizer = tokenizer = make_tokenizer(args.tokenizer, args.tokenizer_file)
         self.prefix = os.path.join(args.output, args.name)
         self.manifest, self.work = self.prefix + "_manifest.json", self.prefix + "_work"
-        files = [
-            [(p, os.stat(p).st_size, os.stat(p).st_mtime_ns) for p in group] for group in (self.paths, self.val_paths)
-        ]
-        self.settings = dict(
-            format=FORMAT,
-            input=hashlib.sha256(repr(files).encode()).hexdigest(),
-            tokenizer=tokenizer.kind,
-            tokenizer_hash=f"{tokenizer.hash:016x}",
-            shard_tokens=args.shard_tokens,
-            val_tokens=args.val_tokens,
-            val_fraction=args.val_fraction,
-            seed=args.seed,
-            keep_order=args.keep_order,
-            text_field=args.text_field,
-            encoding_errors=args.encoding_errors,
-            skip_bad=args.skip_bad,
-            **as_text(args),
-        )
+        files = [[(path, *file_mark(path)) for path in group] for group in (self.paths, self.val_paths)]
+        self.settings = {"format": FORMAT, "input": hashlib.sha256(repr(files).encode()).hexdigest()}
+        self.settings |= {"tokenizer": tokenizer.kind, "tokenizer_hash": f"{tokenizer.hash:016x}"}
+        self.settings |= {name: getattr(args, name) for name in SETTINGS} | as_text(args)
 
     def record(self, path):
         """What an earlier run wrote there."""
@@ -549,16 +482,12 @@ class Job:
         old = begun if is_unfinished(self.prefix) else done
         shards = numbered(self.prefix, ".bin")
         if shards and not overwrite and not old:
-            die(
-                f"'{self.prefix}_*.bin' exist, and no record says how they were made",
-                "name another --output or --name, or add --overwrite",
-            )
+            what = f"'{self.prefix}_*.bin' exist, and no record says how they were made"
+            die(what, f"{ANOTHER_NAME}, or add --overwrite")
         if shards and not overwrite and old["settings"] != self.settings:
             other = ", ".join(k for k in self.settings if old["settings"].get(k) != self.settings[k])
-            die(
-                f"'{self.prefix}_*' was made with another {other or 'setting'}",
-                "name another --output or --name, or add --overwrite",
-            )
+            what = f"'{self.prefix}_*' was made with another {other or 'setting'}"
+            die(what, f"{ANOTHER_NAME}, or add --overwrite")
         self.lock()
         for path in left_over(self.prefix) + glob.glob(glob.escape(self.work) + "/*.tmp"):
             os.remove(path)
@@ -577,7 +506,7 @@ class Job:
         try:
             fcntl.flock(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            die(f"another process is making '{self.prefix}_*'", "wait for it, or name another --output or --name")
+            die(f"another process is making '{self.prefix}_*'", f"wait for it, or {ANOTHER_NAME}")
         except OSError:
             pass  # a file system without locks
 
@@ -601,9 +530,9 @@ class Job:
         shutil.rmtree(self.work)
         if self.is_new:
             with contextlib.suppress(OSError):
-                for name in ("tokenizer.bin", *PUBLISHED):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.remove(os.path.join(self.args.output, name))
+                made = (os.path.join(self.args.output, name) for name in ("tokenizer.bin", *PUBLISHED))
+                for path in filter(os.path.lexists, made):
+                    os.remove(path)
                 os.rmdir(self.args.output)
 
 
@@ -617,10 +546,8 @@ def write_tokenizer(tokenizer, folder, overwrite):
         if same and there[0] == KINDS[tokenizer.kind] and not lacks:
             return
         if there and not same and not overwrite:
-            die(
-                f"'{folder}' holds the tokenizer.bin of another tokenizer",
-                "one folder, one tokenizer: name another --output, or add --overwrite",
-            )
+            hint = "one folder, one tokenizer: name another --output, or add --overwrite"
+            die(f"'{folder}' holds the tokenizer.bin of another tokenizer", hint)
     except ValueError:
         pass  # a damaged one is replaced
     publish(tokenizer, folder, tokenizer.source)
@@ -646,29 +573,12 @@ def begin(job, ranks, workers):
         return None
     if not job.args.overwrite:  # else it replaces the old one together with the shards
         write_tokenizer(job.tokenizer, job.args.output, False)
-    chunks = [
-        (size, spans, val)
-        for paths, val in ((job.val_paths, True), (job.paths, False))
-        for size, spans in plan(paths, job.args.read_as == "text")
-    ]
-    files = len(job.paths) + len(job.val_paths)
-    print(
-        f"{files:,} file{'s' * (files != 1)}, {sum(c[0] for c in chunks) / 1e6:,.1f} MB, tokenizer "
-        f"{job.tokenizer}, "
-        + (f"{ranks.size} ranks of " if ranks.size > 1 else "")
-        + f"{workers} process{'es' * (workers > 1)}",
-        flush=True,
-    )
+    groups, reads_texts = ((job.val_paths, True), (job.paths, False)), job.args.read_as == "text"
+    chunks = [(size, spans, val) for paths, val in groups for size, spans in plan(paths, reads_texts)]
+    files = f"{plural(len(job.paths) + len(job.val_paths), 'file')}, {sum(c[0] for c in chunks) / 1e6:,.1f} MB"
+    who = f"{ranks.size} ranks of " * (ranks.size > 1) + f"{workers} process{'es' * (workers > 1)}"
+    print(f"{files}, tokenizer {job.tokenizer}, {who}", flush=True)
     return job.tokenizer, chunks, job.moving
-
-
-def die_of_no_text(total, val):
-    if not total:
-        die("the inputs hold no text", "name other files with --input")
-    die(
-        f"no text is left for training: {total:,} tokens, {val:,} of them for validation",
-        "give more text, or a smaller part for validation: --val-fraction, --val-tokens",
-    )
 
 
 def warn_of_short(train, val):
@@ -677,14 +587,11 @@ def warn_of_short(train, val):
     if 0 < val < row:
         share = math.ceil(100 * row / (train + val)) / 100
         more = f"keep more with --val-fraction {share}" if train > 2 * row else "give more text"
-        print(
-            f"warning: {val:,} tokens for validation are {less}:\n"
-            f"  {more}, or train with a smaller --seq-len, or with --val-data ''"
-        )
+        print(f"warning: {val:,} tokens for validation are {less}:")
+        print(f"  {more}, or train with a smaller --seq-len, or with --val-data ''")
     if train < row:
-        print(
-            f"warning: {train:,} tokens for training are {less}:\n  give more text, or train with a smaller --seq-len"
-        )
+        print(f"warning: {train:,} tokens for training are {less}:")
+        print("  give more text, or train with a smaller --seq-len")
 
 
 def build(ranks, args, paths, val_paths=()):
@@ -711,17 +618,16 @@ def build(ranks, args, paths, val_paths=()):
         results = {i: r for part in ranks.gather(results) for i, r in part.items()}
         pieces = [p for i in range(len(chunks)) for p in results[i][1]]
         windows, total = windows_of(pieces, args), sum(p.tokens for p in pieces)
-        val = (
-            sum(p.tokens for p in pieces if p.val)
-            if val_paths
-            else args.val_tokens
-            if args.val_tokens is not None
-            else math.ceil(args.val_fraction * total)
-        )
-        if val >= total:
-            if job and not total:
+        val = args.val_tokens if args.val_tokens is not None else math.ceil(args.val_fraction * total)
+        if val_paths:
+            val = sum(p.tokens for p in pieces if p.val)
+        if not total:
+            if job:
                 job.remove()
-            die_of_no_text(total, val)
+            die("the inputs hold no text", "name other files with --input")
+        if val >= total:
+            hint = "give more text, or a smaller part for validation: --val-fraction, --val-tokens"
+            die(f"no text is left for training: {total:,} tokens, {val:,} of them for validation", hint)
         shards = [
             (os.path.join(args.output, f"{args.name}_{split}_{number:06d}.bin"), at, count)
             for split, number, at, count in cuts(total, val, args.shard_tokens)
@@ -738,9 +644,8 @@ def build(ranks, args, paths, val_paths=()):
     job.finish([(path, count) for path, _, count in shards])
     for name, count in ("train", total - val), ("val", val):
         number = sum(f"_{name}_" in os.path.basename(path) for path, _, _ in shards)
-        print(
-            f"{name}: {count:,} tokens in {number} shard{'s' * (number != 1)}  {glob.escape(job.prefix)}_{name}_*.bin"
-        )
+        where = f"{glob.escape(job.prefix)}_{name}_*.bin"
+        print(f"{name}: {count:,} tokens in {number} shard{'s' * (number != 1)}  {where}")
     warn_of_short(total - val, val)
     files = [file for file, _ in results.values()]
     inputs.tell_counts(*(sum(getattr(file, what) for file in files) for what in ("empty", "skipped", "replaced")))

@@ -9,7 +9,6 @@ of ChatML, and the chat template. doc/finetune.md goes on from there.
 """
 
 import argparse
-import itertools
 import json
 import os
 import random
@@ -48,12 +47,9 @@ def question(kind, subject, way):
 
 
 def questions(of_held_out):
-    return [
-        question(kind, subject, way)
-        for kind in SUBJECTS
-        for subject, way in itertools.product(SUBJECTS[kind], range(len(QUESTIONS[kind])))
-        if held_out(kind, subject, way) == of_held_out
-    ]
+    facts = [(kind, subject) for kind in SUBJECTS for subject in SUBJECTS[kind]]
+    asked = [(kind, subject, way) for kind, subject in facts for way in range(len(QUESTIONS[kind]))]
+    return [question(*how) for how in asked if held_out(*how) == of_held_out]
 
 
 def conversations(count, seed):

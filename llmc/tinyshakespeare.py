@@ -16,7 +16,7 @@ from llmc import download  # first: what if numpy is missing
 
 import numpy as np
 
-from llmc.data_common import Parser, die, make_folder, make_tokenizer, outlive_reader, write_shard
+from llmc.data_common import Parser, die, make_folder, make_tokenizer, opened, outlive_reader, write_shard
 from llmc.places import data_folder
 from llmc.shards import new_name
 from llmc.tokenizer_json import add_tokenizer_arguments, publish, tokenizer_suffix
@@ -28,11 +28,10 @@ VAL_TOKENS = 32768
 
 def get_text(args):
     path = args.file or download.get(URL, args, SHA256)
+    with opened(path, "name the text file") as f:
+        data = f.read()
     try:
-        data = open(path, "rb").read()
         data.decode()
-    except OSError as e:
-        die(f"cannot read '{path}': {e.strerror}", "name the text file")
     except UnicodeDecodeError as e:
         die(f"'{path}' is not UTF-8: byte {e.start}", "name the text file")
     if hashlib.sha256(data).hexdigest() != SHA256:
@@ -50,17 +49,12 @@ def main():
     folder = args.output or data_folder("tinyshakespeare" + tokenizer_suffix(args.tokenizer))
     make_folder(folder)
     tokenizer = make_tokenizer(args.tokenizer, args.tokenizer_file)
-    sections = get_text(args).split(b"\n\n")
-    eot = np.array([tokenizer.eot], tokenizer.dtype)
-    parts = []
-    for i, section in enumerate(sections):
-        parts += [eot, tokenizer.encode(section + b"\n\n" if i < len(sections) - 1 else section)]
-    tokens = np.concatenate(parts)
+    *sections, last = get_text(args).split(b"\n\n")
+    sections, eot = [*(section + b"\n\n" for section in sections), last], np.array([tokenizer.eot], tokenizer.dtype)
+    tokens = np.concatenate([part for section in sections for part in (eot, tokenizer.encode(section))])
     if len(tokens) <= VAL_TOKENS:
-        die(
-            f"the text has {len(tokens):,} tokens, the validation set alone takes {VAL_TOKENS:,}",
-            "give the whole text, or use llmc prepare",
-        )
+        what = f"the text has {len(tokens):,} tokens, the validation set alone takes {VAL_TOKENS:,}"
+        die(what, "give the whole text, or use llmc prepare")
     train, val = (os.path.join(folder, f"tiny_shakespeare_{split}.bin") for split in ("train", "val"))
     write_shard(new_name(train), tokens[VAL_TOKENS:], tokenizer)
     with contextlib.suppress(FileNotFoundError):

@@ -27,10 +27,8 @@ def main(ranks):
     files = download.hub_files("roneneldan/TinyStories", "data", ROWS, args, ranks)
     val = [f for f in files if os.path.basename(f).startswith("validation")]
     if not val:
-        die(
-            f"none of the {len(files)} files is called validation*",
-            "the data set's own validation split belongs to it: copy that file, too",
-        )
+        hint = "the data set's own validation split belongs to it: copy that file, too"
+        die(f"none of the {len(files)} files is called validation*", hint)
     build(ranks, args, [f for f in files if f not in val], val)
 
 

@@ -10,33 +10,17 @@ import os
 import re
 import unicodedata
 
-from llmc.data_common import (
-    NAMED_KINDS,
-    PATTERNS,
-    TOKEN_ADDED,
-    TOKEN_NORMALIZED,
-    TOKEN_ORDINARY,
-    TOKEN_SPECIAL,
-    Tokenizer,
-    atomic_write,
-    byte_characters,
-    die,
-    find_files,
-    import_package,
-    make_folder,
-    open_tokenizer,
-    tokenizer_hash,
-)
-
 from llmc.checked_json import BadFile, Object, read_object
+from llmc.data_common import NAMED_KINDS, PATTERNS, Tokenizer, atomic_write, byte_characters, die, find_files
+from llmc.data_common import TOKEN_ADDED, TOKEN_NORMALIZED, TOKEN_ORDINARY, TOKEN_SPECIAL
+from llmc.data_common import import_package, make_folder, open_tokenizer, tokenizer_hash
 
 # in the order in which transformers adds them
 SPECIAL_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 PUBLISHED = ("tokenizer.json", "tokenizer_config.json")  # beside the shards
 KNOWN = "only the byte-level BPE of GPT-2, Llama 3 and Qwen2.5 can be used"
-
-
-# ---- --tokenizer of the data scripts
+MODEL_WITHOUT = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+PLACES = ("single_word", "lstrip", "rstrip")  # fields of an added token that say where it is looked for
 
 
 def tokenizer_argument(text):
@@ -51,21 +35,10 @@ def tokenizer_argument(text):
 
 def add_tokenizer_arguments(parser):
     a = parser.add_argument
-    a(
-        "--tokenizer",
-        "-m",
-        "--model_desc",
-        default="gpt2",
-        type=tokenizer_argument,
-        metavar="KIND|FOLDER",
-        help="gpt2 (the default), bytes, llama3, qwen2, or the folder of a model: its own",
-    )
-    a(
-        "--tokenizer-file",
-        "--vocab-bpe",
-        metavar="PATH",
-        help="GPT-2's vocab.bpe, Llama 3's tokenizer.model, or a model's tokenizer.json",
-    )
+    names, what = "KIND|FOLDER", "gpt2 (the default), bytes, llama3, qwen2, or the folder of a model: its own"
+    a("--tokenizer", "-m", "--model_desc", default="gpt2", type=tokenizer_argument, metavar=names, help=what)
+    what = "GPT-2's vocab.bpe, Llama 3's tokenizer.model, or a model's tokenizer.json"
+    a("--tokenizer-file", "--vocab-bpe", metavar="PATH", help=what)
 
 
 def tokenizer_suffix(name):
@@ -125,9 +98,6 @@ def folder_tokenizer(folder):
         import_package("tiktoken")
     tokenizer.source = folder
     return tokenizer
-
-
-# ---- tokenizer.json
 
 
 def part_of(file, name):
@@ -217,7 +187,7 @@ def text_of(token):
 def flags_of(token):
     """What tokenizer.json says of an added token, beside content and id; absent fields have their defaults."""
     special = token.read("special", bool, False)
-    flags = {name: token.read(name, bool, False) for name in ("single_word", "lstrip", "rstrip")}
+    flags = {name: token.read(name, bool, False) for name in PLACES}
     return flags | {"normalized": token.read("normalized", bool, not special), "special": special}
 
 
@@ -233,9 +203,8 @@ def tokens_beside(file, path, names):
         content = token.read("content", str)
         if not re.fullmatch("[0-9]{1,9}", number) or not content:
             raise BadFile(f"{decoder.where}: {number[:60]!r} is no token id, or has no content")
-        found.append(
-            (content, int(number), flags_of(token) | {"special": token.read("special", bool) or content in names})
-        )
+        special = {"special": token.read("special", bool) or content in names}
+        found.append((content, int(number), flags_of(token) | special))
     for content in listed:
         flags = {"normalized": content not in names, "special": content in names}
         found.append((content, listed.read(content, int), flags))
@@ -303,16 +272,15 @@ def read_added(file, path):
             raise BadFile(f"{token.where} has no id, or no content that is a text")
         if number in texts:
             raise BadFile(f"{token.where}: another token has the id {number}, too")
-        special = token.read("special", bool, False)
-        for field in "single_word", "lstrip", "rstrip":
-            if token.read(field, bool, False):
+        how = flags_of(token)
+        for field in PLACES:
+            if how[field]:
                 hint = f"without {field} it would be found in other places: {KNOWN}"
                 die(f"'{path}': the added token {content!r} has {field}, which is not supported", hint)
-        normalized = token.read("normalized", bool, not special)
-        if normalized and file.get("normalizer") and not unicodedata.is_normalized("NFC", content):
+        if how["normalized"] and file.get("normalizer") and not unicodedata.is_normalized("NFC", content):
             die(f"'{path}': the added token {content!r} is looked for in NFC, and is not in NFC itself", KNOWN)
         texts[number] = content
-        flags[number] = TOKEN_ADDED | special * TOKEN_SPECIAL | normalized * TOKEN_NORMALIZED
+        flags[number] = TOKEN_ADDED | how["special"] * TOKEN_SPECIAL | how["normalized"] * TOKEN_NORMALIZED
     if len(set(texts.values())) < len(texts):
         raise BadFile(f"{path}: two added tokens have the same content")
     return texts, flags
@@ -373,7 +341,7 @@ def tokenizer_of(file, path, unnumbered=()):
     normalizer, (added, flags) = part_of(file, "normalizer").read("type", str), read_added(file, path)
     if model.read("type", str, "BPE") != "BPE" or isinstance(spelled, list):
         die(f"'{path}': the model is {model.get('type')}", KNOWN)
-    for field in "byte_fallback", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix":
+    for field in "byte_fallback", *MODEL_WITHOUT:
         if model.get(field):
             die(f"'{path}': the model is BPE with {field}", KNOWN)
     if not spelled:
@@ -439,7 +407,7 @@ def merges_of(tokenizer):
     if tokenizer.merges is not None:
         yield from ((tokens[i][:left], tokens[i][left:]) for i, left in tokenizer.merges)
         return
-    rank = {tokens[i]: i for i in tokenizer.with_flags(TOKEN_ORDINARY)}
+    rank = tokenizer.ranks()
     for token in rank:
         if tokenizer.kind == "gpt2":
             parts = parts_of(token, rank)
@@ -460,65 +428,31 @@ def tokenizer_json(tokenizer, listed=None):
         merges = [] if kind == "bytes" else [[spell(a), spell(b)] for a, b in merges_of(tokenizer)]
     # GPT-2's and Qwen's files do not say so: only where they must
     if listed is None and tokenizer.merges is None and kind != "llama3":
-        rank = {tokenizer.tokens[i]: i for i in tokenizer.with_flags(TOKEN_ORDINARY)}
+        rank = tokenizer.ranks()
         ignore_merges = any(len(parts_of(token, rank)) > 2 for token in rank)
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": kind == "gpt2",
-        "use_regex": kind == "gpt2",
-    }
-    split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
-    post = byte_level
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False}
+    byte_level |= {"trim_offsets": kind == "gpt2", "use_regex": kind == "gpt2"}
+    pre = post = byte_level
+    if kind in ("llama3", "qwen2", "marks"):
+        split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
+        pre = {"type": "Sequence", "pretokenizers": [split, byte_level]}
     if tokenizer.first:  # the token that separates documents in training
         begin = added[tokenizer.eot]
-        first = {"SpecialToken": {"id": begin, "type_id": 0}}
-        post = {
-            "type": "TemplateProcessing",
-            "single": [first, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [
-                first,
-                {"Sequence": {"id": "A", "type_id": 0}},
-                {"SpecialToken": {"id": begin, "type_id": 1}},
-                {"Sequence": {"id": "B", "type_id": 1}},
-            ],
-            "special_tokens": {begin: {"id": begin, "ids": [tokenizer.eot], "tokens": [begin]}},
-        }
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": i,
-                "content": text,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": bool(flags[i] & TOKEN_NORMALIZED),
-                "special": bool(flags[i] & TOKEN_SPECIAL),
-            }
-            for i, text in added.items()
-        ],
-        "normalizer": {"type": "NFC"} if kind == "qwen2" else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]}
-        if kind in ("llama3", "qwen2", "marks")
-        else byte_level,
-        "post_processor": post,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": ignore_merges,
-            "vocab": {spell(tokenizer.tokens[i]): i for i in tokenizer.with_flags(TOKEN_ORDINARY)},
-            "merges": merges,
-        },
-    }
+        part = lambda name, text, number: {name: {"id": text, "type_id": number}}
+        post = {"type": "TemplateProcessing", "single": [part("SpecialToken", begin, 0), part("Sequence", "A", 0)]}
+        post["pair"] = [*post["single"], part("SpecialToken", begin, 1), part("Sequence", "B", 1)]
+        post["special_tokens"] = {begin: {"id": begin, "ids": [tokenizer.eot], "tokens": [begin]}}
+    model = {"type": "BPE"} | dict.fromkeys(MODEL_WITHOUT)
+    model |= {"fuse_unk": False, "byte_fallback": False, "ignore_merges": ignore_merges}
+    model |= {"vocab": {spell(token): i for token, i in tokenizer.ranks().items()}, "merges": merges}
+    tokens = [
+        {"id": i, "content": text, **dict.fromkeys(PLACES, False)}
+        | {"normalized": bool(flags[i] & TOKEN_NORMALIZED), "special": bool(flags[i] & TOKEN_SPECIAL)}
+        for i, text in added.items()
+    ]
+    file = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": tokens}
+    file |= {"normalizer": {"type": "NFC"} if kind == "qwen2" else None, "pre_tokenizer": pre}
+    return file | {"post_processor": post, "decoder": byte_level, "model": model}
 
 
 def files_folder(folder, model_type, kind):
@@ -529,10 +463,8 @@ def files_folder(folder, model_type, kind):
 
 def settings_of(tokenizer):
     """The dict of a tokenizer_config.json."""
-    settings = {
-        "tokenizer_class": "GPT2Tokenizer" if tokenizer.kind == "gpt2" else "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
+    name = "GPT2Tokenizer" if tokenizer.kind == "gpt2" else "PreTrainedTokenizerFast"
+    settings = {"tokenizer_class": name, "clean_up_tokenization_spaces": False}
     if tokenizer.kind != "bytes":  # its separator is the byte 0, no token beside the text's
         first = tokenizer.tokens[tokenizer.eot].decode()
         last = "<|end_of_text|>" if first == "<|begin_of_text|>" and b"<|end_of_text|>" in tokenizer.tokens else first
@@ -555,13 +487,11 @@ def publish(tokenizer, folder, source):
         settings = special_map | {k: v for k, v in config.items() if k != "chat_template"}
     else:
         file, settings = tokenizer_json(tokenizer), settings_of(tokenizer)
-    made = dict(zip(PUBLISHED, [json.dumps(file, ensure_ascii=False), json.dumps(settings, indent=2) + "\n"]))
-    paths = {name: os.path.join(folder, name) for name in made}
-    beside = {name: os.path.join(folder, "tokenizer.bin." + name) for name in made}
-    for name, text in made.items():
-        atomic_write(beside[name], text.encode())
-    for name in made:
-        os.replace(beside[name], paths[name])
+    beside = [os.path.join(folder, "tokenizer.bin." + name) for name in PUBLISHED]
+    for path, text in zip(beside, [json.dumps(file, ensure_ascii=False), json.dumps(settings, indent=2) + "\n"]):
+        atomic_write(path, text.encode())
+    for path, name in zip(beside, PUBLISHED):
+        os.replace(path, os.path.join(folder, name))
 
 
 def write_tokenizer_json(tokenizer, folder, context, model_type, listed=None):

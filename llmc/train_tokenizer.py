@@ -15,6 +15,7 @@ chosen by a hash, which was not trained on. A piece is a document, or 32 to 64 K
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -24,22 +25,11 @@ import threading
 import time
 import zlib
 
-# first: it says what to do where numpy is missing
-from llmc.data_common import (
-    PATTERNS,
-    Parser,
-    Progress,
-    Tokenizer,
-    die,
-    import_package,
-    make_folder,
-    make_tokenizer,
-    outlive_reader,
-)
-
 from llmc import inputs
+from llmc.data_common import PATTERNS, Progress, Tokenizer, die, import_package, make_folder, make_tokenizer
 from llmc.reader import once, plan
 from llmc.tokenizer_json import read_tokenizer_json, tokenizer_json, write_tokenizer_json
+from llmc.tool_output import Parser, outlive_reader
 
 END = "<|endoftext|>"
 KIND_OF_PATTERN = {"marks": "marks", "gpt2": "gpt2", "llama3": "llama3", "qwen": "qwen2"}
@@ -61,16 +51,11 @@ def parse_args():
     a = parser.add_argument
     a("--output", metavar="FOLDER", help="a new folder")
     a("--vocab-size", type=int, default=8192, metavar="N", help="tokens, special ones included (8192)")
-    a(
-        "--pattern",
-        choices=tuple(KIND_OF_PATTERN),
-        default="marks",
-        help="where words begin and end: letters with their marks, such as vowel signs (marks); or as in that model",
-    )
+    what = "where words begin and end: letters with their marks, such as vowel signs (marks); or as in that model"
+    a("--pattern", choices=tuple(KIND_OF_PATTERN), default="marks", help=what)
     a("--special", nargs="+", default=[], metavar="TOKEN", help=f"special tokens besides {END}")
     args = parser.parse_args()
-    if not args.output or not (args.input or args.python_stdlib):
-        die("--output and one of --input, --python-stdlib are needed", "see --help")
+    inputs.require_arguments(args)
     args.special = [END, *args.special]
     check_vocabulary(args.vocab_size, args.special, KIND_OF_PATTERN[args.pattern])
     check_output(args.output)
@@ -112,9 +97,6 @@ def empty_tokenizer(kind):
     file |= {"added_tokens": [], "post_processor": None}
     file["model"]["ignore_merges"] = False
     return package.Tokenizer.from_str(json.dumps(file))
-
-
-# ---- text
 
 
 class Texts:
@@ -173,15 +155,6 @@ class Texts:
         self.all_read = True
 
 
-def begin_of(pieces, size):
-    """The first of them, until they have so many bytes."""
-    for piece in pieces:
-        yield piece
-        size -= len(piece)
-        if size <= 0:
-            return
-
-
 @contextlib.contextmanager
 def telling(texts):
     """Says now and then how long pairs have been joined, after all is read: the package does not return until then."""
@@ -206,20 +179,13 @@ def telling(texts):
         thread.join()
 
 
-# ---- training
-
-
 def train(texts, args):
     """A trained tokenizers.Tokenizer, its special tokens at the end."""
     package, made = import_package("tokenizers"), empty_tokenizer(KIND_OF_PATTERN[args.pattern])
-    trainer = package.trainers.BpeTrainer(
-        vocab_size=args.vocab_size - len(args.special),
-        min_frequency=LEAST_COUNT,
-        show_progress=False,
-        initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet(),
-        max_token_length=LONGEST_TOKEN,
-    )
+    size, alphabet = args.vocab_size - len(args.special), package.pre_tokenizers.ByteLevel.alphabet()
+    how = dict(min_frequency=LEAST_COUNT, max_token_length=LONGEST_TOKEN, show_progress=False)
     with telling(texts):
+        trainer = package.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, **how)
         made.train_from_iterator(texts.train_on(), trainer)
     if not texts.size:
         die("the inputs hold no text", "name other files with --input")
@@ -245,48 +211,32 @@ def write(made, folder):
     return tokenizer
 
 
-# ---- what came of it
-
-
 def say_what_was_made(tokenizer, texts, args):
-    print(
-        f"{args.output}: {tokenizer.vocab_size:,} tokens from {texts.size / 1e6:,.1f} MB of text; "
-        f"{tokenizer.tokens[tokenizer.eot].decode()} (id {tokenizer.eot}) stands between documents"
-    )
+    end = f"{tokenizer.tokens[tokenizer.eot].decode()} (id {tokenizer.eot}) stands between documents"
+    print(f"{args.output}: {tokenizer.vocab_size:,} tokens from {texts.size / 1e6:,.1f} MB of text; {end}")
     if tokenizer.vocab_size < args.vocab_size:
-        print(
-            f"note: not {args.vocab_size:,}: the text has no more pairs that stand in it twice. "
-            "More text gives more tokens"
-        )
+        why = "the text has no more pairs that stand in it twice. More text gives more tokens"
+        print(f"note: not {args.vocab_size:,}: {why}")
     if texts.cut:
-        print(
-            "note: the rest of the text was not read: nearly all of its words are different, as without spaces between "
-            "them, and would take more than 2 GB"
-        )
+        why = "nearly all of its words are different, as without spaces between them, and would take more than 2 GB"
+        print(f"note: the rest of the text was not read: {why}")
     inputs.tell_counts(texts.reader.empty, texts.reader.skipped, texts.reader.replaced)
-    for name, count in texts.in_text.items():
-        if count:
-            print(
-                f"note: the text has '{name.decode()}' {count:,} time{'s' * (count > 1)}: prepare.py takes that for "
-                "ordinary text, transformers for the special token unless split_special_tokens=True"
-            )
-
-
-def gpt2():
-    """GPT-2's Tokenizer; None, and a line that says why, where its file is not to be had."""
-    try:
-        return make_tokenizer("gpt2")
-    except SystemExit as e:
-        print(f"note: no comparison with gpt2: {str(e.code).splitlines()[0].removeprefix('error: ')}")
-        return None
+    taken = "prepare.py takes that for ordinary text, transformers for the special token unless"
+    for name, count in filter(lambda item: item[1], texts.in_text.items()):
+        times = f"{count:,} time{'s' * (count > 1)}"
+        print(f"note: the text has '{name.decode()}' {times}: {taken} split_special_tokens=True")
 
 
 def compare(tokenizer, pieces, what):
-    size = sum(map(len, pieces))
+    """Says how long tokens are, beside GPT-2's, or why its file is not to be had."""
+    size, known = sum(map(len, pieces)), {"this one": tokenizer}
     print(f"bytes a token, {what} ({size / 1e6:,.2f} MB):")
-    for name, other in ("this one", tokenizer), ("gpt2", gpt2()):
-        if other:
-            print(f"  {name} ({other.vocab_size:,} tokens): {size / sum(len(other.encode(p)) for p in pieces):.3f}")
+    try:
+        known["gpt2"] = make_tokenizer("gpt2")
+    except SystemExit as e:
+        print(f"note: no comparison with gpt2: {str(e.code).splitlines()[0].removeprefix('error: ')}")
+    for name, made in known.items():
+        print(f"  {name} ({made.vocab_size:,} tokens): {size / sum(len(made.encode(p)) for p in pieces):.3f}")
 
 
 def main():
@@ -294,14 +244,13 @@ def main():
     paths, val_paths = inputs.find(args)
     paths = once(paths)
     val_paths = once(val_paths, paths)
-    val_text = list(begin_of(Texts(val_paths, args, False).pieces(), HELD_OUT_BYTES))  # first: it may be wrong
+    val = Texts(val_paths, args, False)  # it is read first, because it may be wrong
+    val_text = list(itertools.takewhile(lambda piece: val.size - len(piece) < HELD_OUT_BYTES, val.pieces()))
     texts = Texts(paths, args, not val_paths)
-    made = train(texts, args)
-    held_out = val_text or texts.held_out
-    tokenizer = write(made, args.output)
+    tokenizer = write(train(texts, args), args.output)
     say_what_was_made(tokenizer, texts, args)
     print(f"{time.time() - start:.1f} s")
-    if held_out:
+    if held_out := val_text or texts.held_out:
         compare(tokenizer, held_out, "of held-out text")
     else:
         compare(tokenizer, texts.first, "of text that it was trained on, as there was too little to hold some out")

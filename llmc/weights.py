@@ -5,6 +5,7 @@ reader (llmc/run/ask.h). Tensors are mapped and pass one at a time; F32 and BF16
 but a conversion changes one.
 """
 
+import itertools
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import re
 import subprocess
 import sys
 
-from llmc.data_common import create, die  # first: what if numpy is missing
+from llmc.data_common import atomic_write, die  # first: what if numpy is missing
 from llmc.program import NoProgram, trainer
 
 import numpy as np
@@ -84,10 +85,8 @@ def require_finite(path, tensors, warns=False):
     """tensors: {name: (dtype, array)}. warns: a warning is enough."""
     name = next((name for name, (dtype, array) in tensors.items() if not is_finite(array, dtype)), None)
     if name and not warns:
-        die(
-            f"'{path}': tensor '{name}' holds NaN or infinity",
-            "the run has diverged, or the file is damaged: take an earlier checkpoint, or download it again",
-        )
+        hint = "the run has diverged, or the file is damaged: take an earlier checkpoint, or download it again"
+        die(f"'{path}': tensor '{name}' holds NaN or infinity", hint)
     if name:
         print(f"warning: tensor '{name}' holds NaN or infinity", file=sys.stderr)
 
@@ -97,13 +96,9 @@ def convert(array, dtype, to):
     one."""
     if dtype == to:
         return array
-    wide = (
-        array.astype("<u4") << np.uint32(16)
-        if dtype == "BF16"
-        else array.astype("<f4").view("<u4")
-        if dtype == "F16"
-        else array
-    )
+    wide = array.astype("<f4").view("<u4") if dtype == "F16" else array
+    if dtype == "BF16":
+        wide = array.astype("<u4") << np.uint32(16)
     if to == "F32":
         return wide
     if to == "F16":
@@ -113,38 +108,19 @@ def convert(array, dtype, to):
     return (np.where(nan, wide | np.uint32(0x400000), rounded) >> np.uint32(16)).astype("<u2")
 
 
-def write_file(path, parts):
-    """parts: arrays and bytes, made as they are written. Under its own name the file is whole."""
-    try:
-        with create(path + ".tmp") as f:
-            for part in parts:
-                f.write(np.ascontiguousarray(part).data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(path + ".tmp", path)
-    except OSError as e:
-        if os.path.exists(path + ".tmp"):
-            os.remove(path + ".tmp")
-        die(f"cannot write '{path}': {e.strerror}", "free some space or name another folder")
+def write_arrays(path, arrays):
+    """arrays: made as they are written."""
+    atomic_write(path, (np.ascontiguousarray(array).data for array in arrays))
 
 
 def write_safetensors(path, tensors):
     """tensors: {name: (dtype, shape, function that makes the array)}."""
     header, at = {"__metadata__": {"format": "pt"}}, 0
     for name, (dtype, shape, _) in tensors.items():
-        header[name] = {
-            "dtype": dtype,
-            "shape": shape,
-            "data_offsets": [at, at + DTYPES[dtype].itemsize * int(np.prod(shape, dtype=np.int64))],
-        }
-        at = header[name]["data_offsets"][1]
+        begin, at = at, at + DTYPES[dtype].itemsize * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, at]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    beginning = [np.array([len(text)], "<u8"), np.frombuffer(text, np.uint8)]
 
-    def parts():
-        yield np.array([len(text)], "<u8")
-        yield np.frombuffer(text, np.uint8)
-        for _, _, make in tensors.values():
-            yield make()
-
-    write_file(path, parts())
+    write_arrays(path, itertools.chain(beginning, (make() for _, _, make in tensors.values())))
