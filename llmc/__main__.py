@@ -1,6 +1,6 @@
 """The command: `llmc` where the package is installed, `python -m llmc` in a checkout. Its first word names what to do.
 
-train, generate and chat become the trainer's own program (exec); the others are modules of this package, which run as
+train and generate become the trainer's own program (exec); the others are modules of this package, which run as
 they do by `python -m llmc.NAME`."""
 
 import os
@@ -14,7 +14,7 @@ COMMANDS = {  # name: (module, first words of its command line)
     "train": (None, []),
     "finetune": ("finetune", []),
     "generate": (None, ["--generate"]),
-    "chat": (None, ["--generate"]),
+    "chat": ("chat", []),
     "serve": ("serve", []),
     "prepare": ("prepare", []),
     "tokenizer": ("train_tokenizer", []),
@@ -73,12 +73,11 @@ llmc train becomes the trainer's program, on a GPU where there is one. Besides i
 
 """
 GENERATE = """\
-usage: llmc {name} MODEL {more}[options of llmc train]
+usage: llmc generate MODEL [--prompt TEXT] [options of llmc train]
 
   llmc generate log/mine --prompt 'To be' -g 300 --top-p 0.9   300 tokens
   echo 'To be' | llmc generate log/mine                   the prompt from a file or a pipe
   llmc generate log/mine --samples 8 --seed 2             eight samples from the end-of-text token
-  llmc chat log/mine                                      asks; Ctrl-C stops an answer, Ctrl-D ends
 
 MODEL is a run's folder (its newest checkpoint), a checkpoint or a Hugging Face folder (llmc import).
 --program PATH takes another build of the trainer. llmc train --help generat lists more.
@@ -96,7 +95,7 @@ def fail(what, hint):
 
 
 def with_model(name, arguments):
-    """The command line of generate and chat as the trainer takes it: the model may stand first, and must be there."""
+    """The command line of generate as the trainer takes it: the model may stand first, and must be there."""
     if arguments and not arguments[0].startswith("-"):
         return ["--model", *arguments]
     if not any(word in ("-e", "--model") or word.startswith("--model=") for word in arguments):
@@ -118,7 +117,7 @@ def become_program(name, first, arguments):
     end_with_reader()
     asks = arguments[:1] in (["-h"], ["--help"])
     if asks and name != "train":
-        sys.exit(print(GENERATE.format(name=name, more="[--prompt TEXT] " if name == "generate" else ""), end=""))
+        sys.exit(print(GENERATE, end=""))
     arguments = arguments if name == "train" else with_model(name, arguments)
     ranks = any(word.split("=")[0] in ("--ranks", "--hostfile") for word in arguments)
     command, environment = command_line([*arguments, *first])

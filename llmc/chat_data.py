@@ -75,7 +75,7 @@ MOST_PADDING = 0.02  # of the places in rows; beyond it other lengths of rows ar
 # ---- conversations -> text
 
 REFUSE_TOOLS = "{% if tools %}{{ raise_exception('this template knows no tools') }}{% endif %}"
-TEMPLATES = {  # as in llmc/talk/chat.h
+TEMPLATES = {
     "chatml": REFUSE_TOOLS + "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}"
     "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",

@@ -189,7 +189,8 @@ def main():
     python = os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(ROOT) else sys.executable
     prepare = f"{shlex.quote(python)} dev/data/prepare.py --input YOUR_TEXT --tokenizer bytes --output dev/data/mine"
     print(f"  {prepare}    your own text, which README.md trains on")
-    print(f"\ntalk to what was trained (Ctrl-D ends):\n  {trainer} -e {shlex.quote(args.output)} --generate -g 200")
+    talk = f"{shlex.quote(python)} -m llmc chat {shlex.quote(args.output)} -g 200"
+    print(f"\ntalk to what was trained (Ctrl-D ends):\n  {talk}")
 
 
 if __name__ == "__main__":

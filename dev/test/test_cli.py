@@ -294,7 +294,7 @@ def test_help_all(trainer):
     [
         ("draft", {"draft", "draft-tokens"}),
         ("CACHE", {"cache-dtype", "cache-pages", "kv-cache"}),
-        ("conversation", {"pack", "documents", "system"}),
+        ("conversation", {"pack", "documents"}),
         ("fs-path", {"fs-path"}),
     ],
 )
@@ -455,7 +455,7 @@ ELSEWHERE = {
     | dict.fromkeys((*MUON, "lr-head", "val-data", "patience"), "test_cli.py"),
     # a run that does not train, reads no other data, or has ended
     " ": dict.fromkeys(("output", "resume", "evaluate", "generate", "hellaswag", "choice-data"), "test_cli.py")
-    | dict.fromkeys(("prompt", "system", "tokenizer", "draft", "draft-tokens", "serve"), "test_generate.py")
+    | dict.fromkeys(("prompt", "tokenizer", "draft", "draft-tokens", "serve"), "test_generate.py")
     | {"calls": "test_python.py", "prompt-rows": "test_pages.py", "dry-run": "test_fits.py"}
     | {"log-gpu-every": "test_gpu_monitor.py"}
     | dict.fromkeys(OF_LETTERS, "test_cli.py"),

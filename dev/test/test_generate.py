@@ -768,13 +768,14 @@ def talk(folder, *lines, options=(), cwd=ROOT):
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
 
     process = subprocess.Popen(
-        [str(TRAINER), "-e", str(folder), "--generate", *map(str, options)],
+        [sys.executable, "-m", "llmc", "chat", str(folder), *map(str, options)],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
         preexec_fn=begin,
         cwd=cwd,
-        env=launcher.ENVIRONMENT,
+        # a dumb one gets no escapes from readline
+        env=launcher.ENVIRONMENT | {"TERM": "dumb", "PYTHONPATH": str(ROOT)},
     )
     os.close(theirs)
     shown, parts = b"", []
@@ -802,6 +803,12 @@ def talk(folder, *lines, options=(), cwd=ROOT):
     return status, parts
 
 
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
 def test_a_text_goes_on_on_a_terminal(runs):
     """What is shown is what --prompt makes of it. Ctrl-C stops an answer, Ctrl-D ends."""
     options = ["-g", 30, "--temperature", 0]
@@ -811,15 +818,16 @@ def test_a_text_goes_on_on_a_terminal(runs):
         said = samples(run("-e", runs / "big", "--generate", *options, "--prompt", prompt))
         assert part.startswith(prompt + "\n" + prompt) and said == [part[len(prompt) :].strip()]
     begin = time.time()
-    status, parts = talk(runs / "big", ["int"], "", options=["-g", 1 << 23, "--temperature", 0.5])
+    long, tokenizer = "d1,channels=48,heads=1,vocab=259,seq=65536", runs / "big/step_00000040/tokenizer.bin"
+    status, parts = talk(long, ["int"], "", options=["-g", 1 << 23, "--temperature", 0, "--tokenizer", tokenizer])
     assert status == 0 and parts[1].startswith("int\nint") and time.time() - begin < 60
 
 
 def test_a_conversation_on_a_terminal(runs, tmp_path):
-    """With ChatML's template: what --serve makes of the same text."""
+    """By the folder's template, of whatever kind: what --serve makes of the same text."""
     folder = tmp_path / "chat"
     shutil.copytree(runs / "big/step_00000040", folder)
-    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    template = CHATML
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     options = ["--temperature", 0]
     status, parts = talk(folder, "Hi", "Yo", "z" * 100, options=options)
@@ -842,7 +850,7 @@ def test_a_conversation_on_a_terminal(runs, tmp_path):
     server.close()
     assert "no longer fits" in parts[2] and "too long for the context of 64 tokens" in parts[3]
     # chat_template.jinja has precedence; of several templates "default" counts
-    config, other = folder / "tokenizer_config.json", "[INST] {{ m.content }} [/INST]"
+    config, other = folder / "tokenizer_config.json", "[INST] {{ messages[-1].content }} [/INST]"
     named = [{"name": "tool_use", "template": other}, {"name": "default", "template": template}]
     for written, apart in ((named, ""), (template, ""), (other, template), ([], template), ({"a": "b"}, template)):
         config.write_text(json.dumps({"chat_template": written}))
@@ -853,13 +861,13 @@ def test_a_conversation_on_a_terminal(runs, tmp_path):
     config.write_text(json.dumps({"chat_template": template}))
     (folder / "chat_template.jinja").mkdir()  # it is there, and cannot be read
     status, parts = talk(folder, options=options)
-    assert status == 1 and "chat_template.jinja': not a file" in parts[0], parts
+    assert status == 1 and "cannot be used" in parts[0] and "chat_template.jinja" in parts[0], parts
     (folder / "chat_template.jinja").rmdir()
     for written, words in (
-        ([named[0]], "chat_template of "),
-        ({"a": "b"}, "chat_template of "),
-        (7, "chat_template of "),
-        ([7], "chat_template of "),
+        ([named[0]], "no template named 'default'"),
+        ({"a": "b"}, "chat_template is"),
+        (7, "chat_template is"),
+        ([7], "not an object"),
     ):
         config.write_text(json.dumps({"chat_template": written}))
         status, parts = talk(folder, options=options)
@@ -867,12 +875,19 @@ def test_a_conversation_on_a_terminal(runs, tmp_path):
     config.write_text('{"chat_template": "')
     status, parts = talk(folder, options=options)
     assert status == 1 and "cannot be used" in parts[0], parts
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "[INST] {{ m.content }} [/INST]"}))
-    status, parts = talk(folder, options=options)
-    assert status == 1 and "neither ChatML nor Llama 3's" in parts[0]
+    config.write_text(json.dumps({"chat_template": other}))
+    status, parts = talk(folder, "Hi", options=options)
+    server = Server(1, "-e", folder)
+    server.send({"id": "x", "prompt": "[INST] Hi [/INST]", "special": True, "temperature": 0})
+    said = "".join(e["text"] for e in server.until_ended(1) if e["event"] in ("token", "end"))
+    assert status == 0 and parts[1].endswith(said.rstrip("\n")) and not server.close(), (parts, said)
+    config.write_text(json.dumps({"chat_template": "{{ raise_exception('roles must alternate') }}"}))
+    status, parts = talk(folder, "Hi", options=options)
+    assert status == 0 and "cannot be written as a conversation" in parts[1] and "must alternate" in parts[1], parts
     status, parts = talk(runs / "big", options=["--system", "Be"])
     assert status == 1 and "--system needs a chat template" in parts[0]
-    assert "use --generate on a terminal" in run("-e", folder, "--generate", "--system", "Be", status=1)
+    said = run("-e", folder, "--generate", "--system", "Be", status=1)
+    assert "'--system' is gone" in said and "llmc chat MODEL --system TEXT" in said
 
 
 def test_the_context_is_that_of_the_model(runs, tmp_path):
@@ -893,8 +908,7 @@ def test_the_context_is_that_of_the_model(runs, tmp_path):
         assert server.ready["context"] == context, words
         server.close()
     assert re.search("--seq-len +2000\n", run("-e", folder, "--generate", "-g", 2))
-    template = "<|im_start|>{{ m.content }}<|im_end|>"
-    (folder / "chat_template.jinja").write_text(template)
+    (folder / "chat_template.jinja").write_text(CHATML)
     status, parts = talk(folder, "z" * 1600)
     assert status == 0 and "too long for the context of 2000 tokens" in parts[1], parts
 
@@ -916,7 +930,7 @@ def test_an_end_of_several_tokens_ends_an_answer(tmp_path, monkeypatch):
     text = "".join(turn.format(q) + a + "<|im_end|>\n" for q, a in [("a", "x"), ("b", "y")] * 300).encode()
     header = struct.pack("<256i", 20240520, 1, len(text), 257, *[0] * 252)
     (tmp_path / "train.bin").write_bytes(header + struct.pack(f"<{len(text)}H", *text))
-    (tmp_path / "chat_template.jinja").write_text("ChatML has <|im_start|>")
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
     run(
         *("-e", "d2,channels=64,heads=2,vocab=257,seq=256", "-i", tmp_path / "train.bin", "-j", "", "-b", 2, "-t", 256),
         *("-x", 200, "-l", 5e-3, "-v", 0, "-s", 0, "-o", tmp_path / "run"),
@@ -957,7 +971,7 @@ def test_a_prompt_from_standard_input(runs, tmp_path):
     assert sample(piped(*options, stdin=subprocess.DEVNULL)) == nothing
     assert sample(piped(*options, preexec_fn=lambda: os.close(0))) == nothing
     assert sample(piped(*options, "--prompt", "int", input=b"other")) == said("int")
-    chat, told = tmp_path / "chat", b"the prompt is continued as it is; llmc serve, and llmc chat on a terminal, apply"
+    chat, told = tmp_path / "chat", b"the prompt is continued as it is; llmc chat and llmc serve apply"
     shutil.copytree(runs / "big/step_00000040", chat)
     for files in ({"tokenizer_config.json": '{"chat_template": "[INST]"}'}, {"chat_template.jinja": "[INST]"}):
         for name, text in files.items():

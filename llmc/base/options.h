@@ -98,7 +98,6 @@
     INT(sample_every, "s", ' ', 20, 0, 1 << 30, "print a sample every N steps, and at the end (0: never)") \
     INT(sample_tokens, "g", ' ', 64, 1, 1 << 24, "tokens in a sample") \
     STR(prompt, "", ' ', "", "beginning of the samples ('': the end-of-text token)") \
-    STR(system, "", ' ', "", "system prompt of a conversation on a terminal ('': none)") \
     FLT(temperature, "", ' ', 1.0, 0, 100, "sampling temperature (0: the likeliest token)") \
     INT(top_k, "", ' ', 0, 0, 1 << 24, "sample from the k likeliest tokens (0: all)") \
     FLT(top_p, "", ' ', 1.0, 1e-9, 1, "sample from the likeliest tokens that together have this probability") \
@@ -106,8 +105,7 @@
     ONE(cache_dtype, "", ' ', "native", "native|fp8", \
         "what keys and values of earlier tokens are kept in: native (the dtype of the build), or fp8 (e4m3, a scale " \
         "for each row of a head)") \
-    INT(generate, "", ' ', 0, 0, 1, \
-        "1: print samples, without training; on a terminal and without --prompt: talk to the model") \
+    INT(generate, "", ' ', 0, 0, 1, "1: print samples, without training; llmc chat talks in the terminal") \
     STR(draft, "", ' ', "", "folder of a small model that proposes tokens: the same samples, sooner ('': none)") \
     INT(serve, "", ' ', 0, 0, 256, \
         "generate for requests on standard input, this many sequences at a time (doc/generate.md)") \
@@ -422,6 +420,7 @@ static const char *const options_gone[][3] = {
     {"lora-rs", "0", "alpha / sqrt(rank) is --lora-alpha times sqrt(rank)"},
     {"lr-vector", "-1",
      "--learning-rate is that of vectors; give the others theirs: --lr-matrix, --lr-embedding, --lr-head"},
+    {"system", "", "a conversation in the terminal is llmc chat MODEL --system TEXT"},
     {"muon-steps", "0", "polar-express has 5 steps, --debug muon-polynomials=simple 12"}};
 // NULL: there was none.
 static const char *const *option_gone(const char *name) {

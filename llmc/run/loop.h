@@ -237,16 +237,15 @@ static void require_threads(void) {
             omp_get_max_threads(), most);
     #endif
 }
-// Without --prompt: --generate talks on a terminal, or takes the prompt that standard input holds.
+// Without --prompt --generate takes what standard input holds, but for a terminal, where llmc chat asks.
 static void take_prompt(Trainer *t) {
     const int asks = t->o.generate && !t->o.serve && !*t->o.prompt, terminal = isatty(STDIN_FILENO);
     int waiting = 0;
-    t->talks = asks && terminal && isatty(STDOUT_FILENO) && t->o.samples == 1 && t->comm.world == 1;
+    if (asks && terminal) fprintf(stderr, "no --prompt: a text from end-of-text on; llmc chat asks for texts\n");
     if (!asks || terminal) return;
     if (t->comm.world == 1) t->o.prompt = piped_prompt();
     if (*t->o.prompt && has_chat_template(model_source(t)))
-        fprintf(stderr,
-                "the prompt is continued as it is; llmc serve, and llmc chat on a terminal, apply the template\n");
+        fprintf(stderr, "the prompt is continued as it is; llmc chat and llmc serve apply the chat template\n");
     // some versions of mpirun never pass on the end
     if (t->comm.world > 1 && t->comm.rank == 0) ioctl(STDIN_FILENO, FIONREAD, &waiting);
     require(!waiting, "a prompt on standard input is for one process\ngive --prompt");
@@ -288,8 +287,6 @@ static int trainer_main(int argc, char **argv) {
                  "--generate 1 needs one process, or as many as --tp says; this job has %d\nstart it without mpirun",
                  comm->world);
     take_prompt(t);
-    require(t->talks || !*o->system, "--system begins a conversation on a terminal, and this is none\n"
-                                     "use --generate on a terminal, without --prompt and mpirun; or leave it out");
     comm_use_cores(comm, o->threads);
     t->mesh = mesh_open(comm, o->tp);
     choose_config(t);

@@ -21,7 +21,7 @@ static Options options_of_model(Trainer *t) {
     int most = smaller(o.seq_len, t->config.max_seq_len), longest = generation_longest(&o);
     if (*o.draft) most = smaller(most, t->draft_config.max_seq_len);
     if (o.window > 0) most = smaller(most, o.window);  // what a sample's token saw in training
-    t->window = longest < most && !o.serve && !*o.calls && !t->talks ? longest : most;
+    t->window = longest < most && !o.serve && !*o.calls ? longest : most;
     if (!o.generate) return o;
     o.seq_len = smaller(t->window, PIECE);
     // each rank has all rows, and those that a GPU fills a step up with
@@ -74,14 +74,9 @@ static Engine engine_of(Trainer *t) {
 }
 static void sample(Trainer *t) {
     Generation g = {};
-    char *text = NULL;
     g.engine = engine_of(t);
     g.o = &t->o;
-    if (t->talks) {
-        const ChatTemplate *style = *t->adapters.text ? chat_template_of(t->adapters.text) : NULL;
-        chat(&g, style ? style : chat_template_of(model_source(t)));
-    } else
-        text = generate(&g, t->state.step, t->o.generate);
+    char *text = generate(&g, t->state.step, t->o.generate);
     engine_close(&g.engine);
     if (text) log_event(t, "sample", "text %s", text);
     free(text);
@@ -92,7 +87,8 @@ static void serve_model(Trainer *t) {
     s.seed = t->o.seed;
     s.vocab = known_tokens(t);
     s.out = t->out;
-    serve(&s, model_source(t));
+    const int own = *t->adapters.text && has_chat_template(t->adapters.text);  // what the adapters were trained with
+    serve(&s, own ? t->adapters.text : model_source(t));
     engine_close(&s.engine);
 }
 // The draft's tokens must be the model's.

@@ -2,7 +2,7 @@
 // handshake of the ranks, weights.
 #pragma once
 
-#include "../talk/chat.h"
+#include "../talk/generate.h"
 #include "evaluate.h"
 #include "gpu_monitor.h"
 #include "../talk/serve.h"
@@ -21,7 +21,6 @@ typedef struct {
     Evaluation eval;
     int has_tokenizer;
     int window;  // context length of samples, tokens
-    int talks;   // --generate asks for prompts on a terminal
     FILE *out;   // --serve: of events
     Tokenizer tokenizer;
     Ends *ends;  // of generated texts

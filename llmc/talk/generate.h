@@ -150,3 +150,40 @@ static char *generate(Generation *g, int64_t step, int streams) {
     free(samples);
     return first;
 }
+
+// ---- a prompt that is piped
+
+// Waits for standard input. People may take their time: the watchdog sees progress. Returns 0 after a second without.
+static int input_wait(void) {
+    watchdog_beat(PHASE_SAMPLE, -1);
+    return can_read(STDIN_FILENO, 1000);
+}
+// The prompt of --generate where standard input is a file or a pipe: all of it, but for a newline at the end. "": none.
+static const char *piped_prompt(void) {
+    enum { MOST = 16 << 20 };
+    static char text[MOST + 2];
+    ssize_t n = 0, got = 1;
+    for (int told = 0; got > 0 && n <= MOST; n += got) {
+        for (; !input_wait(); told = 1)
+            if (!told) fprintf(stderr, "the prompt is what standard input holds, to its end; < /dev/null: none\n");
+        got = read(STDIN_FILENO, text + n, MOST + 1 - n);
+        require(got >= 0, "cannot read the prompt from standard input: %s\ngive --prompt, or < /dev/null for none",
+                strerror(errno));
+    }
+    require(n <= MOST && !memchr(text, 0, n),
+            "standard input holds no text of up to %d MiB to be the prompt\ngive --prompt, or < /dev/null for none",
+            MOST >> 20);
+    text[n - (n && text[n - 1] == '\n')] = 0;
+    return text;
+}
+
+// Returns 1 where a folder has a chat template, of any kind.
+static int has_chat_template(const char *folder) {
+    Json j;
+    if (file_exists(path_in(folder, "chat_template.jinja").text)) return 1;
+    const int read = json_load(&j, path_in(folder, "tokenizer_config.json").text);
+    const int value = read ? json_get(&j, 0, "chat_template") : JSON_NONE;
+    const int has = value != JSON_NONE && !json_is(&j, value, JSON_NULL);
+    json_free(&j);
+    return has;
+}
