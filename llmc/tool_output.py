@@ -68,6 +68,12 @@ def tell_of(others):
     return tell
 
 
+def fail(what, hint):
+    """Ends the program with an error in two lines, and status 1."""
+    print(f"error: {what}\n  hint: {hint}", file=sys.stderr)
+    sys.exit(1)
+
+
 def reader_may_leave(end):
     sys.excepthook = tell_of(sys.excepthook)
     for name in ("stdout", "stderr"):
