@@ -8,7 +8,7 @@ import runpy
 import subprocess
 import sys
 
-from llmc.tool_output import end_with_reader
+from llmc.tool_output import end_with_reader, fail
 
 COMMANDS = {  # name: (module, first words of its command line)
     "train": (None, []),
@@ -89,10 +89,6 @@ def run_module(module, called, arguments):
     """Runs a module of this package as a program that is called `called`."""
     sys.argv = [called, *arguments]
     runpy.run_module(f"llmc.{module}", run_name="__main__", alter_sys=False)
-
-
-def fail(what, hint):
-    sys.exit(f"error: {what}\n  hint: {hint}")
 
 
 def with_model(name, arguments):

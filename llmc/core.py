@@ -89,17 +89,14 @@ def example_of(line, where, task):
                 raise BadFile(f"{where} has no {name}")
             example[name] = example[name].strip()
     if task.kind != "language_modeling":
-        example["gold"], count = fields.read("gold", int, -1), len(example[list_of(task)])
-        if not 0 <= example["gold"] < count:
-            raise BadFile(f"{where}: gold is no number from 0 to {count - 1}")
+        listed = example["choices" if task.kind == "multiple_choice" else "context_options"]
+        example["gold"] = fields.read("gold", int, -1)
+        if not 0 <= example["gold"] < len(listed):
+            raise BadFile(f"{where}: gold is no number from 0 to {len(listed) - 1}")
     answers = example.get("choices") or [example["continuation"]]
     if not all(a.strip() for a in answers):
         raise BadFile(f"{where}: an answer without text cannot be scored")
     return example
-
-
-def list_of(task):
-    return "choices" if task.kind == "multiple_choice" else "context_options"
 
 
 def read_task(path, task):
@@ -111,10 +108,8 @@ def read_task(path, task):
                 examples.append(example_of(line, f"'{path}' line {i}", task))
     if not examples:
         raise BadFile(f"'{path}' is empty")
-    if not task.by_category:
-        return [examples]
-    names = sorted({e["category"] for e in examples})
-    return [[e for e in examples if e["category"] == name] for name in names]
+    names = sorted({e.get("category", "") for e in examples})
+    return [[e for e in examples if e.get("category", "") == name] for name in names]
 
 
 # ---- the rule
@@ -178,10 +173,7 @@ def choices_of(scorer, examples, task, limit=None):
         return scorer.follows(contexts, continuations), cut
     means = scorer.means(contexts, continuations)
     if np.isnan(means).any():
-        die(
-            f"{task.name}: the loss of a choice is nan",
-            "the model's weights hold NaN or infinity: llmc check",
-        )
+        die(f"{task.name}: the loss of a choice is nan", "the model's weights hold NaN or infinity: llmc check")
     return np.array([means[of == i].argmax() for i in range(of[-1] + 1)]), cut
 
 

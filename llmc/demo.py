@@ -20,14 +20,15 @@ import threading
 import time
 from pathlib import Path
 
+from llmc.keep_going import STOPPED
+from llmc.places import ROOT
 from llmc.tool_output import Parser, end_with_reader
 
-ROOT = Path(__file__).resolve().parent.parent
+LLMC = [sys.executable, "-m", "llmc"]
 DATA = "dev/data/python"
 PROBE_SECONDS, PROBE_STEPS = 6, 4  # at least so long, and so many steps
 EVALS, EVAL_BATCHES = 8, 20  # evaluations after the first, and batches in each where that takes a tenth of the time
 PLANNED = 0.85  # of the time: what is left is for the text, and for what slows the machine down
-STOPPED = 75  # the trainer's exit status when a signal has ended a run that can go on (llmc/ranks/stop.h)
 PROMPT = ["-g", 600, "--temperature", 0.7, "--prompt", "def "]
 # What writes recognisable Python after two minutes: on two CPU cores, and on one data-centre GPU. On the CPU a short
 # context is what lets so few tokens go far: each learned position is seen the more often.
@@ -125,7 +126,7 @@ def main():
     args = parser.parse_args()
     os.chdir(ROOT)
     on_gpu = args.trainer.endswith("cu")
-    run([sys.executable, "-m", "llmc", "prepare", "--python-stdlib", "--tokenizer", "bytes", "--output", DATA])
+    run([*LLMC, "prepare", "--python-stdlib", "--tokenizer", "bytes", "--output", DATA])
     options = (GPU if on_gpu else CPU) | {"-i": f"{DATA}/python_train_*.bin", "-j": f"{DATA}/python_val_*.bin"}
     command = [args.trainer, *(word for pair in options.items() for word in pair)]
 
@@ -146,10 +147,8 @@ def main():
     begin = time.time()
     status, interrupted, written = follow(command, steps, max(1.1 * seconds, seconds + 10))
     if interrupted:
-        print(
-            "\nstopped with Ctrl-C. " + (f"It goes on with:\n  {shlex.join(command)} -y 1" if status == STOPPED else "")
-        )
-        print("make demo begins anew")
+        go_on = f"It goes on with:\n  {shlex.join(command)} -y 1" if status == STOPPED else ""
+        print(f"\nstopped with Ctrl-C. {go_on}\nmake demo begins anew")
         sys.exit(130)
     if status not in (0, STOPPED):
         sys.exit(status)
@@ -159,27 +158,12 @@ def main():
         print("\nthe machine has become slower: the run ended before its last step. What the model writes now:\n")
         run([args.trainer, "-e", model, "--generate", *PROMPT])
     picture = f"{args.output}/loss.png"
-    run(
-        [
-            sys.executable,
-            "-m",
-            "llmc",
-            "plot",
-            args.output,
-            "-o",
-            picture,
-            "--title",
-            "make demo: GPT-2 on Python source",
-        ]
-    )
+    run([*LLMC, "plot", args.output, "-o", picture, "--title", "make demo: GPT-2 on Python source"])
     evals = events(args.output, "eval")
     kind, losses = ("Validation", evals) if len(evals) > 1 else ("Training", done)
-    print(
-        f"\n"
-        f"{done[-1]['step']} steps in {time.time() - begin:.0f} s. {kind} loss {losses[0]['loss']:.2f} -> "
-        f"{losses[-1]['loss']:.2f} nats a byte; "
-        f'the text above is what the model wrote after "def ".'
-    )
+    fall = f"{losses[0]['loss']:.2f} -> {losses[-1]['loss']:.2f} nats a byte"
+    print(f"\n{done[-1]['step']} steps in {time.time() - begin:.0f} s. {kind} loss {fall}; ", end="")
+    print('the text above is what the model wrote after "def ".')
     trainer = shlex.quote(args.trainer)
     print(f"loss curve:  {picture}\nlog:         {args.output}/main.jsonl\nmodel:       {model}\n\nnext:")
     print(f"  {trainer} -e {shlex.quote(model)} --generate -g 400 --prompt 'import '       more text")

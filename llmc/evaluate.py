@@ -10,7 +10,7 @@ Each of them explains its options by --help. A plain validation loss is the trai
 import runpy
 import sys
 
-from llmc.tool_output import end_with_reader
+from llmc.tool_output import end_with_reader, fail
 
 KINDS = {"perplexity": "perplexity", "core": "core", "harness": "lm_eval_model"}
 
@@ -24,7 +24,7 @@ def main():
     end_with_reader()
     if kind in ("", "-h", "--help"):
         sys.exit(print(__doc__))
-    sys.exit(f"error: there is no evaluation '{kind}'\n  hint: give one of {', '.join(KINDS)}")
+    fail(f"there is no evaluation '{kind}'", f"give one of {', '.join(KINDS)}")
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ import zlib
 
 from llmc.checked_json import BadFile, read_object
 from llmc.doctor import gpus
-from llmc.keep_going import fail, keep_going, last_value, make_folder, newest_checkpoint
+from llmc.keep_going import keep_going, last_value, make_folder, newest_checkpoint
 from llmc.places import PROGRAMS, python_path
 from llmc.program import NoProgram, trainer, under_mpirun
-from llmc.tool_output import outlive_reader
+from llmc.tool_output import fail, outlive_reader
 
 TEXT_FILES = ["tokenizer.bin", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 TEXT_FILES += ["generation_config.json"]
@@ -43,9 +43,9 @@ def find_model(given):
     model = given.rstrip("/") or given
     called = model
     if not os.path.isfile(os.path.join(model, "config.json")) and os.path.isdir(model):
-        steps = sorted((n for n in os.listdir(model) if re.fullmatch(r"step_\d+", n)), reverse=True)
+        steps = [n for n in os.listdir(model) if re.fullmatch(r"step_\d+", n)]
         whole = [n for n in steps if not os.path.exists(os.path.join(model, n, "diverged"))]
-        model = os.path.join(model, whole[0]) if whole else model
+        model = os.path.join(model, max(whole)) if whole else model
     if re.fullmatch(r"best|step_\d+", os.path.basename(called)):
         called = os.path.dirname(called)
     if os.path.isfile(os.path.join(model, "adapter_config.json")):
@@ -79,10 +79,8 @@ def stamps(path):
     """Lines with size and time of a file, or of all in a folder."""
     path = os.path.realpath(path)
     within = [os.path.join(d, f) for d, _, names in os.walk(path, followlinks=True) for f in names]
-    files = [f for f in within or [path] if os.path.isfile(f)]
-    found = [(f, os.stat(f)) for f in files]
-    times = [(s.st_mtime_ns // 10**9, s.st_mtime_ns % 10**9) for _, s in found]
-    return sorted(f"{f}, {s.st_size} bytes, {a}.{b:09}" for (f, s), (a, b) in zip(found, times))
+    found = [(f, os.stat(f)) for f in within or [path] if os.path.isfile(f)]
+    return sorted(f"{f}, {s.st_size} bytes, {s.st_mtime_ns // 10**9}.{s.st_mtime_ns % 10**9:09}" for f, s in found)
 
 
 def made_of(model, chats, chat_options, T):
@@ -120,10 +118,8 @@ def make_shards(model, chats, name, out, T, has_val):
     if before is not None and newest_checkpoint(out):
         changed = next((x for x in [*before, *lines] if (x in before) != (x in lines)), lines[0])
         go_on = f"mv {shlex.quote(made + '.new')} {shlex.quote(made)}"
-        fail(
-            f"the shards in '{data}' were made of something else: {changed}",
-            f"another -o trains on what there is now; or: {go_on}, and this run goes on with its shards",
-        )
+        hint = f"another -o trains on what there is now; or: {go_on}, and this run goes on with its shards"
+        fail(f"the shards in '{data}' were made of something else: {changed}", hint)
 
     def undo():
         os.remove(made + ".new")

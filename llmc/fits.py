@@ -19,7 +19,7 @@ from pathlib import Path
 import llmc.missing_package  # noqa: F401, before numpy
 from llmc.places import CHECKOUT, PROGRAMS
 from llmc.program import INSTALL_AGAIN
-from llmc.tool_output import Parser, end_with_reader
+from llmc.tool_output import Parser, end_with_reader, fail
 from llmc.weights import read_config
 
 GPUS = {"16 GB": "RTX 4080", "24 GB": "RTX 4090", "48 GB": "L40S", "80 GB": "H100", "141 GB": "H200"}
@@ -56,7 +56,7 @@ def main():
     args = parser.parse_args()
     if not args.program.exists():
         hint = "make train_gpt2cu" if CHECKOUT else f"where nvcc is, {INSTALL_AGAIN}"
-        sys.exit(f"error: there is no {args.program}\n  hint: {hint}")
+        fail(f"there is no {args.program}", hint)
     print(f"| model | trained | {' | '.join(GPUS)} |")
     print("|" + "---|" * (2 + len(GPUS)))
     with tempfile.TemporaryDirectory() as folder:
