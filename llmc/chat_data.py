@@ -27,7 +27,6 @@ Trainers pack whole conversations into rows of --seq-len tokens, and none sees a
 loses turns at its end. The held-out part is chosen by a hash of each conversation, so equal ones stay together.
 """
 
-import argparse
 import bisect
 import collections
 import functools
@@ -452,7 +451,7 @@ def tell(counts, args):
 
 
 def parse_args():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     a = parser.add_argument
     a("--input", nargs="+", required=True, metavar="PATH", help="files, folders, quoted globs")
     a("--output", metavar="FOLDER")

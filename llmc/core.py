@@ -15,7 +15,6 @@ accuracy is the mean of its categories'. Centred: (accuracy - baseline) / (1 - b
 Core_v2; CORE is given with those of Core_v1, too, which the paper and nanochat have.
 """
 
-import argparse
 import os
 import random
 from collections import namedtuple
@@ -223,7 +222,7 @@ def report(results, limit):
 
 
 def main():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_arguments(parser)
     parser.add_argument("--data", required=True, metavar="DIR", help="the folder of the .jsonl files")
     parser.add_argument("--tasks", metavar="NAME,...", help="some of the 22 [all that DIR has]")

@@ -8,7 +8,6 @@ time. Where it becomes much slower than that, the run ends soon after that time 
 is run is printed, so that the same command works by hand.
 """
 
-import argparse
 import json
 import os
 import re
@@ -119,7 +118,7 @@ def put_aside(folder):
 
 
 def main():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("trainer", help="./train_gpt2 or ./train_gpt2cu")
     parser.add_argument("--seconds", type=float, default=110, help="how long to train (110)")
     parser.add_argument("--output", default="log/demo", help="folder for log, picture and model (log/demo)")

@@ -9,7 +9,6 @@ headers and libraries of one package may lie in different places (pip wheels, De
 what was found must then compile, link and start a small program before it counts as on. Only Python's standard library.
 """
 
-import argparse
 import ctypes
 import glob
 import hashlib
@@ -545,7 +544,7 @@ def report_installed(programs):
 
 
 def main():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--make", metavar="FILE", type=Path, help="write the findings as Makefile variables to FILE")
     args = parser.parse_args()
     if sys.version_info < (3, 10):

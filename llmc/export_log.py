@@ -11,7 +11,6 @@ exporter was killed between the two. A run that was resumed from an earlier step
 followed too.
 """
 
-import argparse
 import json
 import math
 import os
@@ -171,7 +170,7 @@ class Exporter:
 
 
 def main(argv=None):
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("target", choices=["tensorboard", "wandb"])
     p.add_argument("run", help="run folder or log file")
     p.add_argument("--project", default="llm.cu", help="wandb's project (default: llm.cu)")

@@ -7,7 +7,6 @@ it does not, whatever is recomputed or offloaded. Needs a GPU trainer, no GPU. W
 machine's memory holds.
 """
 
-import argparse
 import json
 import re
 import struct
@@ -49,7 +48,7 @@ def cell(command):
 
 def main():
     end_with_reader()
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--program", type=Path, default=PROGRAMS / "train_gpt2cu")
     parser.add_argument("--seq-len", type=int, default=4096, help="at most a model's context")
     parser.add_argument("--models", nargs="+", default=MODELS, help="presets")

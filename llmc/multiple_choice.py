@@ -14,7 +14,6 @@ context begins with it, as in lm-eval.
 The trainers cut contexts that are too long for --seq-len at their beginning. The format: llmc/data/eval_set.h, version
 2."""
 
-import argparse
 import os
 
 from llmc import download  # first: what if numpy is missing
@@ -85,7 +84,7 @@ def write_set(path, examples, tokenizer, version=2):
 def convert_download(doc, url, name, file, records, example, versions):
     """What a script for the set at `url` does: records(path) gives (record, where), example(tokenizer, record, where)
     an encoded one; versions(args): the file's."""
-    parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=doc)
     add_arguments(parser)
     download.add_arguments(parser)
     args = parser.parse_args()
@@ -128,7 +127,7 @@ def convert(path, output, tokenizer, delimiter):
 
 
 def main():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="each becomes a file of its own name")
     about = r"between query and choice (a space; '\nAnswer: ' where every query begins with 'Question:')"
     parser.add_argument("--delimiter", metavar="TEXT", help=about)

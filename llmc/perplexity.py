@@ -8,7 +8,6 @@ predicted from at least --seq-len minus --stride tokens before it, as far as the
 longer and is fairer to the model.
 """
 
-import argparse
 import math
 
 from llmc.scorer import add_arguments, of_arguments, positive  # first: it finds dev/data
@@ -55,7 +54,7 @@ def read_text(path):
 
 
 def main():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_arguments(parser)
     parser.add_argument("file", help="a text in UTF-8")
     parser.add_argument("--stride", type=positive, metavar="N", help="[half of --seq-len]")

@@ -18,7 +18,6 @@ end in the middle of a line (the run was killed) and may go back to an earlier s
 beyond that step no longer counts.
 """
 
-import argparse
 import math
 import os
 import re
@@ -332,7 +331,7 @@ def follow(runs, seconds, redraw):
 
 
 def parse_arguments(argv):
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("runs", nargs="+", help="run folders or log files")
     p.add_argument("-o", "--output", default="curves.png", help="picture to write (default: curves.png)")
     p.add_argument("--x", choices=X_LABELS, default="step", help="horizontal axis (default: step)")

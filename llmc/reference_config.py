@@ -75,49 +75,24 @@ def config_check(c, where=""):
 
 
 # Our fields -> keys of config.json, where RoPE's scaling is an object of its own.
-HF_GPT2 = {
-    "num_layers": "n_layer",
-    "channels": "n_embd",
-    "num_heads": "n_head",
-    "ffn_dim": "n_inner",
-    "vocab_size": "vocab_size",
-    "max_seq_len": "n_positions",
-    "norm_eps": "layer_norm_epsilon",
-    "tied": "tie_word_embeddings",
-}
-HF_LLAMA = {
-    "num_layers": "num_hidden_layers",
-    "channels": "hidden_size",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "ffn_dim": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "max_seq_len": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "rope_theta": "rope_theta",
-    "tied": "tie_word_embeddings",
-    "head_dim": "head_dim",
-}
+HF_GPT2 = {"num_layers": "n_layer", "channels": "n_embd", "num_heads": "n_head", "ffn_dim": "n_inner"}
+HF_GPT2 |= {"vocab_size": "vocab_size", "max_seq_len": "n_positions", "norm_eps": "layer_norm_epsilon"}
+HF_GPT2 |= {"tied": "tie_word_embeddings"}
+HF_LLAMA = {"num_layers": "num_hidden_layers", "channels": "hidden_size", "num_heads": "num_attention_heads"}
+HF_LLAMA |= {"num_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size", "vocab_size": "vocab_size"}
+HF_LLAMA |= {"max_seq_len": "max_position_embeddings", "norm_eps": "rms_norm_eps", "rope_theta": "rope_theta"}
+HF_LLAMA |= {"tied": "tie_word_embeddings", "head_dim": "head_dim"}
+HF_MOE = HF_LLAMA | {"active_experts": "num_experts_per_tok", "balance": "router_aux_loss_coef"}
+HF_OLMOE = HF_MOE | {"num_experts": "num_experts", "renormalise": "norm_topk_prob"}
 HF_EXPERTS = {
-    kind: HF_LLAMA | {"active_experts": "num_experts_per_tok", "balance": "router_aux_loss_coef"} | keys
-    for kind, keys in {
-        "mixtral": {"num_experts": "num_local_experts"},
-        "olmoe": {"num_experts": "num_experts", "renormalise": "norm_topk_prob"},
-        "qwen3_moe": {
-            "num_experts": "num_experts",
-            "renormalise": "norm_topk_prob",
-            "ffn_dim": "moe_intermediate_size",
-        },
-    }.items()
+    "mixtral": HF_MOE | {"num_experts": "num_local_experts"},
+    "olmoe": HF_OLMOE,
+    "qwen3_moe": HF_OLMOE | {"ffn_dim": "moe_intermediate_size"},
 }
 HF_MODERN = {name: name for name in ("rotary_fraction", "softmax_scale", "logit_softcap")} | HF_LLAMA
 HF_KEYS = {"gpt2": HF_GPT2, "modern": HF_MODERN} | HF_EXPERTS  # of the others: HF_LLAMA
-HF_ROPE = {
-    "rope_factor": "factor",
-    "rope_low_freq_factor": "low_freq_factor",
-    "rope_high_freq_factor": "high_freq_factor",
-    "rope_original_len": "original_max_position_embeddings",
-}
+HF_ROPE = {"rope_factor": "factor", "rope_low_freq_factor": "low_freq_factor"}
+HF_ROPE |= {"rope_high_freq_factor": "high_freq_factor", "rope_original_len": "original_max_position_embeddings"}
 HF_FAMILIES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
@@ -146,68 +121,25 @@ def config_to_hf(c):
     return hf
 
 
-# what differs from Llama, and what an absent key means to transformers
-HF_DEFAULTS = {
-    "gpt2": {
-        "vocab_size": 50257,
-        "max_seq_len": 1024,
-        "norm": "layer",
-        "norm_eps": 1e-5,
-        "position": "learned",
-        "rope_theta": 0.0,
-        "mlp": "gelu",
-        "qkv_bias": True,
-        "linear_bias": True,
-        "tied": True,
-    },
-    "modern": {
-        "vocab_size": 50257,
-        "max_seq_len": 1024,
-        "rope_theta": 1280.5791,  # the slowest of 32 frequencies is 1/1024: theta^(-31/32)
-        "rotary_fraction": 0.5,
-        "head_dim": 128,
-        "qk_norm": "plain",
-        "softmax_scale": 0.12,
-        "mlp": "relu2",
-        "qkv_bias": True,
-        "linear_bias": True,
-        "head_bias": True,
-        "embedding_norm": True,
-        "logit_softcap": 15.0,
-        "init": "modern",
-    },
-    "mistral": {"num_kv_heads": 8, "max_seq_len": 131072},
-    "mixtral": {
-        "num_kv_heads": 8,
-        "ffn_dim": 14336,
-        "max_seq_len": 131072,
-        "norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "num_experts": 8,
-        "active_experts": 2,
-        "renormalise": True,
-        "balance": 0.001,
-    },
-    "olmoe": {
-        "ffn_dim": 2048,
-        "max_seq_len": 4096,
-        "norm_eps": 1e-5,
-        "qk_norm": "whole",
-        "num_experts": 64,
-        "active_experts": 8,
-        "balance": 0.01,
-    },
-    "qwen3": {"num_kv_heads": 32, "max_seq_len": 32768, "head_dim": 128, "qk_norm": "gains"},
-    "qwen3_moe": {
-        "num_kv_heads": 4,
-        "ffn_dim": 768,
-        "max_seq_len": 32768,
-        "qk_norm": "gains",
-        "num_experts": 128,
-        "active_experts": 8,
-        "balance": 0.001,
-    },
-}
+# (families, what differs from Llama, and what an absent key means to transformers)
+HF_DEFAULTS = (
+    ("gpt2 modern", {"vocab_size": 50257, "max_seq_len": 1024, "qkv_bias": True, "linear_bias": True}),
+    ("gpt2", {"norm": "layer", "norm_eps": 1e-5, "mlp": "gelu", "tied": True}),
+    ("gpt2", {"position": "learned", "rope_theta": 0.0}),
+    # the slowest of 32 frequencies is 1/1024: theta^(-31/32)
+    ("modern", {"rope_theta": 1280.5791, "rotary_fraction": 0.5, "head_dim": 128, "mlp": "relu2"}),
+    ("modern", {"qk_norm": "plain", "softmax_scale": 0.12, "embedding_norm": True}),
+    ("modern", {"head_bias": True, "logit_softcap": 15.0, "init": "modern"}),
+    ("mistral mixtral", {"num_kv_heads": 8, "max_seq_len": 131072}),
+    ("mixtral", {"ffn_dim": 14336, "norm_eps": 1e-5, "rope_theta": 1e6}),
+    ("mixtral", {"num_experts": 8, "active_experts": 2, "renormalise": True, "balance": 0.001}),
+    ("olmoe", {"ffn_dim": 2048, "max_seq_len": 4096, "norm_eps": 1e-5, "qk_norm": "whole"}),
+    ("olmoe", {"num_experts": 64, "active_experts": 8, "balance": 0.01}),
+    ("qwen3 qwen3_moe", {"max_seq_len": 32768, "qk_norm": "gains"}),
+    ("qwen3", {"num_kv_heads": 32, "head_dim": 128}),
+    ("qwen3_moe", {"num_kv_heads": 4, "ffn_dim": 768}),
+    ("qwen3_moe", {"num_experts": 128, "active_experts": 8, "balance": 0.001}),
+)
 # what these keys must say where they say something
 HF_REQUIRED = {
     "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
@@ -291,7 +223,8 @@ def config_from_hf(hf, where):
     require(rope_type != "llama3" or outside in (None, length), problem, hint)
     refuse_others(hf, kind, rope_type, where)
     base = Config(kind, 1, 64, 1, 0, 0, 2, 2048, norm_eps=1e-6, rope_theta=1e4, qkv_bias=kind == "qwen2")
-    base = replace(base, **HF_DEFAULTS.get(kind, {}))
+    for families, facts in HF_DEFAULTS:
+        base = replace(base, **facts) if kind in families.split() else base
     # transformers takes both names of the number of experts, and writes one or the other
     names = "num_experts", "num_local_experts"
     experts = {a: hf[b] for a, b in (names, names[::-1]) if b in hf}

@@ -122,7 +122,11 @@ def whole_from(low):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong, and where the options are, without a list of them all."""
+    """Says what is wrong, and where the options are, without a list of them all. A description stays as it is laid
+    out."""
+
+    def __init__(self, *given, formatter_class=argparse.RawDescriptionHelpFormatter, **more):
+        super().__init__(*given, formatter_class=formatter_class, **more)
 
     def error(self, message):
         self.exit(2, f"error: {message}\n  hint: see {self.prog} --help\n")

@@ -8,7 +8,6 @@ its log alone.
 Reads the log as it grows (run_log.py): it may be started before the run, and stays through crashes, resumes and new
 beginnings. Standard library only. On a remote machine: ssh -t host llmc watch path/to/run"""
 
-import argparse
 import math
 import os
 import select
@@ -237,7 +236,7 @@ def leave(signum, _):
 
 
 def main():
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("run", help="run folder or log file")
     p.add_argument("--once", action="store_true", help="print one picture and end")
     p.add_argument("--interval", type=float, default=1.0, help="seconds between looks at the log (default: 1)")
