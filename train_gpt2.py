@@ -4,14 +4,9 @@ One class trains every family. As in llmc/base/params.h, the table of weights IS
 (llmc/reference_config.py) make the table, the table makes the parameters, and forward asks for them by role. Names in
 files and state dict are Hugging Face's.
 
-  python train_gpt2.py                                          GPT-2 124M on tinyshakespeare
-  python train_gpt2.py --model d6,vocab=256 --device cpu ...    the options of ./train_gpt2 --help
-  python train_gpt2.py --model DIR
-    start from a Hugging Face folder, a checkpoint of the C trainers, or a run's folder: its newest checkpoint
-  python train_gpt2.py --model d2,channels=64 --write-weights DIR    the initial weights as a Hugging Face folder
-
-Left out: several GPUs, resuming the optimiser, LoRA, fp8, multiple-choice sets. The C trainers have them;
-dev/test/oracle.py has what tests compare with.
+--help explains the options; alone it trains GPT-2 124M on tinyshakespeare. --model is a preset, or a Hugging Face
+folder, a checkpoint of the C trainers, or a run's folder. Left out: several GPUs, resuming the optimiser, LoRA, fp8,
+multiple-choice sets. The C trainers have them; dev/test/oracle.py has what tests compare with.
 """
 
 import argparse
@@ -870,12 +865,13 @@ class Run:
     """Data, model and trainer of a run, its log, and the loop over its steps."""
 
     write_weights, make_model, Trainer, note = staticmethod(write_weights), staticmethod(make_model), Trainer, ""
+    find_validation_data = staticmethod(find_validation_data)
 
     def __init__(self, o):
         self.o, kind = o, (o.seq_len, o.pack, o.documents)
         require_one_set(o.train_data)
         require_one_set(o.val_data)
-        self.find_data()
+        self.find_validation_data(o)
         require(o.output or o.save_every <= 0, "checkpoints need a folder", "add --output FOLDER")
         data = o.val_data if o.overfit or o.evaluate else o.train_data
         shards, header = open_shards(data, *kind) if data or not o.evaluate else ([], [0] * 256)
@@ -892,9 +888,6 @@ class Run:
         val = self.val_shards or []
         val_rows = self.trainer.rows(val, self.data_eot), self.trainer.eval_rows(val, self.data_eot)
         self.token_bytes = bytes_per_token(*val_rows, self.names, self.silent) if val and self.names else 0
-
-    def find_data(self):
-        find_validation_data(self.o)
 
     def open_sets(self):
         """dev/test/oracle.py scores multiple-choice sets."""

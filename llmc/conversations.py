@@ -136,8 +136,7 @@ def checked(given, of=""):
 
 
 def with_rest(messages, learned, record, where, template, forms):
-    """The Conversation of checked messages and of what stands beside them in the record. forms: the names of fields
-    that held the messages."""
+    """The Conversation of checked messages and what the record has beside them. forms: fields that held messages."""
     unread = [f"messages' {name}" for m in messages for name in m.keys() - template.fields - {"role", "content"}]
     messages, count = with_system(messages, record.get("system")), len(messages)
     shift = len(messages) - count
@@ -199,8 +198,7 @@ def pair_of(record, where, template):
 
 
 def forbidden(end, names):
-    """A pattern of what no text may hold: NUL, and an end of turn that is not itself a token, for then its name could
-    not be told from it."""
+    """A pattern of what no text may hold: NUL, and an end of turn that is no token: its name would be the same."""
     is_token = not end or first_token(end, dict.fromkeys(names, True))
     return re.compile("\0") if is_token else pattern_of(frozenset({"\0", end}))
 

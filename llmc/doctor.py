@@ -17,6 +17,7 @@ import platform
 import re
 import shlex
 import shutil
+import site
 import subprocess
 import sys
 import sysconfig
@@ -82,6 +83,14 @@ def run(command, **more):
         return 127, "", str(e)
 
 
+def write_whole(path, text):
+    """Of makes beside each other none reads half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
 def probe(build, source, suffix, command):
     """Compiles, links and runs a small program; (works, output or first error line). The answer is kept in build/probe
     under a name that hashes what it depends on as far as that is known, so that a second `make` asks no compiler."""
@@ -104,9 +113,7 @@ def probe(build, source, suffix, command):
         text = "ok\n" + out if status == 0 else "off\n" + (lines or (err + out).splitlines() or ["it fails"])[0]
         for leftover in (program, code):
             leftover.unlink(missing_ok=True)
-        partial = folder / f"{key}.{os.getpid()}.partial"
-        partial.write_text(text)
-        partial.replace(answer)
+        write_whole(answer, text)
     verdict, _, rest = answer.read_text().partition("\n")
     return verdict == "ok", rest.strip()
 
@@ -115,8 +122,7 @@ def probe(build, source, suffix, command):
 
 
 def openmp_flags():
-    """[(flags to compile with, flags to link with besides)] that turn OpenMP on, where the compiler has it. Apple's
-    clang has none of its own: Homebrew's libomp serves it."""
+    """[(flags to compile with, flags to link with besides)] of OpenMP. Apple's clang needs Homebrew's libomp."""
     found = [(["-fopenmp"], [])]
     for p in ("/opt/homebrew/opt/libomp", "/usr/local/opt/libomp"):
         if os.path.exists(f"{p}/include/omp.h"):
@@ -166,28 +172,17 @@ def site_packages():
         return []
     found = [str(ROOT / ".toolkit"), *sorted(glob.glob(str(ROOT / ".venv/lib/python3*/site-packages")))]
     found += [sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]]
-    try:
-        import site
-
-        found += [*site.getsitepackages(), site.getusersitepackages()]
-    except AttributeError:
-        pass
+    found += [*site.getsitepackages(), site.getusersitepackages()]
     return [Path(p) for p in dict.fromkeys(found) if os.path.isdir(p)]
 
 
 def toolkit_roots():
     """Folders that may hold bin/nvcc, in the order in which they are preferred."""
     roots = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
-    on_path = shutil.which("nvcc")
-    if on_path:
+    if on_path := shutil.which("nvcc"):
         roots.append(os.path.dirname(os.path.dirname(os.path.realpath(on_path))))
-    roots += [str(p) for site in site_packages() for p in sorted(site.glob("nvidia/cu1[0-9]"), reverse=True)]
+    roots += [str(p) for folder in site_packages() for p in sorted(folder.glob("nvidia/cu1[0-9]"), reverse=True)]
     return [Path(r) for r in dict.fromkeys(roots) if r]
-
-
-def find_file(name, folders):
-    """The first folder that has it."""
-    return next((folder for folder in folders if (folder / name).exists()), None)
 
 
 def package_folders(kind, roots, alone):
@@ -197,25 +192,25 @@ def package_folders(kind, roots, alone):
     for root in roots:
         folders += [root / "include"] if kind == "include" else [root / "lib64", root / "lib"]
         folders += sorted(root.glob(f"targets/*-linux/{kind}"))
-    for site in [] if alone else site_packages():
-        folders += sorted(site.glob(f"nvidia/*/{kind}"))
+    for packages in [] if alone else site_packages():
+        folders += sorted(packages.glob(f"nvidia/*/{kind}"))
     return folders + ([Path("/usr/include")] if kind == "include" else [Path(p) for p in SYSTEM_LIBRARIES])
 
 
 def find_library(headers, libraries, major, roots, alone=False):
-    """Flags for libraries found by file; headers and libraries may come from different places, but every library must
-    have the major version that its headers were written for. Returns (compile flags, link flags, where, why it is
-    off)."""
+    """(compile flags, link flags, where, why it is off) of libraries found by file. Headers and libraries may come from
+    different places, but every library must have the major version that its headers were written for."""
     compile_flags, link_flags, missing, where = [], [], [], ""
+    first_with = lambda name, folders: next((folder for folder in folders if (folder / name).exists()), None)
     for header in headers:
-        folder = find_file(header, package_folders("include", roots, alone))
+        folder = first_with(header, package_folders("include", roots, alone))
         # -isystem: the toolkit's own headers, which nvcc adds with -I, must win over a second copy lying beside cuBLAS.
         flags = ["-isystem", str(folder)] if folder and str(folder) != "/usr/include" else []
         compile_flags += flags if str(folder) not in compile_flags else []
         missing += [] if folder else [header]
     for library in libraries:
         name = f"{library}.so.{major}"  # wheels have no unversioned .so
-        folder = find_file(name, package_folders("lib", roots, alone))
+        folder = first_with(name, package_folders("lib", roots, alone))
         if folder:
             where = where or str(folder / name)
             path = linked(folder)
@@ -251,8 +246,7 @@ def gpus():
 
 
 def glibc_clash(cuda_version):
-    """glibc 2.41 (cospi, ...) and 2.42 (rsqrt) declare functions that the headers of older toolkits declare
-    differently."""
+    """glibc 2.41 (cospi, ...) and 2.42 (rsqrt) declare functions that older toolkits declare differently."""
     name, version = platform.libc_ver()
     number = tuple(int(x) for x in re.findall(r"\d+", version)[:2])
     least = (13, 2) if number >= (2, 42) else (13, 1) if number >= (2, 41) else (0, 0)
@@ -299,17 +293,10 @@ def try_toolkit(root, build, devices, driver_major, alone):
         return None, f"{nvcc} does not build a small program: " + (not spaced and glibc_clash(version) or text)
     sanitizers = [str(root / folder / "compute-sanitizer") for folder in ("bin", "compute-sanitizer")]
     sanitizers.append(shutil.which("compute-sanitizer") or "")
-    return {
-        "nvcc": str(nvcc),
-        "version": f"{version[0]}.{version[1]}",
-        "cublas": where,
-        "cflags": cflags,
-        "libs": libs,
-        "archs": archs,
-        "left_out": [a for a in wanted if a not in archs],
-        "fat": [a for a in FAT_ARCHS if a.rstrip("a") in known],
-        "sanitizer": next((s for s in sanitizers if os.path.isfile(s)), ""),
-    }, ""
+    found = {"nvcc": str(nvcc), "version": f"{version[0]}.{version[1]}", "cublas": where}
+    found |= {"cflags": cflags, "libs": libs, "archs": archs, "left_out": [a for a in wanted if a not in archs]}
+    found["fat"] = [a for a in FAT_ARCHS if a.rstrip("a") in known]
+    return found | {"sanitizer": next(filter(os.path.isfile, sanitizers), "")}, ""
 
 
 def no_toolkit_for(devices, driver_major):
@@ -320,9 +307,8 @@ def no_toolkit_for(devices, driver_major):
 
 
 def cuda_toolkit(build, devices, driver_major):
-    """The first toolkit that compiles, links and starts a cuBLASLt program (None: there is none), and why those before
-    it were passed over. One that is whole comes before one that takes cuBLAS from a wheel of another version, unless
-    CUDA_HOME asks for it."""
+    """(the first toolkit whose cuBLASLt program works, or None; why those before it were passed over). One that is
+    whole comes before one that takes cuBLAS from a wheel of another version, unless CUDA_HOME asks for it."""
     for alone in (True, False):
         passed = []
         for root in toolkit_roots():
@@ -335,8 +321,7 @@ def cuda_toolkit(build, devices, driver_major):
 
 
 def linked(folder):
-    """Flags for libraries of a folder, as gcc and nvcc both take them: to link, and to find them when the program
-    starts."""
+    """Flags for libraries of a folder, as gcc and nvcc both take them, to link and to start the program with."""
     at_start = [] if str(folder) in SYSTEM_LIBRARIES else ["-Xlinker", "-rpath", "-Xlinker", str(folder)]
     return [f"-L{folder}", *at_start]
 
@@ -381,15 +366,8 @@ def write_makefile(path):
     cc, _, flags, openmp = host_compiler(build)
     devices, driver, _ = gpus()
     cuda, passed = cuda_toolkit(build, devices, driver)
-    values = {
-        "CC": cc,
-        "CXX": cxx_compiler(build),
-        "HOST_FLAGS": " ".join(flags),
-        "OPENMP": " ".join(openmp),
-        "GPUS": len(devices),
-        "NVCC": "",
-        "CUDA_OFF": "" if cuda else re.sub("[#']", "", "; ".join(passed)),
-    }
+    values = {"CC": cc, "CXX": cxx_compiler(build), "HOST_FLAGS": " ".join(flags), "OPENMP": " ".join(openmp)}
+    values |= {"GPUS": len(devices), "NVCC": "", "CUDA_OFF": "" if cuda else re.sub("[#']", "", "; ".join(passed))}
     ranks, _ = mpi(build)
     if ranks:
         values |= {"MPI_CFLAGS": shlex.join(ranks["cflags"]), "MPI_LIBS": shlex.join(ranks["libs"])}
@@ -397,21 +375,14 @@ def write_makefile(path):
     if cuda:
         nccl_cflags, nccl_libs, _, off = nccl(cuda)
         values |= {} if off else {"NCCL_CFLAGS": shlex.join(nccl_cflags), "NCCL_LIBS": shlex.join(nccl_libs)}
-        values |= {
-            "NVCC": cuda["nvcc"],
-            "CUDA_CFLAGS": shlex.join(cuda["cflags"]),
-            "CUDA_LIBS": shlex.join(cuda["libs"]),
-            "MACHINE_ARCHS": " ".join(cuda["archs"]),
-            "FAT_ARCHS": " ".join(cuda["fat"]),
-            "SANITIZER": cuda["sanitizer"],
-        }
+        cflags, libs = shlex.join(cuda["cflags"]), shlex.join(cuda["libs"])
+        values |= {"NVCC": cuda["nvcc"], "CUDA_CFLAGS": cflags, "CUDA_LIBS": libs}
+        values |= {"MACHINE_ARCHS": " ".join(cuda["archs"]), "FAT_ARCHS": " ".join(cuda["fat"])}
+        values["SANITIZER"] = cuda["sanitizer"]
     text = "# Written by llmc/doctor.py on every make; touched only when its findings change.\n"
     text += "".join(f"{k} := {v}\n".replace("$", "$$") for k, v in values.items())
     if not path.exists() or path.read_text() != text:
-        build.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(text)
-        partial.replace(path)
+        write_whole(path, text)
 
 
 def package_versions(packages, **where):
@@ -451,6 +422,8 @@ class Report:
     def __init__(self):
         self.rows, self.advice = [], []
         self.row("machine", f"{platform.platform()}, {cores()} cores")
+        there = ", .venv is there" if (ROOT / ".venv/bin/python").exists() else ""
+        self.row("Python", f"{platform.python_version()} ({sys.executable}){there}")
 
     def row(self, name, value, why="", command="", advised=None):
         """value: false where it is off. advised: another name before the command."""
@@ -476,8 +449,6 @@ def report(build):
     failure_holds = 0
     told = Report()
     row = told.row
-    there = ", .venv is there" if (ROOT / ".venv/bin/python").exists() else ""
-    row("Python", f"{platform.python_version()} ({sys.executable}){there}")
     cc, version, flags, openmp = host_compiler(build)
     how = "install gcc (Debian, Ubuntu: apt install build-essential; on a Mac: xcode-select --install)"
     row("compiler", cc and f"{version} ({cc} {' '.join(flags)})", "neither gcc nor clang is on PATH", how)
@@ -524,7 +495,6 @@ def report_installed(programs):
     told, again = Report(), "then: pip install --force-reinstall --no-deps FOLDER_OF_LLM.CU"
     config = programs / "config.mk"
     settings = config.read_text() if config.exists() else ""
-    told.row("Python", f"{platform.python_version()} ({sys.executable})")
     for name, needs in (("train_gpt2", "a C compiler"), ("train_gpt2cu", "a CUDA toolkit (nvcc, cuBLAS)")):
         version = run([str(programs / name), "--version"])[1] if (programs / name).exists() else ""
         found = version and f"{version} ({programs / name})"

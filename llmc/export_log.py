@@ -118,8 +118,7 @@ def write_state(path, state):
 
 
 class Exporter:
-    """Reads the log from its beginning each time, since clocks and steps build on it, and hands on what lies behind
-    state["at"]."""
+    """Reads the log from its beginning, on which clocks and steps build, and hands on what is behind state["at"]."""
 
     def __init__(self, target, run, a):
         self.log, self.target, self.a = RunLog(run), target, a

@@ -121,17 +121,14 @@ def make_shards(model, chats, name, out, T, has_val):
         hint = f"another -o trains on what there is now; or: {go_on}, and this run goes on with its shards"
         fail(f"the shards in '{data}' were made of something else: {changed}", hint)
 
-    def undo():
-        os.remove(made + ".new")
-        for folder in (data, out):
-            if folder not in stays and not os.listdir(folder):
-                os.rmdir(folder)
-
     if before is not None:
         os.remove(made)
     options = ["--input", chats, "--model", model, "--output", data, "--name", name, "--seq-len", str(T)]
     if tool("prepare", "chat", *options, "--overwrite", *chat_options).returncode:
-        undo()
+        os.remove(made + ".new")
+        for folder in (data, out):
+            if folder not in stays and not os.listdir(folder):
+                os.rmdir(folder)
         sys.exit('  options of `llmc prepare chat` go into CHAT, as in CHAT="--template chatml" llmc finetune ...')
     if not glob.glob(f"{glob.escape(data)}/{name}_val_*.bin") and not has_val:
         looked = tool("prepare", "--check", f"{glob.escape(data)}/{name}_train_*.bin", capture_output=True).stdout

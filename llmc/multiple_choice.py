@@ -45,8 +45,7 @@ def output_folder(args, name):
 
 
 def encode(tokenizer, context, endings, gold, where):
-    """One example: tokens of the context and of each ending, with the characters of what stands behind the ending's
-    space."""
+    """(context's tokens, each ending's tokens, each ending's characters behind its space, gold) of an example."""
     try:
         context, pieces = tokenizer.encode(context.encode()), [tokenizer.encode(e.encode()) for e in endings]
     except UnicodeEncodeError:

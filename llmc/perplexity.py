@@ -77,10 +77,9 @@ def main():
         hint = "the model's weights hold NaN, infinity or huge numbers: llmc check"
         die(f"the loss of '{args.file}' is {mean}", hint)
     perplexity = f"{math.exp(mean):.3f}" if mean < MOST_EXPONENT else "above 1e308"
-    print(
-        f"{len(tokens):,} tokens, {len(text):,} bytes, windows of {scorer.seq_len} by {stride}: loss {mean:.4f} nats a "
-        f"token, perplexity {perplexity}, {loss / math.log(2) / len(text):.4f} bits a byte"
-    )
+    print(f"{len(tokens):,} tokens, {len(text):,} bytes, windows of {scorer.seq_len} by {stride}: ", end="")
+    bits = loss / math.log(2) / len(text)
+    print(f"loss {mean:.4f} nats a token, perplexity {perplexity}, {bits:.4f} bits a byte")
 
 
 if __name__ == "__main__":

@@ -66,16 +66,8 @@ MARKERS = "osD^vPX*"  # of multiple-choice sets
 SOME_LINE = {"color": "#777777", "linewidth": 1.0, "markersize": 4.5}  # what legends draw of lines that runs share
 DASHED = (0, (4, 2))
 ROUND_STEPS = [1, 2, 2.5, 5, 10]
-STYLE = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#555555",
-    "axes.grid": True,
-    "grid.color": "#e6e6e6",
-    "grid.linewidth": 0.8,
-    "axes.axisbelow": True,
-}
+STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#555555"}
+STYLE |= {"axes.grid": True, "grid.color": "#e6e6e6", "grid.linewidth": 0.8, "axes.axisbelow": True}
 
 
 def read_log(path):
@@ -153,17 +145,12 @@ def x_values(run, series, kind):
     return [known.get(s, math.nan) for s in series["step"]]
 
 
-def points(run, series, kind, field):
-    return [(x, y) for x, y in zip(x_values(run, series, kind), series[field]) if math.isfinite(y)]
-
-
 def time_text(v, _=None):
     return f"{v:.3g}s" if v < 120 else f"{v / 60:.3g}min" if v < 7200 else f"{v / 3600:.3g}h"
 
 
 def loss_range(runs, half_life, references=(), log_y=False):
-    """Limits that show the curves, as far from them on either axis: neither single spikes nor, in a long run, the first
-    steps decide the scale."""
+    """Limits that show the curves: neither single spikes nor, in a long run, the first steps decide the scale."""
     low, high = [], []
     for run in runs:
         raw = sorted(v for v in run.step["loss"] if math.isfinite(v))
@@ -171,9 +158,8 @@ def loss_range(runs, half_life, references=(), log_y=False):
         evals = [(s, v) for s, v in zip(run.eval["step"], run.eval["loss"]) if math.isfinite(v)]
         begin = len(curve) // 50 if len(curve) >= 200 else 0
         low += raw[len(raw) // 500 :][:1] + curve[begin:] + [v for _, v in evals]
-        high += curve[begin:] + (
-            [v for step, v in evals if step > run.step["step"][begin]] if curve else [v for _, v in evals]
-        )
+        after = run.step["step"][begin] if curve else -math.inf
+        high += curve[begin:] + [v for step, v in evals if step > after]
     low, high = ([math.log(v) if log_y else v for v in values if v > 0 or not log_y] for values in (low, high))
     if not low or not high:
         return None
@@ -214,7 +200,7 @@ def draw_run(axis, run, panel, colour, kind, half_life, names):
             axis.plot(x, y, color=colour, linewidth=0.7, alpha=0.25, zorder=1)
             axis.plot(x, smooth(y, 0 if panel == "lr" else half_life), color=colour, linewidth=width, zorder=3)
             continue
-        where = points(run, series, kind, field)
+        where = [(x, y) for x, y in zip(x_values(run, series, kind), series[field]) if math.isfinite(y)]
         every = max(1, len(where) // 25)  # a marker for each of many evaluations hides the line
         marker = {"marker": MARKERS[names.index(name) % len(MARKERS)] if name else "o", "markersize": 4.5}
         marker |= {"markeredgecolor": "white", "markeredgewidth": 0.7, "markevery": ((len(where) - 1) % every, every)}

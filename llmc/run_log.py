@@ -1,9 +1,8 @@
-"""A run's log, read as it grows: main.jsonl of our trainers (llmc/run/log.h), or llm.c's main.log. plot.py, watch.py
-and export_log.py all read through here. Standard library only.
+"""A run's log, read as it grows: main.jsonl of our trainers (llmc/run/log.h), or llm.c's main.log.
 
 A log may end in the middle of a line (it is being written, or the run was killed), go on behind such a line (it was
 resumed), go back to an earlier step (then what was logged beyond that step no longer counts), or be begun anew under
-the same name."""
+the same name. Standard library only."""
 
 import json
 import math
@@ -111,8 +110,7 @@ class RunLog:
             fail(f"'{self.path}' is no run's log", NAME_A_LOG)
 
     def poll(self, whole=False, each=lambda at, record: None):
-        """Reads what was added, and calls each(position behind the line, record). whole: a last line without its end
-        counts."""
+        """Reads what was added; each(position behind the line, record). whole: a last line without its end counts."""
         if not self.at:  # the run may have made its folder since
             self.path = log_path(self.given)
         try:

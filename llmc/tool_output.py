@@ -3,8 +3,7 @@ traceback or, where the last words were still in a buffer, with "Exception ignor
 default, an end at once, is not for tools that download or start processes: a server that hangs up would be their end,
 too.
 
-    end_with_reader()
-      of a tool that only tells: ends without a word, with the status that a shell gives to what SIGPIPE ended
+    end_with_reader()    of a tool that only tells: ends without a word, with the status of what SIGPIPE ended
     outlive_reader()     of one that makes something: goes on to its end without a word
 
 Either is called once, where a program starts. From then on a character that the output's encoding lacks is escaped,
@@ -47,8 +46,7 @@ class Output:
 
 
 class UserError(ValueError):
-    """Of functions that tools and programs of one's own call: what is wrong, and what to do. options: the hint where
-    the user has a command line."""
+    """What is wrong, and what to do: also of functions of a user's program. options: the hint of a command line."""
 
     def __init__(self, what, hint, options=None):
         super().__init__(f"{what}\n  hint: {hint}")

@@ -231,10 +231,6 @@ def watch(log, interval, blocks):
     print("\n".join(lines))
 
 
-def leave(signum, _):
-    sys.exit(128 + signum)
-
-
 def main():
     p = Parser(description=__doc__)
     p.add_argument("run", help="run folder or log file")
@@ -244,7 +240,7 @@ def main():
     log = RunLog(a.run)
     blocks = BLOCKS if (sys.stdout.encoding or "").lower().startswith("utf") else PLAIN_BLOCKS
     for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, leave)
+        signal.signal(signum, lambda number, _: sys.exit(128 + number))
     try:
         if sys.stdout.isatty() and not a.once:
             watch(log, max(a.interval, 0.05), blocks)

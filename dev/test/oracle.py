@@ -342,10 +342,11 @@ def find_validation_data(o):
 
 
 class Run(core.Run):
-    write_weights, Trainer = staticmethod(write_weights), Trainer
-
-    def find_data(self):
-        find_validation_data(self.o)
+    write_weights, Trainer, find_validation_data = (
+        staticmethod(write_weights),
+        Trainer,
+        staticmethod(find_validation_data),
+    )
 
     def make_model(self, descriptor, seed, data_vocab):
         return add_lora(make_model(descriptor, seed, data_vocab), self.o, descriptor)
