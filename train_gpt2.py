@@ -258,9 +258,7 @@ class Model(nn.Module):
         # one without tokens computes, too: its gradient is 0, not none
         rows = [self.mlp(part, unit, e) for e, part in enumerate(x[order // K].split(counts))]
         rows = torch.cat(rows)[order.argsort()].view(-1, K, x.shape[-1])
-        out = shares[:, 0, None] * rows[:, 0]
-        for k in range(1, K):
-            out = out + shares[:, k, None] * rows[:, k]
+        out = functools.reduce(torch.add, (shares[:, k, None] * rows[:, k] for k in range(K)))
         return out.to(x.dtype), unevenness
 
     def activate(self, x, up=None):
@@ -628,8 +626,7 @@ class Trainer:
             return self.net(inputs, self.model.rope_table(inputs.shape[1], inputs.device), targets, with_balance)
 
     def step(self, batches, lr):
-        """One optimiser step over micro-batches -> (the learned tokens' mean loss, its gradient's norm). lr: of a rate
-        of 1."""
+        """A step over [(inputs, targets)], (B,T) each -> (learned tokens' mean loss, gradient's norm). lr: of 1."""
         total, learned = 0.0, [int((targets >= 0).sum()) for _, targets in batches]
         if self.o.qk_clip > 0:
             self.model.largest.zero_()
@@ -817,12 +814,6 @@ def find_validation_data(o, sets=False):
     require(not o.evaluate or o.val_data or sets, "--evaluate 1 has nothing to evaluate", "give --val-data")
 
 
-def require_one_set(pattern):
-    """The trainers' mixtures of data sets (llmc/data/mixture.h) are not read here."""
-    mixes = pattern.endswith(".mix") or (":" in pattern and not find_files(pattern))
-    require(not mixes, f"'{pattern}' names a mixture of data sets", "name one set: only the trainers in C mix them")
-
-
 def console_columns():
     """llmc/run/log.h: of a terminal; 0 elsewhere."""
     try:
@@ -869,28 +860,27 @@ class Run:
 
     def __init__(self, o):
         self.o, kind = o, (o.seq_len, o.pack, o.documents)
-        require_one_set(o.train_data)
-        require_one_set(o.val_data)
+        for pattern in (o.train_data, o.val_data):
+            mixes = pattern.endswith(".mix") or (":" in pattern and not find_files(pattern))  # llmc/data/mixture.h
+            hint = "name one set: only the trainers in C mix them"
+            require(not mixes, f"'{pattern}' names a mixture of data sets", hint)
         self.find_validation_data(o)
         require(o.output or o.save_every <= 0, "checkpoints need a folder", "add --output FOLDER")
         data = o.val_data if o.overfit or o.evaluate else o.train_data
         shards, header = open_shards(data, *kind) if data or not o.evaluate else ([], [0] * 256)
         self.data_eot = int(header[7])
         validates = o.val_data and (o.eval_every > 0 or o.evaluate)
-        self.val_shards = open_shards(o.val_data, *kind)[0] if validates else None
+        self.val_shards = open_shards(o.val_data, *kind)[0] if validates else []
         self.model = self.make_model(o.model, o.seed, int(header[3]))
         self.total, self.steps = length_of_run(o, self.model.config, shards, self.data_eot)
         self.open_tokenizer(shards, header)
-        self.open_sets()
         self.trainer = self.Trainer(self.model, o)
-        self.model.documents = max(row_kind(s, o.pack, o.documents)[1] for s in [*shards, *(self.val_shards or [])])
+        self.model.documents = max(row_kind(s, o.pack, o.documents)[1] for s in shards + self.val_shards)
         self.stream = self.trainer.rows(shards, self.data_eot, None if o.overfit else o.seed)
-        val = self.val_shards or []
-        val_rows = self.trainer.rows(val, self.data_eot), self.trainer.eval_rows(val, self.data_eot)
-        self.token_bytes = bytes_per_token(*val_rows, self.names, self.silent) if val and self.names else 0
-
-    def open_sets(self):
-        """dev/test/oracle.py scores multiple-choice sets."""
+        val = self.val_shards, self.data_eot
+        val_rows = self.trainer.rows(*val), self.trainer.eval_rows(*val)
+        has_names = self.val_shards and self.names
+        self.token_bytes = bytes_per_token(*val_rows, self.names, self.silent) if has_names else 0
 
     def open_tokenizer(self, shards, header):
         """Names of tokens, the end-of-text token, and how many ids a sample may draw."""
@@ -941,10 +931,6 @@ class Run:
         print(f"eval {step:6} | val loss {loss:.4f} of the average", flush=True)
         self.log("eval_average", step, loss=loss, tokens=step * self.total)
 
-    def sample(self, step):
-        ids = self.trainer.sample(self.eot, step, self.known)
-        self.log("sample", step, text=print_sample(ids, self.names, step))
-
     def save(self, step):
         folder = os.path.join(self.o.output, f"step_{step:08}")
         self.write_weights(self.model, folder)
@@ -953,29 +939,23 @@ class Run:
                 self.write_weights(self.model, os.path.join(folder, "ema"))
         self.log("checkpoint", step, path=folder)
 
-    def batches(self):
-        """The micro-batches of a step: [(inputs, targets)], each (B,T)."""
-        o, vocab = self.o, self.model.config.vocab_size
-        count = 1 if o.overfit else self.total // (o.batch_size * o.seq_len)
-        return [batch(self.stream, o.batch_size, o.device, vocab) for _ in range(count)]
-
     def train(self):
         o, steps, total = self.o, self.steps, self.total
         self.start()
         if o.evaluate or o.eval_every:
             self.evaluate(0)
-        batches, average, line = None, None, ""
+        batches, average, line, vocab = None, None, "", self.model.config.vocab_size
+        micro_steps = 1 if o.overfit else total // (o.batch_size * o.seq_len)
         for step in range(1, steps + 1):
             console_overwrite(line)
             begin, lr = time.perf_counter(), learning_rate_at(o, steps, step - 1)
-            batches = batches if o.overfit and batches else self.batches()
+            if not (o.overfit and batches):
+                batches = [batch(self.stream, o.batch_size, o.device, vocab) for _ in range(micro_steps)]
             loss, norm = self.trainer.step(batches, learning_rate_at(o, steps, step - 1, base_lr(o)))
             seconds = time.perf_counter() - begin
             average = 0.95 * average + 0.05 * seconds if step > 2 else seconds  # the first step compiles
-            line = (
-                f"step {step:6}/{steps} | loss {loss:.4f} | norm {norm:.4f} | lr {lr:.2e} | {1e3 * seconds:.1f} ms | "
-                f"{total / average:.0f} tok/s | ETA {(steps - step) * average / 60:.1f}m"
-            )
+            line = f"step {step:6}/{steps} | loss {loss:.4f} | norm {norm:.4f} | lr {lr:.2e} | {1e3 * seconds:.1f} ms"
+            line += f" | {total / average:.0f} tok/s | ETA {(steps - step) * average / 60:.1f}m"
             console_overwrite("")
             last = step == steps or reader_is_gone()
             if not console_columns() or last:
@@ -989,7 +969,8 @@ class Run:
             if o.eval_every and (step % o.eval_every == 0 or step == steps):
                 self.evaluate(step)
             if o.sample_every > 0 and (step % o.sample_every == 0 or step == steps):
-                self.sample(step)
+                ids = self.trainer.sample(self.eot, step, self.known)
+                self.log("sample", step, text=print_sample(ids, self.names, step))
             due = o.save_every > 0 and step % o.save_every == 0
             if o.output and o.save_every and (due or step == steps or reader_is_gone()):
                 self.save(step)

@@ -32,16 +32,9 @@ COMMANDS = {  # name: (module, first words of its command line)
     "fits": ("fits", []),
     "doctor": ("doctor", []),
 }
-SETS = {  # of prepare: name: module
-    "chat": "chat_data",
-    "choices": "multiple_choice",
-    "fineweb": "fineweb",
-    "tinystories": "tinystories",
-    "tinyshakespeare": "tinyshakespeare",
-    "tiny-chats": "tiny_chats",
-    "hellaswag": "hellaswag",
-    "mmlu": "mmlu",
-}
+SETS = {"chat": "chat_data", "choices": "multiple_choice", "fineweb": "fineweb"}  # of prepare: name: module
+SETS |= {"tinystories": "tinystories", "tinyshakespeare": "tinyshakespeare", "tiny-chats": "tiny_chats"}
+SETS |= {"hellaswag": "hellaswag", "mmlu": "mmlu"}
 SCORES = {"perplexity": "perplexity", "core": "core", "harness": "lm_eval_model"}  # of eval
 USAGE = """\
 usage: llmc COMMAND ...          llmc COMMAND --help explains one
@@ -94,12 +87,6 @@ usage: llmc {name} MODEL {more}[options of llmc train]
 MODEL is a run's folder (its newest checkpoint), a checkpoint or a Hugging Face folder (llmc import).
 --program PATH takes another build of the trainer. llmc train --help generat lists more.
 """
-
-
-def run_module(module, called, arguments):
-    """Runs a module of this package as a program that is called `called`."""
-    sys.argv = [called, *arguments]
-    runpy.run_module(f"llmc.{module}", run_name="__main__", alter_sys=False)
 
 
 def with_model(name, arguments):
@@ -170,7 +157,8 @@ def main():
         module, called = SCORES[kind], f"{called} {kind}"
     if name == "tokenizer" and rest and not rest[0].startswith("-"):  # a folder that lacks one
         module, first = "hf", ["tokenizer"]
-    run_module(module, called, [*first, *rest])
+    sys.argv = [called, *first, *rest]
+    runpy.run_module(f"llmc.{module}", run_name="__main__", alter_sys=False)
 
 
 if __name__ == "__main__":

@@ -73,9 +73,9 @@ TEMPLATES = {  # as in llmc/talk/chat.h
     "{% else %}{{ m.content + '<|eot_id|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
 }
+
+
 # ---- text -> tokens
-
-
 class Encoder:
     """The tokenizer of a model's folder, or one of ours. facts: what shards say of it."""
 
@@ -171,8 +171,6 @@ def make_template(args):
 
 
 # ---- conversations -> marked tokens
-
-
 class Converter:
     """Cheap to pickle: each process reads template and tokenizer when it first needs them."""
 
@@ -309,8 +307,6 @@ def convert(spans):
 
 
 # ---- what is written and said
-
-
 def show(converter, spans, count):
     """Conversations with their learned tokens in colour, or in brackets."""
     on, off = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[", "]")
@@ -448,8 +444,6 @@ def tell(counts, args):
 
 
 # ---- options
-
-
 def parse_args():
     parser = Parser(description=__doc__)
     a = parser.add_argument

@@ -66,8 +66,6 @@ FIELDS = {
 
 
 # ---- the files
-
-
 def path_of(data, task):
     """The task's file; None: there is none."""
     paths = [os.path.join(data, name + ".jsonl") for name in (task.file, os.path.basename(task.file))]
@@ -112,8 +110,6 @@ def read_task(path, task):
 
 
 # ---- the rule
-
-
 def drawn(draw, count, shots, own):
     """The few-shot examples of example `own` of `count`, in llm-foundry's order, which is that of a set of numbers."""
     chosen = set(draw.sample(range(count), min(shots, count - 1)))
@@ -188,8 +184,6 @@ def accuracy_of(scorer, sets, task, limit=None):
 
 
 # ---- the command
-
-
 def chosen_tasks(args):
     """[(task, path)], and the names of those that lack a file."""
     if not os.path.isdir(args.data):

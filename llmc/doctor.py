@@ -119,8 +119,6 @@ def probe(build, source, suffix, command):
 
 
 # ---- host compiler
-
-
 def openmp_flags():
     """[(flags to compile with, flags to link with besides)] of OpenMP. Apple's clang needs Homebrew's libomp."""
     found = [(["-fopenmp"], [])]
@@ -164,8 +162,6 @@ def cxx_compiler(build):
 
 
 # ---- CUDA
-
-
 def site_packages():
     """Folders that may hold CUDA wheels: make toolkit's, .venv's site-packages, this Python's own and the user's."""
     if INSTALLED:
@@ -186,8 +182,7 @@ def toolkit_roots():
 
 
 def package_folders(kind, roots, alone):
-    """Where an NVIDIA package may have put its headers ("include") or its libraries ("lib"); alone: no wheels but those
-    of the roots."""
+    """Where a package has headers ("include") or libraries ("lib"); alone: of wheels only those of the roots."""
     folders = []
     for root in roots:
         folders += [root / "include"] if kind == "include" else [root / "lib64", root / "lib"]
@@ -359,8 +354,6 @@ def nccl(cuda):
 
 
 # ---- the two outputs
-
-
 def write_makefile(path):
     build = path.parent
     cc, _, flags, openmp = host_compiler(build)
@@ -462,16 +455,14 @@ def report(build):
     useless = no_toolkit_for(devices, driver)
     found = cuda and f"{cuda['version']} ({cuda['nvcc']}, for sm_{' sm_'.join(cuda['archs'])})"
     row("CUDA", found, "no toolkit works", cuda_advice(useless, devices, driver, cxx))
-    for reason in passed:
-        row("", f"passed over: {reason}")
+    told.rows.extend(("", f"passed over: {reason}") for reason in passed)
     if cuda and cuda["left_out"]:
         row("", f"this nvcc does not know sm_{' sm_'.join(cuda['left_out'])}")
     row("cuBLASLt", cuda and cuda["cublas"], "needs CUDA")
     ranks, why = mpi(build)
     how = "make mpi   (or Debian, Ubuntu: apt install libopenmpi-dev openmpi-bin)"
     row("MPI", ranks and f"{ranks['version']} ({ranks['mpicc']})", f"{why}: the trainers run as one process", how)
-    for note in mpirun_notes(ranks["version"]) if ranks else []:
-        row("", note)
+    told.rows.extend(("", note) for note in (mpirun_notes(ranks["version"]) if ranks else []))
     _, _, where, why = nccl(cuda)
     how = f"pip install --target .toolkit nvidia-nccl-cu{driver}" if useless else "make toolkit"
     row("NCCL", not why and where, f"{why}: the GPU trainer uses one GPU", cuda and how)
@@ -480,11 +471,10 @@ def report(build):
     row("sanitizer", cuda and cuda["sanitizer"], "no compute-sanitizer beside nvcc", how)
     versions, missing = package_versions(PACKAGES, path=[str(p) for p in site_packages()])
     row("packages", ", ".join(map(" ".join, versions.items())) or "none yet")
-    of_mpi = [p for p in missing if p == "mpi4py"]
     if others := [p for p in missing if p != "mpi4py"]:
         how = "make venv   (`make demo` installs numpy and matplotlib by itself)"
         row("", "", ", ".join(others), how, "packages")
-    if of_mpi:
+    if "mpi4py" in missing:
         row("", "", "mpi4py", "make mpi   (needed only for data tools under mpirun)", "packages")
     told.print()
     print(f"\n`make demo` will train on the {'GPU' if devices and cuda else 'CPU'}.")

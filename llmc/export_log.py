@@ -111,12 +111,6 @@ def read_state(path):
         fail(f"'{path}' is damaged", "remove it: everything is then handed on again")
 
 
-def write_state(path, state):
-    with open(path + ".partial", "w") as f:
-        json.dump(state, f)
-    os.replace(path + ".partial", path)
-
-
 class Exporter:
     """Reads the log from its beginning, on which clocks and steps build, and hands on what is behind state["at"]."""
 
@@ -127,24 +121,22 @@ class Exporter:
         self.state, self.generation, self.handed_on = read_state(self.path), 0, 0
         self.writer, self.last_start, self.begun = None, {}, None
 
-    def begin(self, run):
-        """The log is another one than before: a new run for the target."""
-        if self.writer:
-            self.writer.close()
-        self.writer, self.begun, self.state = None, None, {"at": 0, "head": "", "run": run}
-
     def poll(self):
         before = self.handed_on
         self.log.poll(each=self.record)
         if self.handed_on != before:
             self.writer.flush()
-            write_state(self.path, self.state)
+            with open(self.path + ".partial", "w") as f:
+                json.dump(self.state, f)
+            os.replace(self.path + ".partial", self.path)
 
     def record(self, at, record):
         head = self.log.head.hex()
         if self.log.generation != self.generation or not head.startswith(self.state["head"]):
-            self.begin(self.state["run"] + 1)
-            self.generation = self.log.generation
+            if self.writer:  # the log is another one than before: a new run for the target
+                self.writer.close()
+            self.writer, self.begun, self.generation = None, None, self.log.generation
+            self.state = {"at": 0, "head": "", "run": self.state["run"] + 1}
         self.state["head"] = head
         if record["event"] == "start":
             self.last_start = record

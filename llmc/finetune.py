@@ -27,8 +27,7 @@ from llmc.places import PROGRAMS, python_path
 from llmc.program import NoProgram, trainer, under_mpirun
 from llmc.tool_output import fail, outlive_reader
 
-TEXT_FILES = ["tokenizer.bin", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
-TEXT_FILES += ["generation_config.json"]
+TEXT_FILES = "tokenizer.bin tokenizer.json tokenizer_config.json chat_template.jinja generation_config.json".split()
 SIZES = [  # weights above which: rows of a micro-step, the rate (a tenth of an adapter's), what makes a large model fit
     (5e9, 1, "1e-5", ["--recompute", "2", "--state-dtype", "bf16"]),
     (1e9, 2, "2e-5", ["--recompute", "1"]),
@@ -177,9 +176,8 @@ def main():
     # A step is about a hundredth of an epoch, 65,536 tokens at most. Four evaluations an epoch.
     data = os.path.join(glob.escape(out), "data", name)
     tokens = sum(os.path.getsize(path) for path in glob.glob(f"{data}_train_*.bin")) // 4
-    batch = min(tokens // 100, 65536)
     micro = rows * T * ranks
-    batch = max(batch // micro, 1) * micro
+    batch = max(min(tokens // 100, 65536) // micro, 1) * micro
     batch = int(last_value(more, total_batch_before(out) or batch, "d", "total-batch"))
     while rows > 1 and batch % (rows * T * ranks):
         rows //= 2
@@ -193,9 +191,8 @@ def main():
         minutes = 1 + float(epochs) * tokens / speed / 60 / ranks
         print(f"time      about {minutes:.0f} minutes on {ranks} H200, by {speed:.0f} tokens/s on each")
 
-    given = os.environ.get("PROGRAM")
     try:
-        program = str(trainer(given or (PROGRAMS / "train_gpt2" if kind == "cpu" else None)))
+        program = str(trainer(os.environ.get("PROGRAM") or (PROGRAMS / "train_gpt2" if kind == "cpu" else None)))
     except NoProgram as e:
         fail(*e.args)
     options = ["-y", "1", "-e", model, "-i", f"{data}_train_*.bin", "-j", f"{data}_val_*.bin", "-o", out]

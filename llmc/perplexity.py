@@ -63,9 +63,8 @@ def main():
         text = read_text(args.file)
         scorer = of_arguments(args)
         stride = min(args.stride or max(scorer.seq_len // 2, 1), scorer.seq_len)
-        encode = scorer.tokenizer.encode
-        names = scorer.tokenizer.names_in_text()
-        tokens = np.concatenate([encode(piece) for piece in pieces_of(text, names)]).astype(np.int64)
+        pieces = pieces_of(text, scorer.tokenizer.names_in_text())
+        tokens = np.concatenate([scorer.tokenizer.encode(piece) for piece in pieces]).astype(np.int64)
         loss = loss_of(scorer, tokens, stride)
         scorer.close()
     except llmc.Error as e:

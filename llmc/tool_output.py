@@ -7,8 +7,7 @@ too.
     outlive_reader()     of one that makes something: goes on to its end without a word
 
 Either is called once, where a program starts. From then on a character that the output's encoding lacks is escaped,
-such as half of one in the name of a file: Python would end there. And a UserError that nobody catches is told in two
-lines. Parser is argparse's, whose errors are two lines. Standard library only.
+such as half of one in a file's name, and a UserError that nobody catches is told in two lines. Standard library only.
 """
 
 import argparse
@@ -120,8 +119,7 @@ def whole_from(low):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong, and where the options are, without a list of them all. A description stays as it is laid
-    out."""
+    """Says what is wrong, and where the options are, without a list of them. Descriptions stay as they are laid out."""
 
     def __init__(self, *given, formatter_class=argparse.RawDescriptionHelpFormatter, **more):
         super().__init__(*given, formatter_class=formatter_class, **more)

@@ -91,10 +91,6 @@ def state_text(log, now, changed):
     return "running" if age < max(60, 10 * seconds_per_step(log)) else f"no new line for {duration_text(age)}"
 
 
-def place(series, field, value):
-    return f"{value:.4f} at step {next(s for s, v in zip(series['step'], series[field]) if v == value):.0f}"
-
-
 def progress_line(log, done, width, blocks):
     total = int(number(log.start.get("steps"), 0))
     if not total:
@@ -157,7 +153,8 @@ def frame(log, width, height, now, changed, blocks=BLOCKS):
     top += [progress_line(log, done, width, blocks), "", *figures(log)]
     losses = [v for v in log.eval["loss"] if math.isfinite(v)]
     if losses:
-        best = f" (lowest {place(log.eval, 'loss', min(losses))})" if min(losses) < losses[-1] else ""
+        lowest = log.eval["loss"].index(min(losses))
+        best = f" (lowest {min(losses):.4f} at step {log.eval['step'][lowest]:.0f})" if min(losses) < losses[-1] else ""
         bits = f", {log.eval['bpb'][-1]:.4f} bits/byte," if math.isfinite(log.eval["bpb"][-1]) else ""
         top.append(f"val loss   {log.eval['loss'][-1]:.4f}{bits} at step {log.eval['step'][-1]:.0f}{best}")
     for name, series in log.choices.items():

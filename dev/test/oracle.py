@@ -351,7 +351,8 @@ class Run(core.Run):
     def make_model(self, descriptor, seed, data_vocab):
         return add_lora(make_model(descriptor, seed, data_vocab), self.o, descriptor)
 
-    def open_sets(self):
+    def open_tokenizer(self, shards, header):
+        super().open_tokenizer(shards, header)
         o = self.o
         self.sets = open_sets(o.hellaswag, o.choice_data, o.seq_len, self.model.config.vocab_size)
 
