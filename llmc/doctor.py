@@ -84,7 +84,7 @@ def run(command, **more):
 
 
 def write_whole(path, text):
-    """Of makes beside each other none reads half a file."""
+    """No make that runs beside this one reads half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.partial")
     partial.write_text(text)
@@ -383,7 +383,7 @@ def package_versions(packages, **where):
     found = {}
     for d in metadata.distributions(**where):
         found.setdefault((d.metadata["Name"] or "").lower(), d.version)
-    return {p: found[p] for p in packages if p in found}, [p for p in packages if p not in found]
+    return {p: found[p] for p in packages if found.get(p)}, [p for p in packages if not found.get(p)]
 
 
 def cuda_advice(useless, devices, driver, cxx):
