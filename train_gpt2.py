@@ -4,14 +4,9 @@ One class trains every family. As in llmc/base/params.h, the table of weights IS
 (llmc/reference_config.py) make the table, the table makes the parameters, and forward asks for them by role. Names in
 files and state dict are Hugging Face's.
 
-  python train_gpt2.py                                          GPT-2 124M on tinyshakespeare
-  python train_gpt2.py --model d6,vocab=256 --device cpu ...    the options of ./train_gpt2 --help
-  python train_gpt2.py --model DIR
-    start from a Hugging Face folder, a checkpoint of the C trainers, or a run's folder: its newest checkpoint
-  python train_gpt2.py --model d2,channels=64 --write-weights DIR    the initial weights as a Hugging Face folder
-
-Left out: several GPUs, resuming the optimiser, LoRA, fp8, multiple-choice sets. The C trainers have them;
-dev/test/oracle.py has what tests compare with.
+--help explains the options; alone it trains GPT-2 124M on tinyshakespeare. --model is a preset, or a Hugging Face
+folder, a checkpoint of the C trainers, or a run's folder. Left out: several GPUs, resuming the optimiser, LoRA, fp8,
+multiple-choice sets. The C trainers have them; dev/test/oracle.py has what tests compare with.
 """
 
 import argparse
@@ -56,66 +51,65 @@ class Param:
 
 def mlp_table(c, std, residual_std):
     """(name, role, shape, std) of a block's matrices behind attention's."""
-    C, ffn = c.channels, c.ffn_dim
+    C, ffn, experts, router = c.channels, c.ffn_dim, ["mlp."], []
     fc, fcproj = ["gate_proj", "up_proj"] if c.mlp == "swiglu" else ["up_proj"], "down_proj"
-    router, experts = [], ["mlp."]
     if c.model_type == "gpt2":
         fc, fcproj = ["c_fc"], "c_proj"
-    if c.num_experts:
-        layer = "block_sparse_moe" if c.model_type == "mixtral" else "mlp"
-        router = [(f"{layer}.gate.weight", "routerw", (c.num_experts, C), 0.02)]
-        experts = [f"{layer}.experts.{e}." for e in range(c.num_experts)]
     if c.model_type == "mixtral":
         fc, fcproj = ["w1", "w3"], "w2"
-    up = [(f"{mlp}{n}.weight", "fcw", (ffn, C), std) for mlp in experts for n in fc]
-    return up + [(f"{mlp}{fcproj}.weight", "fcprojw", (C, ffn), residual_std) for mlp in experts] + router
+    if c.num_experts:
+        layer = "block_sparse_moe" if c.model_type == "mixtral" else "mlp"
+        router = [(f"{layer}.gate", "router", (c.num_experts, C), 0.02)]
+        experts = [f"{layer}.experts.{e}." for e in range(c.num_experts)]
+    up = [(mlp + n, "fc", (ffn, C), std) for mlp in experts for n in fc]
+    return up + [(mlp + fcproj, "fcproj", (C, ffn), residual_std) for mlp in experts] + router
 
 
 def param_table(c):
+    """[Param] in the order in which initial values are drawn."""
     L, C, Q, KV = c.num_layers, c.channels, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    is_gpt2, layer_norm = c.model_type == "gpt2", c.norm == "layer"
+    is_gpt2 = c.model_type == "gpt2"
     # GPT-2: residual branches scaled by 1/sqrt(2L)
     std, residual_std = 0.02, float(np.float32(0.02) / np.sqrt(np.float32(2 * L)))
     embedding_std = head_std = std
     if c.init == "modern":  # branches and logits begin with 0
         std, residual_std, embedding_std, head_std = float(1 / np.sqrt(np.float32(3 * C))), 0, 1, 0
-    embedding = "transformer.wte.weight" if is_gpt2 else "model.embed_tokens.weight"
-    t = [Param(embedding, "wte", 0, (c.vocab_size, C), embedding_std)]
-    t += [Param("transformer.wpe.weight", "wpe", 0, (c.max_seq_len, C), std)] * (c.position == "learned")
-    t += [Param("model.embed_norm.weight", "lnew", 0, (C,), -1)] * c.embedding_norm
+
+    def weights(matrices):
+        return [(f"{name}.weight", role + "w", shape, std) for name, role, shape, std in matrices]
+
+    def biases(matrices):
+        return [(f"{name}.bias", role + "b", shape[:1], 0) for name, role, shape, _ in matrices]
+
+    def norm(name, role):
+        gain = [(name, role, (C,), -1)]
+        return weights(gain) + biases(gain) * (c.norm == "layer")
+
+    embedding, final_norm, prefix = "model.embed_tokens", "model.norm", "model.layers"
+    ln1, ln2, proj = "input_layernorm", "post_attention_layernorm", "self_attn.o_proj"
+    qkv = [(f"self_attn.{n}_proj", "qkv", (rows, C), std) for n, rows in zip("qkv", (Q, KV, KV))]
     if is_gpt2:
-        qkv, proj = [("attn.c_attn", Q + 2 * KV)], "attn.c_proj"
-    else:
-        qkv, proj = [("self_attn.q_proj", Q), ("self_attn.k_proj", KV), ("self_attn.v_proj", KV)], "self_attn.o_proj"
-    mlp = mlp_table(c, std, residual_std)
-    ln1, ln2 = ("ln_1", "ln_2") if is_gpt2 else ("input_layernorm", "post_attention_layernorm")
-    for l in range(L):
-        block = [(f"{n}.weight", "qkvw", (rows, C), std) for n, rows in qkv] + [
-            (f"{proj}.weight", "projw", (C, Q), residual_std)
-        ]
-        block += mlp
-        block += [(f"{ln1}.weight", "ln1w", (C,), -1)] + [(f"{ln1}.bias", "ln1b", (C,), 0)] * layer_norm
-        block += [(f"{n}.bias", "qkvb", (rows,), 0) for n, rows in qkv] * c.qkv_bias + [
-            (f"{proj}.bias", "projb", (C,), 0)
-        ] * c.linear_bias
-        block += [(f"{ln2}.weight", "ln2w", (C,), -1)] + [(f"{ln2}.bias", "ln2b", (C,), 0)] * layer_norm
-        block += [
-            (n.removesuffix("weight") + "bias", role[:-1] + "b", shape[:1], 0) for n, role, shape, _ in mlp
-        ] * c.linear_bias
-        gains = {"gains": (c.head_dim, c.head_dim), "whole": (Q, KV)}.get(c.qk_norm, ())
-        block += [(f"self_attn.{n}_norm.weight", "qknormw", (size,), -1) for n, size in zip("qk", gains)]
-        prefix = f"transformer.h.{l}." if is_gpt2 else f"model.layers.{l}."
-        t += [
-            Param(prefix + name, role, l + 1, shape, s, is_gpt2 and len(shape) == 2) for name, role, shape, s in block
-        ]
-    norm = "transformer.ln_f" if is_gpt2 else "model.norm"
-    t += [Param("lm_head.weight", "headw", L + 1, (c.vocab_size, C), head_std)] * (not c.tied)
-    return (
-        t
-        + [Param(norm + ".weight", "lnfw", L + 1, (C,), -1)]
-        + [Param(norm + ".bias", "lnfb", L + 1, (C,), 0)] * layer_norm
-        + [Param("lm_head.bias", "headb", L + 1, (c.vocab_size,), 0)] * c.head_bias
-    )
+        embedding, final_norm, prefix = "transformer.wte", "transformer.ln_f", "transformer.h"
+        ln1, ln2, proj = "ln_1", "ln_2", "attn.c_proj"
+        qkv = [("attn.c_attn", "qkv", (Q + 2 * KV, C), std)]
+    proj, mlp = [(proj, "proj", (C, Q), residual_std)], mlp_table(c, std, residual_std)
+    block = weights(qkv + proj + mlp) + norm(ln1, "ln1") + biases(qkv) * c.qkv_bias + biases(proj) * c.linear_bias
+    block += norm(ln2, "ln2") + biases(mlp) * c.linear_bias
+    gains = {"gains": (c.head_dim, c.head_dim), "whole": (Q, KV)}.get(c.qk_norm, ())
+    block += [(f"self_attn.{n}_norm.weight", "qknormw", (size,), -1) for n, size in zip("qk", gains)]
+    head = [("lm_head", "head", (c.vocab_size, C), head_std)]
+
+    first = [(f"{embedding}.weight", "wte", (c.vocab_size, C), embedding_std)]
+    first += [("transformer.wpe.weight", "wpe", (c.max_seq_len, C), std)] * (c.position == "learned")
+    first += weights([("model.embed_norm", "lne", (C,), -1)]) * c.embedding_norm
+    last = weights(head) * (not c.tied) + norm(final_norm, "lnf") + biases(head) * c.head_bias
+    units = [first] + [[(f"{prefix}.{l}.{name}", *p) for name, *p in block] for l in range(L)] + [last]
+    table = []
+    for unit, rows in enumerate(units):
+        for name, role, shape, std in rows:
+            transposed = is_gpt2 and 0 < unit <= L and len(shape) == 2
+            table.append(Param(name, role, unit, shape, std, transposed))
+    return table
 
 
 # ---- the model
@@ -198,13 +192,11 @@ class Model(nn.Module):
             q, k = self.qk_norms((q, k), unit)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        scale = c.softmax_scale or None
         grouped = c.num_kv_heads != c.num_heads
         if self.largest is not None and torch.is_grad_enabled():
             self.take_largest(q.detach(), k.detach(), unit, mask)
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-        )
+        seen = {"attn_mask": mask, "is_causal": mask is None}
+        y = F.scaled_dot_product_attention(q, k, v, **seen, scale=c.softmax_scale or None, enable_gqa=grouped)
         x = x + self.linear(y.transpose(1, 2).flatten(2), unit, "proj")[0]
         h = self.norm(x, unit, "ln2")
         if not c.num_experts:
@@ -258,8 +250,7 @@ class Model(nn.Module):
         return experts, shares, c.num_experts * (used * (chances * counted[:, None]).sum(0) / tokens).sum()
 
     def mixture(self, x, unit, counted=None):
-        """x (N,C) -> the sum of its experts' outputs times their shares, from the largest share on; and route's
-        loss."""
+        """x (N,C) -> the sum of its experts' outputs by share, from the largest share on; and route's loss."""
         experts, shares, unevenness = self.route(x, unit, counted)
         K, chosen = self.config.active_experts, experts.flatten()
         order = chosen.argsort(stable=True)  # by expert, then by token
@@ -267,9 +258,7 @@ class Model(nn.Module):
         # one without tokens computes, too: its gradient is 0, not none
         rows = [self.mlp(part, unit, e) for e, part in enumerate(x[order // K].split(counts))]
         rows = torch.cat(rows)[order.argsort()].view(-1, K, x.shape[-1])
-        out = shares[:, 0, None] * rows[:, 0]
-        for k in range(1, K):
-            out = out + shares[:, k, None] * rows[:, k]
+        out = functools.reduce(torch.add, (shares[:, k, None] * rows[:, k] for k in range(K)))
         return out.to(x.dtype), unevenness
 
     def activate(self, x, up=None):
@@ -329,9 +318,8 @@ class Model(nn.Module):
         def fill(job):
             index, p, values, begin = job
             part = values[begin : begin + (1 << 18)]
-            part[:] = np.float32(p.std) * rand_normal(
-                seed, rand_stream(RAND_INIT, index), np.arange(begin, begin + part.size)
-            )
+            places = np.arange(begin, begin + part.size)
+            part[:] = np.float32(p.std) * rand_normal(seed, rand_stream(RAND_INIT, index), places)
 
         jobs = []
         for index, p in enumerate(table or self.table):
@@ -377,9 +365,11 @@ def read_json(path):
         require(False, str(e), "make or download it again")
 
 
+NEEDED = "name a folder with config.json and model.safetensors"
+
+
 def files_of_tensors(folder):
-    """{tensor: file} as the index says; {} where all are in model.safetensors, which an index beside it does not
-    change."""
+    """{tensor: file} as the index says; {} where model.safetensors is there, whatever index lies beside it."""
     index = os.path.join(folder, "model.safetensors.index.json")
     if os.path.exists(os.path.join(folder, "model.safetensors")) or not os.path.exists(index):
         return {}
@@ -394,11 +384,10 @@ def files_of_tensors(folder):
 @torch.no_grad()
 def load_weights(model, folder):
     files, again = files_of_tensors(folder), "make or download the files again"
+    other = "config.json and weights do not belong together"
     missing, seen, head = {p.name: p for p in model.table}, {}, None
     for path in (os.path.join(folder, name) for name in sorted(set(files.values()) or {"model.safetensors"})):
-        require(
-            os.path.exists(path), f"'{path}' does not exist", "name a folder with config.json and model.safetensors"
-        )
+        require(os.path.exists(path), f"'{path}' does not exist", NEEDED)
         try:
             opened = safetensors.safe_open(path, "pt")
         except safetensors.SafetensorError as e:
@@ -409,34 +398,21 @@ def load_weights(model, folder):
                 seen[name] = os.path.basename(path)
                 full = name if name in missing else "transformer." + name  # the hub's gpt2 leaves the prefix out
                 if (p := missing.pop(full, None)) is None:
-                    require(
-                        REDUNDANT.fullmatch(name),
-                        f"'{path}': {name} is not part of the model",
-                        "config.json and weights do not belong together",
-                    )
+                    require(REDUNDANT.fullmatch(name), f"'{path}': {name} is not part of the model", other)
                     head = f.get_tensor(name) if name == "lm_head.weight" else head
                     continue
                 tensor, parameter = f.get_tensor(name), model.get_parameter(full)
-                require(
-                    tensor.dtype in (torch.float32, torch.bfloat16, torch.float16),
-                    f"'{path}': {name} is {tensor.dtype}",
-                    "convert it to F32, BF16 or F16",
-                )
+                is_float = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+                require(is_float, f"'{path}': {name} is {tensor.dtype}", "convert it to F32, BF16 or F16")
                 tensor = tensor.T if p.transposed else tensor
-                require(
-                    tensor.shape == parameter.shape,
-                    f"{path}: {name} is {tuple(tensor.shape)}, not {tuple(parameter.shape)}",
-                    "config.json and weights do not belong together",
-                )
+                problem = f"{path}: {name} is {tuple(tensor.shape)}, not {tuple(parameter.shape)}"
+                require(tensor.shape == parameter.shape, problem, other)
                 parameter.copy_(tensor)
-    problem = f"{folder} lacks {len(missing)} tensors, e.g. {next(iter(missing), '')}"
-    require(not missing, problem, "config.json and weights do not belong together")
+    require(not missing, f"{folder} lacks {len(missing)} tensors, e.g. {next(iter(missing), '')}", other)
     require(not files or files == seen, f"'{folder}': the index and its files name other tensors", again)
-    require(
-        head is None or torch.equal(head.float(), model.get_parameter(model.table[0].name)),
-        f"'{folder}': lm_head.weight is not the embedding, as tie_word_embeddings says",
-        'write "tie_word_embeddings": false into config.json, if the head is of its own',
-    )
+    alike = head is None or torch.equal(head.float(), model.get_parameter(model.table[0].name))
+    hint = 'write "tie_word_embeddings": false into config.json, if the head is of its own'
+    require(alike, f"'{folder}': lm_head.weight is not the embedding, as tie_word_embeddings says", hint)
     return model
 
 
@@ -446,11 +422,9 @@ def hub_folder(name):
 
         return snapshot_download(name, allow_patterns=["config.json", "*.safetensors", "*.safetensors.index.json"])
     except Exception as e:  # not installed, no network, no such model
-        require(
-            False,
-            f"'{name}' is no folder and no preset, and the hub cannot help: {str(e).strip().splitlines()[0]}",
-            "--help lists the presets",
-        )
+        why = str(e).strip().splitlines()[0]
+        problem = f"'{name}' is no folder and no preset, and the hub cannot help: {why}"
+        require(False, problem, "--help lists the presets")
 
 
 def weights_folder(descriptor):
@@ -479,7 +453,7 @@ def make_model(descriptor, seed, data_vocab=0, Model=Model):
         return Model(config if has_vocab or not data_vocab else replace(config, vocab_size=data_vocab)).init(seed)
     folder = weights_folder(descriptor)
     path = os.path.join(folder, "config.json")
-    require(os.path.exists(path), f"'{path}' does not exist", "name a folder with config.json and model.safetensors")
+    require(os.path.exists(path), f"'{path}' does not exist", NEEDED)
     return load_weights(Model(config_from_hf(read_json(path), path)), folder)
 
 
@@ -488,11 +462,8 @@ def batch(stream, B, device, vocab_size):
     """The next B rows -> inputs, targets (B,T)."""
     tokens = np.stack([next(stream) for _ in range(B)]).astype(np.int64)  # (B,2,T)
     largest = np.where(tokens[:, 0] < 0, ~tokens[:, 0], tokens[:, 0]).max(initial=tokens.max())
-    require(
-        largest < vocab_size,
-        f"the data has token {largest}, the model {vocab_size} tokens",
-        "use the model that the shards were made for (--model ...,vocab=N)",
-    )
+    hint = "use the model that the shards were made for (--model ...,vocab=N)"
+    require(largest < vocab_size, f"the data has token {largest}, the model {vocab_size} tokens", hint)
     inputs, targets = torch.from_numpy(tokens).to(device).unbind(1)
     return inputs, targets
 
@@ -509,9 +480,8 @@ def learning_rate_at(o, steps, step, peak=None):
     if step < begin:
         return peak
     progress = min((step - begin) / (steps - begin), 1.0) if steps > begin else 1.0
-    left = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "wsd": 1 - math.sqrt(progress), "linear": 1 - progress}[
-        o.schedule
-    ]
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    left = {"cosine": cosine, "wsd": 1 - math.sqrt(progress), "linear": 1 - progress}[o.schedule]
     low = peak * o.final_lr_fraction
     return low + left * (peak - low)
 
@@ -527,26 +497,11 @@ def base_lr(o):
     return o.learning_rate if o.learning_rate > 0 or not own else 1.0
 
 
-def param_groups(model, o):
-    """Weights by what updates them: matrices of blocks, routers, embeddings, head, vectors."""
-    groups = {}
-    for p in model.trained:
-        in_block = 0 < p.unit <= model.config.num_layers
-        kind = "matrix" if in_block else "head" if p.role == "headw" else "embedding"
-        kind = "vector" if len(p.shape) == 1 else "router" if p.role == "routerw" else kind
-        groups.setdefault(kind, []).append(p)
-    rates = {"matrix": lr_of_matrices(o), "embedding": o.lr_embedding, "head": o.lr_head}
-    decays = {"matrix": o.decay_matrix if o.decay_matrix >= 0 else o.weight_decay, "vector": o.decay_vector}
-    base = base_lr(o)
-    return {
-        kind: {
-            "table": table,
-            "params": [model.get_parameter(p.name) for p in table],
-            "rate": (rates[kind] if rates.get(kind, -1) >= 0 else o.learning_rate) / base if base else 1.0,
-            "weight_decay": decays.get(kind, o.weight_decay),
-        }
-        for kind, table in groups.items()
-    }
+def kind_of(p, num_layers):
+    """What updates a weight: it is a matrix of a block, a router, an embedding, the head, or a vector."""
+    if len(p.shape) == 1 or p.role == "routerw":
+        return "vector" if len(p.shape) == 1 else "router"
+    return "matrix" if 0 < p.unit <= num_layers else "head" if p.role == "headw" else "embedding"
 
 
 # The paper's (arXiv:2505.16932); from the eighth on they are all the same.
@@ -588,8 +543,8 @@ def with_even_lines(x):
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised. rows: of a weight, the rows of each matrix in it: q, k and v of GPT-2."""
 
-    def __init__(self, params, rows, weight_decay, o, dtype):
-        super().__init__(params, {"lr": 0.0, "weight_decay": weight_decay})
+    def __init__(self, params, rows, o, dtype):
+        super().__init__(params, {"lr": 0.0})
         self.rows, self.o, self.dtype = rows, o, dtype
 
     @torch.no_grad()
@@ -609,16 +564,23 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizers(model, o, dtype):
-    groups = param_groups(model, o)
+    """AdamW, and Muon where it updates the matrices. The groups' "rate" is a multiple of base_lr."""
+    c, base, tables, groups = model.config, base_lr(o), {}, {}
+    rates = {"matrix": lr_of_matrices(o), "embedding": o.lr_embedding, "head": o.lr_head}
+    decays = {"matrix": o.decay_matrix if o.decay_matrix >= 0 else o.weight_decay, "vector": o.decay_vector}
+    for p in model.trained:
+        tables.setdefault(kind_of(p, c.num_layers), []).append(p)
+    for kind, table in tables.items():
+        rate = (rates[kind] if rates.get(kind, -1) >= 0 else o.learning_rate) / base if base else 1.0
+        groups[kind] = {"params": [model.get_parameter(p.name) for p in table], "rate": rate}
+        groups[kind]["weight_decay"] = decays.get(kind, o.weight_decay)
     muon = groups.pop("matrix") if o.optimizer == "muon" else None
-    adamw = [{k: g[k] for k in ("params", "weight_decay", "rate")} for g in groups.values()]
-    made = [torch.optim.AdamW(adamw, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.adam_eps, fused=True)]
+    adamw, betas = list(groups.values()), (o.beta1, o.beta2)
+    made = [torch.optim.AdamW(adamw, lr=o.learning_rate, betas=betas, eps=o.adam_eps, fused=True)]
     if muon:
-        c = model.config
         packed = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
-        rows = [packed if p.shape[0] == sum(packed) and p.role == "qkvw" else [p.shape[0]] for p in muon["table"]]
-        made.append(Muon(muon["params"], rows, muon["weight_decay"], o, dtype))
-        made[-1].param_groups[0]["rate"] = muon["rate"]
+        rows = [packed if p.shape[0] == sum(packed) and p.role == "qkvw" else [p.shape[0]] for p in tables["matrix"]]
+        made.append(Muon([muon], rows, o, dtype))
     return made
 
 
@@ -649,11 +611,8 @@ class Trainer:
         self.net = torch.compile(model) if o.compile == 1 or (o.compile < 0 and on_gpu) else model
         self.dtype = ("bf16" if on_gpu else "fp32") if o.dtype == "auto" else o.dtype
         self.autocast = torch.autocast(o.device, torch.bfloat16, enabled=self.dtype == "bf16")
-        require(
-            not model.config.tied or o.lr_head < 0,
-            f"--lr-head {o.lr_head:g}: the head of this model is its embedding",
-            "use --lr-embedding, or a model with tied=0",
-        )
+        problem = f"--lr-head {o.lr_head:g}: the head of this model is its embedding"
+        require(not model.config.tied or o.lr_head < 0, problem, "use --lr-embedding, or a model with tied=0")
         self.trained = [w for w in model.parameters() if w.requires_grad]
         self.optimizers = make_optimizers(model, o, torch.bfloat16 if self.dtype == "bf16" else torch.float32)
         self.average = [w.detach().clone() for w in self.trained] if o.ema > 0 else []
@@ -667,8 +626,7 @@ class Trainer:
             return self.net(inputs, self.model.rope_table(inputs.shape[1], inputs.device), targets, with_balance)
 
     def step(self, batches, lr):
-        """One optimiser step over a list of micro-batches. lr: of a rate of 1. Returns the learned tokens' mean loss
-        and its gradient's norm."""
+        """A step over [(inputs, targets)], (B,T) each -> (learned tokens' mean loss, gradient's norm). lr: of 1."""
         total, learned = 0.0, [int((targets >= 0).sum()) for _, targets in batches]
         if self.o.qk_clip > 0:
             self.model.largest.zero_()
@@ -784,10 +742,8 @@ def print_help(parser, honoured):
         if name in honoured:
             group = groups.setdefault(section, parser.add_argument_group(section))
             words = [f"-{letters}"] * bool(letters) + [f"--{'debug ' * section.startswith('--debug')}{name}"]
-            metavar = {int: "INT", float: "FLT"}.get(type(value), "STR")
-            group.add_argument(
-                *words, metavar=metavar, help=option["help"].replace("%", "%%") + f" [{value}]" * (value != "")
-            )
+            about = option["help"].replace("%", "%%") + f" [{value}]" * (value != "")
+            group.add_argument(*words, metavar={int: "INT", float: "FLT"}.get(type(value), "STR"), help=about)
     parser.print_help()
 
 
@@ -816,23 +772,16 @@ def parse_options(argv=None, honoured=HONOURED, add=None):
         hint = "leave it out, or train with ./train_gpt2, which has it"
         require(name in honoured or value == standard[name], f"train_gpt2.py has no --{name}", hint)
     o = argparse.Namespace(**{name.replace("-", "_"): values[name] for name in honoured}, **vars(own))
-    require(
-        o.total_batch and (o.max_steps or o.evaluate),
-        "--total-batch 0 or --max-steps 0 trains nothing",
-        "leave it out, or give a number",
-    )
-    require(
-        o.eval_steps or not (o.eval_every or o.evaluate),
-        "--eval-steps 0 measures nothing",
-        "use --eval-every 0 to leave evaluation out, -1 for the whole set",
-    )
+    trains = o.total_batch and (o.max_steps or o.evaluate)
+    require(trains, "--total-batch 0 or --max-steps 0 trains nothing", "leave it out, or give a number")
+    measures = o.eval_steps or not (o.eval_every or o.evaluate)
+    hint = "use --eval-every 0 to leave evaluation out, -1 for the whole set"
+    require(measures, "--eval-steps 0 measures nothing", hint)
     require(o.window, "--window 0: a token would not see itself", "give a number of tokens, or -1 for all")
-    o.device = ("cuda" if torch.cuda.is_available() else "cpu") if o.device == "auto" else o.device
-    require(
-        o.device == "cpu" or torch.cuda.is_available(),
-        "this PyTorch finds no CUDA device",
-        "use --device cpu, or install PyTorch for this GPU",
-    )
+    has_gpu = torch.cuda.is_available()
+    o.device = ("cuda" if has_gpu else "cpu") if o.device == "auto" else o.device
+    hint = "use --device cpu, or install PyTorch for this GPU"
+    require(o.device == "cpu" or has_gpu, "this PyTorch finds no CUDA device", hint)
     torch.set_num_threads(o.threads or torch.get_num_threads())
     return o
 
@@ -846,7 +795,7 @@ def open_log(o):
     path, holds = os.path.join(o.output, "evaluate.jsonl" if o.evaluate else "main.jsonl"), ""
     if not o.evaluate and os.path.exists(path):
         with open(path, errors="replace") as f:
-            holds = "the log" * any('"event": "step"' in line or '"event":"step"' in line for line in f)
+            holds = "the log" * any(re.search('"event": ?"step"', line) for line in f)
     if not o.evaluate and any(re.fullmatch(r"step_\d+", name) for name in os.listdir(o.output)):
         holds = "checkpoints"
     hint = "name another folder with --output; this program does not resume"
@@ -863,12 +812,6 @@ def find_validation_data(o, sets=False):
         o.val_data = next(filter(find_files, beside), "") if word else ""
     require(not o.overfit or o.val_data, "--overfit 1 needs --val-data, whose first batch it trains on", "name shards")
     require(not o.evaluate or o.val_data or sets, "--evaluate 1 has nothing to evaluate", "give --val-data")
-
-
-def require_one_set(pattern):
-    """The trainers' mixtures of data sets (llmc/data/mixture.h) are not read here."""
-    mixes = pattern.endswith(".mix") or (":" in pattern and not find_files(pattern))
-    require(not mixes, f"'{pattern}' names a mixture of data sets", "name one set: only the trainers in C mix them")
 
 
 def console_columns():
@@ -893,65 +836,51 @@ def print_sample(ids, names, step):
 
 def length_of_run(o, c, shards, data_eot):
     """(tokens in a step, steps)"""
-    B, T = o.batch_size, o.seq_len
-    require(
-        T <= c.max_seq_len,
-        f"--seq-len {T} is longer than the model's context of {c.max_seq_len}",
-        f"use a shorter --seq-len, or a model with seq={T}",
-    )
-    total = B * T if o.total_batch < 0 else o.total_batch
-    nearest = max((total + B * T // 2) // (B * T), 1) * B * T
-    require(
-        total % (B * T) == 0,
-        f"--total-batch {total} is not a multiple of batch-size * seq-len = {B * T}",
-        f"nearest: {nearest}; or choose another --batch-size",
-    )
+    T, micro = o.seq_len, o.batch_size * o.seq_len
+    problem = f"--seq-len {T} is longer than the model's context of {c.max_seq_len}"
+    require(T <= c.max_seq_len, problem, f"use a shorter --seq-len, or a model with seq={T}")
+    total = micro if o.total_batch < 0 else o.total_batch
+    nearest = max((total + micro // 2) // micro, 1) * micro
+    problem = f"--total-batch {total} is not a multiple of batch-size * seq-len = {micro}"
+    require(total % micro == 0, problem, f"nearest: {nearest}; or choose another --batch-size")
     steps = 0 if o.evaluate else o.max_steps
     if steps < 0:
         steps = int(o.epochs * places(shards, T, o.pack, data_eot) / total)
-    require(
-        steps or o.evaluate,
-        f"--epochs {o.epochs:g} of the training data is less than one step of {total} tokens",
-        "use a smaller --total-batch or more --epochs, or give --max-steps",
-    )
+    problem = f"--epochs {o.epochs:g} of the training data is less than one step of {total} tokens"
+    hint = "use a smaller --total-batch or more --epochs, or give --max-steps"
+    require(steps or o.evaluate, problem, hint)
     return total, steps
 
 
 class Run:
     """Data, model and trainer of a run, its log, and the loop over its steps."""
 
-    write_weights, Trainer, note = staticmethod(write_weights), Trainer, ""
+    write_weights, make_model, Trainer, note = staticmethod(write_weights), staticmethod(make_model), Trainer, ""
+    find_validation_data = staticmethod(find_validation_data)
 
     def __init__(self, o):
         self.o, kind = o, (o.seq_len, o.pack, o.documents)
-        require_one_set(o.train_data)
-        require_one_set(o.val_data)
-        self.find_data()
+        for pattern in (o.train_data, o.val_data):
+            mixes = pattern.endswith(".mix") or (":" in pattern and not find_files(pattern))  # llmc/data/mixture.h
+            hint = "name one set: only the trainers in C mix them"
+            require(not mixes, f"'{pattern}' names a mixture of data sets", hint)
+        self.find_validation_data(o)
         require(o.output or o.save_every <= 0, "checkpoints need a folder", "add --output FOLDER")
         data = o.val_data if o.overfit or o.evaluate else o.train_data
         shards, header = open_shards(data, *kind) if data or not o.evaluate else ([], [0] * 256)
         self.data_eot = int(header[7])
         validates = o.val_data and (o.eval_every > 0 or o.evaluate)
-        self.val_shards = open_shards(o.val_data, *kind)[0] if validates else None
+        self.val_shards = open_shards(o.val_data, *kind)[0] if validates else []
         self.model = self.make_model(o.model, o.seed, int(header[3]))
         self.total, self.steps = length_of_run(o, self.model.config, shards, self.data_eot)
         self.open_tokenizer(shards, header)
-        self.open_sets()
         self.trainer = self.Trainer(self.model, o)
-        self.model.documents = max(row_kind(s, o.pack, o.documents)[1] for s in [*shards, *(self.val_shards or [])])
+        self.model.documents = max(row_kind(s, o.pack, o.documents)[1] for s in shards + self.val_shards)
         self.stream = self.trainer.rows(shards, self.data_eot, None if o.overfit else o.seed)
-        val = self.val_shards or []
-        val_rows = self.trainer.rows(val, self.data_eot), self.trainer.eval_rows(val, self.data_eot)
-        self.token_bytes = bytes_per_token(*val_rows, self.names, self.silent) if val and self.names else 0
-
-    def make_model(self, descriptor, seed, data_vocab):
-        return make_model(descriptor, seed, data_vocab)
-
-    def find_data(self):
-        find_validation_data(self.o)
-
-    def open_sets(self):
-        """dev/test/oracle.py scores multiple-choice sets."""
+        val = self.val_shards, self.data_eot
+        val_rows = self.trainer.rows(*val), self.trainer.eval_rows(*val)
+        has_names = self.val_shards and self.names
+        self.token_bytes = bytes_per_token(*val_rows, self.names, self.silent) if has_names else 0
 
     def open_tokenizer(self, shards, header):
         """Names of tokens, the end-of-text token, and how many ids a sample may draw."""
@@ -980,11 +909,8 @@ class Run:
         about |= dict(steps=self.steps, num_micro=self.total // (o.batch_size * o.seq_len))
         options = {k.replace("_", "-"): v for k, v in vars(o).items()}
         self.log("start", 0, time=int(time.time()), **about, options=options, config=config_to_hf(c))
-        print(
-            f"train_gpt2.py | PyTorch {torch.__version__} | {device} | {dtype} | {o.model}: "
-            f"{1e-6 * parameters:.1f}M parameters, "
-            f"{self.note}{self.steps} steps of {self.total} tokens"
-        )
+        size = f"{1e-6 * parameters:.1f}M parameters, {self.note}{self.steps} steps of {self.total} tokens"
+        print(f"train_gpt2.py | PyTorch {torch.__version__} | {device} | {dtype} | {o.model}: {size}")
         recipe = {} if o.evaluate or o.recipe == "none" else recipe_of(o.model, f"--total-batch={o.total_batch}")
         kept = [f"--{name} {value}" for name, value in recipe.items() if getattr(o, name.replace("-", "_")) == value]
         if kept:
@@ -1005,10 +931,6 @@ class Run:
         print(f"eval {step:6} | val loss {loss:.4f} of the average", flush=True)
         self.log("eval_average", step, loss=loss, tokens=step * self.total)
 
-    def sample(self, step):
-        ids = self.trainer.sample(self.eot, step, self.known)
-        self.log("sample", step, text=print_sample(ids, self.names, step))
-
     def save(self, step):
         folder = os.path.join(self.o.output, f"step_{step:08}")
         self.write_weights(self.model, folder)
@@ -1017,29 +939,23 @@ class Run:
                 self.write_weights(self.model, os.path.join(folder, "ema"))
         self.log("checkpoint", step, path=folder)
 
-    def batches(self):
-        """The micro-batches of a step: [(inputs, targets)], each (B,T)."""
-        o, vocab = self.o, self.model.config.vocab_size
-        count = 1 if o.overfit else self.total // (o.batch_size * o.seq_len)
-        return [batch(self.stream, o.batch_size, o.device, vocab) for _ in range(count)]
-
     def train(self):
         o, steps, total = self.o, self.steps, self.total
         self.start()
         if o.evaluate or o.eval_every:
             self.evaluate(0)
-        batches, average, line = None, None, ""
+        batches, average, line, vocab = None, None, "", self.model.config.vocab_size
+        micro_steps = 1 if o.overfit else total // (o.batch_size * o.seq_len)
         for step in range(1, steps + 1):
             console_overwrite(line)
             begin, lr = time.perf_counter(), learning_rate_at(o, steps, step - 1)
-            batches = batches if o.overfit and batches else self.batches()
+            if not (o.overfit and batches):
+                batches = [batch(self.stream, o.batch_size, o.device, vocab) for _ in range(micro_steps)]
             loss, norm = self.trainer.step(batches, learning_rate_at(o, steps, step - 1, base_lr(o)))
             seconds = time.perf_counter() - begin
             average = 0.95 * average + 0.05 * seconds if step > 2 else seconds  # the first step compiles
-            line = (
-                f"step {step:6}/{steps} | loss {loss:.4f} | norm {norm:.4f} | lr {lr:.2e} | {1e3 * seconds:.1f} ms | "
-                f"{total / average:.0f} tok/s | ETA {(steps - step) * average / 60:.1f}m"
-            )
+            line = f"step {step:6}/{steps} | loss {loss:.4f} | norm {norm:.4f} | lr {lr:.2e} | {1e3 * seconds:.1f} ms"
+            line += f" | {total / average:.0f} tok/s | ETA {(steps - step) * average / 60:.1f}m"
             console_overwrite("")
             last = step == steps or reader_is_gone()
             if not console_columns() or last:
@@ -1053,7 +969,8 @@ class Run:
             if o.eval_every and (step % o.eval_every == 0 or step == steps):
                 self.evaluate(step)
             if o.sample_every > 0 and (step % o.sample_every == 0 or step == steps):
-                self.sample(step)
+                ids = self.trainer.sample(self.eot, step, self.known)
+                self.log("sample", step, text=print_sample(ids, self.names, step))
             due = o.save_every > 0 and step % o.save_every == 0
             if o.output and o.save_every and (due or step == steps or reader_is_gone()):
                 self.save(step)

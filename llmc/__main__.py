@@ -8,7 +8,7 @@ import runpy
 import subprocess
 import sys
 
-from llmc.tool_output import end_with_reader
+from llmc.tool_output import end_with_reader, fail
 
 COMMANDS = {  # name: (module, first words of its command line)
     "train": (None, []),
@@ -22,7 +22,7 @@ COMMANDS = {  # name: (module, first words of its command line)
     "export": ("hf", ["export"]),
     "check": ("hf", ["check"]),
     "merge": ("hf", ["merge"]),
-    "eval": ("evaluate", []),
+    "eval": ("perplexity", []),
     "dpo": ("dpo", []),
     "rl": ("rl", []),
     "distill": ("distill", []),
@@ -32,16 +32,10 @@ COMMANDS = {  # name: (module, first words of its command line)
     "fits": ("fits", []),
     "doctor": ("doctor", []),
 }
-SETS = {  # of prepare: name: module
-    "chat": "chat_data",
-    "choices": "multiple_choice",
-    "fineweb": "fineweb",
-    "tinystories": "tinystories",
-    "tinyshakespeare": "tinyshakespeare",
-    "tiny-chats": "tiny_chats",
-    "hellaswag": "hellaswag",
-    "mmlu": "mmlu",
-}
+SETS = {"chat": "chat_data", "choices": "multiple_choice", "fineweb": "fineweb"}  # of prepare: name: module
+SETS |= {"tinystories": "tinystories", "tinyshakespeare": "tinyshakespeare", "tiny-chats": "tiny_chats"}
+SETS |= {"hellaswag": "hellaswag", "mmlu": "mmlu"}
+SCORES = {"perplexity": "perplexity", "core": "core", "harness": "lm_eval_model"}  # of eval
 USAGE = """\
 usage: llmc COMMAND ...          llmc COMMAND --help explains one
 
@@ -65,6 +59,16 @@ usage: llmc COMMAND ...          llmc COMMAND --help explains one
 doc/commands.md shows each of them, runs to reproduce (from two minutes on two cores to GPT-2
 1558M on several hosts), and images for Docker and Apptainer.
 """
+EVAL = """\
+Scores a model: llmc eval perplexity | core | harness ...
+
+    llmc eval perplexity MODEL FILE ...     bits a byte and perplexity of texts
+    llmc eval core MODEL ...                the 22 tasks of CORE
+    llmc eval harness MODEL TASK ...        any task of lm-evaluation-harness, which must be installed
+
+Each of them explains its options by --help. A plain validation loss is the trainer's: llmc train -e MODEL --evaluate 1.
+
+"""
 TRAIN = """\
 llmc train becomes the trainer's program, on a GPU where there is one. Besides its options:
   --ranks N        that many processes under mpirun, one for each GPU
@@ -82,16 +86,6 @@ usage: llmc generate MODEL [--prompt TEXT] [options of llmc train]
 MODEL is a run's folder (its newest checkpoint), a checkpoint or a Hugging Face folder (llmc import).
 --program PATH takes another build of the trainer. llmc train --help generat lists more.
 """
-
-
-def run_module(module, called, arguments):
-    """Runs a module of this package as a program that is called `called`."""
-    sys.argv = [called, *arguments]
-    runpy.run_module(f"llmc.{module}", run_name="__main__", alter_sys=False)
-
-
-def fail(what, hint):
-    sys.exit(f"error: {what}\n  hint: {hint}")
 
 
 def with_model(name, arguments):
@@ -152,9 +146,18 @@ def main():
             end_with_reader()
             fail(f"'{rest[0]}' is no data set", f"{', '.join(SETS)}; or texts of your own: llmc prepare --input PATH")
         module, called, rest = SETS[rest[0]], f"{called} {rest[0]}", rest[1:]
+    if name == "eval":
+        kind, rest = "".join(rest[:1]), rest[1:]
+        if kind not in SCORES:
+            end_with_reader()
+            if kind in ("", "-h", "--help"):
+                sys.exit(print(EVAL, end=""))
+            fail(f"there is no evaluation '{kind}'", f"give one of {', '.join(SCORES)}")
+        module, called = SCORES[kind], f"{called} {kind}"
     if name == "tokenizer" and rest and not rest[0].startswith("-"):  # a folder that lacks one
         module, first = "hf", ["tokenizer"]
-    run_module(module, called, [*first, *rest])
+    sys.argv = [called, *first, *rest]
+    runpy.run_module(f"llmc.{module}", run_name="__main__", alter_sys=False)
 
 
 if __name__ == "__main__":

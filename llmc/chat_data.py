@@ -27,7 +27,6 @@ Trainers pack whole conversations into rows of --seq-len tokens, and none sees a
 loses turns at its end. The held-out part is chosen by a hash of each conversation, so equal ones stay together.
 """
 
-import argparse
 import bisect
 import collections
 import functools
@@ -40,32 +39,21 @@ import sys
 import types
 
 # first: it says what to do where numpy is missing
-from llmc.data_common import (
-    MAX_SHARD_TOKENS,
-    Parser,
-    die,
-    folder_for,
-    make_tokenizer,
-    open_tokenizer,
-    outlive_reader,
-    plural,
-    printable,
-)
+from llmc.data_common import MAX_SHARD_TOKENS, Parser, Progress, atomic_write, die, folder_for, make_tokenizer
+from llmc.data_common import open_tokenizer, outlive_reader, plural, printable, write_shard
 
 import numpy as np
 import tokenizers
 
 from llmc import shards
+from llmc.batches import TOKEN_BEGINS, TOKEN_NOT_LEARNED, best_fit
 from llmc.chat_template import Renderer, Task, TemplateError, end_of_turn, ends_of_folder, first_token
 from llmc.chat_template import pattern_of, probe, read_template, read_text, with_end
 from llmc.checked_json import open_regular, read_object
 from llmc.conversations import Bad, conversation_of, forbidden, require_text, tell_unread
-from llmc.data_common import Progress, atomic_write, write_shard
 from llmc.doctor import cores
 from llmc.reader import die_of, find_inputs, once, plan, records
 from llmc.tokenizer_json import add_tokenizer_arguments, completed, read_tokenizer_json, tokenizer_json
-
-from llmc.batches import TOKEN_BEGINS, TOKEN_NOT_LEARNED, best_fit
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 BATCH = 256  # conversations that are tokenized together
@@ -85,9 +73,9 @@ TEMPLATES = {
     "{% else %}{{ m.content + '<|eot_id|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
 }
+
+
 # ---- text -> tokens
-
-
 class Encoder:
     """The tokenizer of a model's folder, or one of ours. facts: what shards say of it."""
 
@@ -183,8 +171,6 @@ def make_template(args):
 
 
 # ---- conversations -> marked tokens
-
-
 class Converter:
     """Cheap to pickle: each process reads template and tokenizer when it first needs them."""
 
@@ -200,24 +186,15 @@ class Converter:
 
     @functools.cached_property
     def renderer(self):
-        try:
-            return Renderer(*self.template)
-        except TemplateError as e:
-            die(str(e), e.hint)
+        return Renderer(*self.template)
 
     @functools.cached_property
     def end(self):
-        try:
-            return end_of_turn(self.renderer)
-        except TemplateError as e:
-            die(str(e), e.hint)
+        return end_of_turn(self.renderer)
 
     def asked_otherwise(self):
         """How the text before an answer differs from the generation prompt, which asks a served model; or None."""
-        try:
-            prompt, answered = probe(self.renderer)
-        except TemplateError as e:
-            die(str(e), e.hint)
+        prompt, answered = probe(self.renderer)
         if not answered.startswith(prompt):
             return f"the chat template writes {prompt[-40:]!r} where a model is to answer, and not so before an answer"
         asked, trained = (ids.tolist() for ids, _, _ in self.encoder([prompt, answered]))
@@ -330,8 +307,6 @@ def convert(spans):
 
 
 # ---- what is written and said
-
-
 def show(converter, spans, count):
     """Conversations with their learned tokens in colour, or in brackets."""
     on, off = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[", "]")
@@ -365,12 +340,10 @@ def report(name, parts, pattern, T):
     tokens, chats = sum(map(len, parts)), sum(map(len, lengths))
     learned = sum(int((part & TOKEN_NOT_LEARNED == 0).sum()) for part in parts)
     rows = sum(padding(n, T)[0] for n in lengths)
-    print(
-        f"{name}: {plural(chats, 'conversation')}, {tokens:,} tokens, {learned:,} learned; "
-        f"{plural(rows, 'row')} of {T:,}, "
-        f"{100 * (1 - tokens / (rows * T)):.2f}% padding\n  {pattern}"
-    )
-    if 1 - tokens / (rows * T) <= MOST_PADDING or rows < 2:
+    share = 1 - tokens / (rows * T)
+    print(f"{name}: {plural(chats, 'conversation')}, {tokens:,} tokens, {learned:,} learned; ", end="")
+    print(f"{plural(rows, 'row')} of {T:,}, {100 * share:.2f}% padding\n  {pattern}")
+    if share <= MOST_PADDING or rows < 2:
         return
     some = lengths[0][:: 1 + len(lengths[0]) // 5000]
     for longer in range(T, min(16 * T, sum(some)) + 1, max(T // 16, 1)):
@@ -388,10 +361,9 @@ def write(converter, results, companions):
         die("no conversation is left for training", "give more, a longer --seq-len, or a smaller --validation")
     if args.validation and not len(whole["val"]):
         count = np.count_nonzero(whole["train"] >= TOKEN_BEGINS)
-        if count == 1:
-            print("warning: the one conversation is not held out\n  give at least two: one is held out")
-        else:
-            print(f"warning: none of the {count:,} conversations is held out\n  hold out more with --validation 0.3")
+        warning = f"none of the {count:,} conversations is held out\n  hold out more with --validation 0.3"
+        one = "the one conversation is not held out\n  give at least two: one is held out"
+        print(f"warning: {one if count == 1 else warning}")
     parts = {split: cut(ids, args.shard_tokens) if len(ids) else [] for split, ids in whole.items()}
     names = [f"{prefix}_{split}_" for split in parts for _ in parts[split]]
     written = {f"{name}{number:06d}.bin": f"{name}{number:06d}.new" for number, name in enumerate(names)}
@@ -459,22 +431,21 @@ def existing(prefix):
 
 
 def tell(counts, args):
-    for key, kind, what in (
-        ("cut", "", f"lost turns at their end to fit into {args.seq_len:,} tokens"),
-        ("left out", "", f"left out: longer than {args.seq_len:,} tokens"),
-        ("bad", "bad ", "left out"),
-        ("joined", "", "with an answer that shares a token with the generation prompt: a served model sees another"),
+    joined = "with an answer that shares a token with the generation prompt: a served model sees another"
+    for key, what in (
+        ("cut", f"lost turns at their end to fit into {args.seq_len:,} tokens"),
+        ("left out", f"left out: longer than {args.seq_len:,} tokens"),
+        ("bad", "left out"),
+        ("joined", joined),
     ):
         if counts[key]:
-            print(f"note: {plural(counts[key], kind + 'conversation')} {what}")
+            print(f"note: {plural(counts[key], 'bad ' * (key == 'bad') + 'conversation')} {what}")
     tell_unread({key[1]: count for key, count in counts.items() if isinstance(key, tuple)})
 
 
 # ---- options
-
-
 def parse_args():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     a = parser.add_argument
     a("--input", nargs="+", required=True, metavar="PATH", help="files, folders, quoted globs")
     a("--output", metavar="FOLDER")
@@ -483,27 +454,16 @@ def parse_args():
     add_tokenizer_arguments(parser)
     a("--template", metavar="NAME|FILE", help="chatml, llama3, or a file in jinja2, instead of the model's own")
     a("--end-of-turn", default="", metavar="TEXT", help="what to write behind each answer, if the template does not")
-    a(
-        "--seq-len",
-        "-t",
-        type=int,
-        default=shards.ROW_TOKENS,
-        metavar="T",
-        help="tokens in a row of the trainers (1024)",
-    )
-    a(
-        "--too-long",
-        choices=("cut", "drop", "stop"),
-        default="cut",
-        help="conversations of more tokens: without their last turns (cut), left out (drop), or an error (stop)",
-    )
+    a("--seq-len", "-t", type=int, metavar="T", help="tokens in a row of the trainers (1024)")
+    about = "conversations of more tokens: without their last turns (cut), left out (drop), or an error (stop)"
+    a("--too-long", choices=("cut", "drop", "stop"), default="cut", help=about)
     a("--validation", type=float, default=0.05, metavar="F", help="share of the conversations held out (0.05)")
     a("--shard-tokens", "-s", type=float, default=1e8, metavar="N", help="tokens of a shard (1e8)")
     a("--skip-bad", action="store_true", help="leave out lines and conversations that are wrong, and count them")
     a("--workers", type=int, metavar="N", help="processes (as many as the machine has cores)")
     a("--overwrite", action="store_true", help="replace shards of that name")
     a("--check", type=int, metavar="N", help="show what is learned of the first N conversations, and write nothing")
-    parser.set_defaults(tokenizer=None)
+    parser.set_defaults(tokenizer=None, seq_len=shards.ROW_TOKENS)
     args = parser.parse_args()
     if args.model and args.tokenizer:
         die("--model has a tokenizer of its own", "leave --tokenizer out")
@@ -528,8 +488,12 @@ def parse_args():
 def main():
     args = parse_args()
     paths, converter = once(find_inputs(args.input, SUFFIXES)), Converter(args)
-    converter.end, converter.encoder  # noqa: B018, what is wrong with them is said once, and first
-    if problem := converter.asked_otherwise():
+    try:
+        converter.end, converter.encoder  # noqa: B018, what is wrong with them is said once, and first
+        problem = converter.asked_otherwise()
+    except TemplateError as e:
+        die(str(e), e.hint)
+    if problem:
         print(f"warning: {problem}\n  a served model will be asked in another way than it is trained")
     planned = plan(paths)
     sizes, chunks = [size for size, _ in planned], [spans for _, spans in planned]

@@ -11,6 +11,7 @@ with which names of special tokens in the messages are these tokens: without it 
 """
 
 import collections
+import contextlib
 import itertools
 import json
 import re
@@ -44,14 +45,11 @@ def call_of(call, name):
     """A tool call whose arguments are a JSON text, as servers give them, has an object: templates write it as JSON."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        raise Bad(
-            f"{name} has a tool call that is no object", 'a call is {"function": {"name": ..., "arguments": ...}}'
-        )
+        hint = 'a call is {"function": {"name": ..., "arguments": ...}}'
+        raise Bad(f"{name} has a tool call that is no object", hint)
     if isinstance(function.get("arguments"), str):
-        try:
+        with contextlib.suppress(ValueError):  # then it is a text
             function["arguments"] = json.loads(function["arguments"])
-        except ValueError:
-            pass  # then it is a text
     return call
 
 
@@ -95,10 +93,8 @@ def messages_of(record):
     sides = []
     for key, role in ("prompt", "user"), ("completion", "assistant"):
         if key not in record:
-            forms = (
-                'neither "messages" nor "conversations" nor "prompt" and "completion" nor "instruction" and "output"'
-            )
-            raise Bad(forms, EXAMPLE)
+            forms = '"messages" nor "conversations" nor "prompt" and "completion" nor "instruction" and "output"'
+            raise Bad(f"neither {forms}", EXAMPLE)
         side = record[key]
         sides += side if isinstance(side, list) else [{"role": role, "content": side}]
     return sides
@@ -140,8 +136,7 @@ def checked(given, of=""):
 
 
 def with_rest(messages, learned, record, where, template, forms):
-    """The Conversation of checked messages and of what stands beside them in the record. forms: the names of fields
-    that held the messages."""
+    """The Conversation of checked messages and what the record has beside them. forms: fields that held messages."""
     unread = [f"messages' {name}" for m in messages for name in m.keys() - template.fields - {"role", "content"}]
     messages, count = with_system(messages, record.get("system")), len(messages)
     shift = len(messages) - count
@@ -203,8 +198,7 @@ def pair_of(record, where, template):
 
 
 def forbidden(end, names):
-    """A pattern of what no text may hold: NUL, and an end of turn that is not itself a token, for then its name could
-    not be told from it."""
+    """A pattern of what no text may hold: NUL, and an end of turn that is no token: its name would be the same."""
     is_token = not end or first_token(end, dict.fromkeys(names, True))
     return re.compile("\0") if is_token else pattern_of(frozenset({"\0", end}))
 

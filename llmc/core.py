@@ -15,7 +15,6 @@ accuracy is the mean of its categories'. Centred: (accuracy - baseline) / (1 - b
 Core_v2; CORE is given with those of Core_v1, too, which the paper and nanochat have.
 """
 
-import argparse
 import os
 import random
 from collections import namedtuple
@@ -67,8 +66,6 @@ FIELDS = {
 
 
 # ---- the files
-
-
 def path_of(data, task):
     """The task's file; None: there is none."""
     paths = [os.path.join(data, name + ".jsonl") for name in (task.file, os.path.basename(task.file))]
@@ -89,17 +86,14 @@ def example_of(line, where, task):
                 raise BadFile(f"{where} has no {name}")
             example[name] = example[name].strip()
     if task.kind != "language_modeling":
-        example["gold"], count = fields.read("gold", int, -1), len(example[list_of(task)])
-        if not 0 <= example["gold"] < count:
-            raise BadFile(f"{where}: gold is no number from 0 to {count - 1}")
+        listed = example["choices" if task.kind == "multiple_choice" else "context_options"]
+        example["gold"] = fields.read("gold", int, -1)
+        if not 0 <= example["gold"] < len(listed):
+            raise BadFile(f"{where}: gold is no number from 0 to {len(listed) - 1}")
     answers = example.get("choices") or [example["continuation"]]
     if not all(a.strip() for a in answers):
         raise BadFile(f"{where}: an answer without text cannot be scored")
     return example
-
-
-def list_of(task):
-    return "choices" if task.kind == "multiple_choice" else "context_options"
 
 
 def read_task(path, task):
@@ -111,15 +105,11 @@ def read_task(path, task):
                 examples.append(example_of(line, f"'{path}' line {i}", task))
     if not examples:
         raise BadFile(f"'{path}' is empty")
-    if not task.by_category:
-        return [examples]
-    names = sorted({e["category"] for e in examples})
-    return [[e for e in examples if e["category"] == name] for name in names]
+    names = sorted({e.get("category", "") for e in examples})
+    return [[e for e in examples if e.get("category", "") == name] for name in names]
 
 
 # ---- the rule
-
-
 def drawn(draw, count, shots, own):
     """The few-shot examples of example `own` of `count`, in llm-foundry's order, which is that of a set of numbers."""
     chosen = set(draw.sample(range(count), min(shots, count - 1)))
@@ -178,10 +168,7 @@ def choices_of(scorer, examples, task, limit=None):
         return scorer.follows(contexts, continuations), cut
     means = scorer.means(contexts, continuations)
     if np.isnan(means).any():
-        die(
-            f"{task.name}: the loss of a choice is nan",
-            "the model's weights hold NaN or infinity: llmc check",
-        )
+        die(f"{task.name}: the loss of a choice is nan", "the model's weights hold NaN or infinity: llmc check")
     return np.array([means[of == i].argmax() for i in range(of[-1] + 1)]), cut
 
 
@@ -197,8 +184,6 @@ def accuracy_of(scorer, sets, task, limit=None):
 
 
 # ---- the command
-
-
 def chosen_tasks(args):
     """[(task, path)], and the names of those that lack a file."""
     if not os.path.isdir(args.data):
@@ -231,7 +216,7 @@ def report(results, limit):
 
 
 def main():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_arguments(parser)
     parser.add_argument("--data", required=True, metavar="DIR", help="the folder of the .jsonl files")
     parser.add_argument("--tasks", metavar="NAME,...", help="some of the 22 [all that DIR has]")

@@ -8,8 +8,6 @@ time. Where it becomes much slower than that, the run ends soon after that time 
 is run is printed, so that the same command works by hand.
 """
 
-import argparse
-import json
 import os
 import re
 import shlex
@@ -20,14 +18,16 @@ import threading
 import time
 from pathlib import Path
 
+from llmc.keep_going import STOPPED
+from llmc.places import ROOT
+from llmc.run_log import RunLog
 from llmc.tool_output import Parser, end_with_reader
 
-ROOT = Path(__file__).resolve().parent.parent
+LLMC = [sys.executable, "-m", "llmc"]
 DATA = "dev/data/python"
 PROBE_SECONDS, PROBE_STEPS = 6, 4  # at least so long, and so many steps
 EVALS, EVAL_BATCHES = 8, 20  # evaluations after the first, and batches in each where that takes a tenth of the time
 PLANNED = 0.85  # of the time: what is left is for the text, and for what slows the machine down
-STOPPED = 75  # the trainer's exit status when a signal has ended a run that can go on (llmc/ranks/stop.h)
 PROMPT = ["-g", 600, "--temperature", 0.7, "--prompt", "def "]
 # What writes recognisable Python after two minutes: on two CPU cores, and on one data-centre GPU. On the CPU a short
 # context is what lets so few tokens go far: each learned position is seen the more often.
@@ -71,29 +71,23 @@ def follow(command, steps, seconds):
     return p.returncode, interrupted, written
 
 
-def events(folder, kind):
-    lines = (Path(folder) / "main.jsonl").read_text().splitlines(keepends=True)
-    return [e for e in (json.loads(line) for line in lines if line.endswith("\n")) if e["event"] == kind]
-
-
 def measure(command, folder, seconds):
     """(seconds of a step, seconds of a batch evaluated), by the clock on the wall of a run of some seconds."""
     command = [*command, "-o", folder, "-x", 1 << 30, "-v", 1 << 30, "-m", EVAL_BATCHES, "-s", 0, "-n", 0]
+    log, steps = RunLog(folder), []
     with subprocess.Popen([str(c) for c in command], stdout=subprocess.DEVNULL) as p:
-        steps = []
         try:
-            while len(steps) < PROBE_STEPS or steps[-1]["elapsed"] - steps[0]["elapsed"] < seconds:
+            while len(steps) < PROBE_STEPS or steps[-1] - steps[0] < seconds:
                 time.sleep(0.1)
                 if p.poll() is not None:
                     sys.exit(p.returncode)
-                if os.path.exists(f"{folder}/main.jsonl"):
-                    steps = events(folder, "step")
+                log.poll()
+                steps = log.step["elapsed"]
         except KeyboardInterrupt:
             sys.exit(130)
         finally:
             p.terminate()
-    step = (steps[-1]["elapsed"] - steps[0]["elapsed"]) / (len(steps) - 1)
-    return step, events(folder, "eval")[0]["elapsed"] / EVAL_BATCHES
+    return (steps[-1] - steps[0]) / (len(steps) - 1), log.eval["elapsed"][0] / EVAL_BATCHES
 
 
 def made_by_demo(folder):
@@ -103,8 +97,7 @@ def made_by_demo(folder):
 
 
 def put_aside(folder):
-    """An earlier demo's model, log and picture move to FOLDER.before, where they replace those of one before. What has
-    no model is removed."""
+    """An earlier demo's model, log and picture replace those in FOLDER.before; what has no model is removed."""
     before = folder.with_name(folder.name + ".before")
     (folder / "probe/main.jsonl").unlink(missing_ok=True)
     keep = any(folder.glob("step_*"))
@@ -118,14 +111,14 @@ def put_aside(folder):
 
 
 def main():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("trainer", help="./train_gpt2 or ./train_gpt2cu")
     parser.add_argument("--seconds", type=float, default=110, help="how long to train (110)")
     parser.add_argument("--output", default="log/demo", help="folder for log, picture and model (log/demo)")
     args = parser.parse_args()
     os.chdir(ROOT)
     on_gpu = args.trainer.endswith("cu")
-    run([sys.executable, "-m", "llmc", "prepare", "--python-stdlib", "--tokenizer", "bytes", "--output", DATA])
+    run([*LLMC, "prepare", "--python-stdlib", "--tokenizer", "bytes", "--output", DATA])
     options = (GPU if on_gpu else CPU) | {"-i": f"{DATA}/python_train_*.bin", "-j": f"{DATA}/python_val_*.bin"}
     command = [args.trainer, *(word for pair in options.items() for word in pair)]
 
@@ -146,40 +139,24 @@ def main():
     begin = time.time()
     status, interrupted, written = follow(command, steps, max(1.1 * seconds, seconds + 10))
     if interrupted:
-        print(
-            "\nstopped with Ctrl-C. " + (f"It goes on with:\n  {shlex.join(command)} -y 1" if status == STOPPED else "")
-        )
-        print("make demo begins anew")
+        go_on = f"It goes on with:\n  {shlex.join(command)} -y 1" if status == STOPPED else ""
+        print(f"\nstopped with Ctrl-C. {go_on}\nmake demo begins anew")
         sys.exit(130)
     if status not in (0, STOPPED):
         sys.exit(status)
-    done = events(args.output, "step")
-    model = f"{args.output}/step_{done[-1]['step']:08d}"
+    log = RunLog(args.output)
+    log.poll()
+    done = int(log.step["step"][-1])
+    model = f"{args.output}/step_{done:08d}"
     if not written:
         print("\nthe machine has become slower: the run ended before its last step. What the model writes now:\n")
         run([args.trainer, "-e", model, "--generate", *PROMPT])
     picture = f"{args.output}/loss.png"
-    run(
-        [
-            sys.executable,
-            "-m",
-            "llmc",
-            "plot",
-            args.output,
-            "-o",
-            picture,
-            "--title",
-            "make demo: GPT-2 on Python source",
-        ]
-    )
-    evals = events(args.output, "eval")
-    kind, losses = ("Validation", evals) if len(evals) > 1 else ("Training", done)
-    print(
-        f"\n"
-        f"{done[-1]['step']} steps in {time.time() - begin:.0f} s. {kind} loss {losses[0]['loss']:.2f} -> "
-        f"{losses[-1]['loss']:.2f} nats a byte; "
-        f'the text above is what the model wrote after "def ".'
-    )
+    run([*LLMC, "plot", args.output, "-o", picture, "--title", "make demo: GPT-2 on Python source"])
+    kind, losses = ("Validation", log.eval["loss"]) if len(log.eval) > 1 else ("Training", log.step["loss"])
+    fall = f"{losses[0]:.2f} -> {losses[-1]:.2f} nats a byte"
+    print(f"\n{done} steps in {time.time() - begin:.0f} s. {kind} loss {fall}; ", end="")
+    print('the text above is what the model wrote after "def ".')
     trainer = shlex.quote(args.trainer)
     print(f"loss curve:  {picture}\nlog:         {args.output}/main.jsonl\nmodel:       {model}\n\nnext:")
     print(f"  {trainer} -e {shlex.quote(model)} --generate -g 400 --prompt 'import '       more text")

@@ -9,7 +9,6 @@ headers and libraries of one package may lie in different places (pip wheels, De
 what was found must then compile, link and start a small program before it counts as on. Only Python's standard library.
 """
 
-import argparse
 import ctypes
 import glob
 import hashlib
@@ -18,6 +17,7 @@ import platform
 import re
 import shlex
 import shutil
+import site
 import subprocess
 import sys
 import sysconfig
@@ -25,9 +25,9 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from llmc.tool_output import Parser, end_with_reader
+from llmc.places import ROOT
+from llmc.tool_output import Parser, end_with_reader, fail
 
-ROOT = Path(__file__).resolve().parent.parent
 LEAST_CUDA = (12, 1)  # st.async of Hopper's clusters
 TOOLKIT_CUDA = 13  # what make toolkit installs; CUDA 12's nvcc is not among pip's packages
 FAT_ARCHS = ["80", "89", "90a", "100"]  # A100, L4/4090, H100/H200, B200: what a binary for "any" machine carries
@@ -37,6 +37,8 @@ INSTALLED = bool(os.environ.get("INSTALL"))
 SYSTEM_LIBRARIES = [f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64", "/usr/lib"]
 # seconds: what a probe lacked may have been installed since, and run_tests.py calls make a hundred times
 failure_holds = 60
+NO_GPU = "the driver shows no GPU (CUDA_VISIBLE_DEVICES may hide them)"
+GXX_ADVICE = "install g++ (Debian, Ubuntu: apt install g++)"
 PACKAGES = ["numpy", "matplotlib", "torch", "tiktoken", "safetensors", "mpi4py", "pytest"]
 
 CUDA_PROBE = """
@@ -81,6 +83,14 @@ def run(command, **more):
         return 127, "", str(e)
 
 
+def write_whole(path, text):
+    """No make that runs beside this one reads half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
 def probe(build, source, suffix, command):
     """Compiles, links and runs a small program; (works, output or first error line). The answer is kept in build/probe
     under a name that hashes what it depends on as far as that is known, so that a second `make` asks no compiler."""
@@ -90,10 +100,8 @@ def probe(build, source, suffix, command):
     key = hashlib.sha256(repr((source, command, stamp, libraries, platform.libc_ver())).encode()).hexdigest()[:16]
     folder = build / "probe"
     answer = folder / f"{key}.txt"
-    known = answer.exists() and (
-        answer.read_text().startswith("ok") or time.time() - answer.stat().st_mtime < failure_holds
-    )
-    if not known:
+    fresh = answer.exists() and time.time() - answer.stat().st_mtime < failure_holds
+    if not fresh and not (answer.exists() and answer.read_text().startswith("ok")):
         folder.mkdir(parents=True, exist_ok=True)
         program = folder / f"{key}.{os.getpid()}"
         code = program.with_suffix(f".{os.getpid()}{suffix}")
@@ -105,24 +113,19 @@ def probe(build, source, suffix, command):
         text = "ok\n" + out if status == 0 else "off\n" + (lines or (err + out).splitlines() or ["it fails"])[0]
         for leftover in (program, code):
             leftover.unlink(missing_ok=True)
-        partial = folder / f"{key}.{os.getpid()}.partial"
-        partial.write_text(text)
-        partial.replace(answer)
+        write_whole(answer, text)
     verdict, _, rest = answer.read_text().partition("\n")
     return verdict == "ok", rest.strip()
 
 
 # ---- host compiler
-
-
 def openmp_flags():
-    """[(flags to compile with, flags to link with besides)] that turn OpenMP on, where the compiler has it. Apple's
-    clang has none of its own: Homebrew's libomp serves it."""
-    prefixes = [
-        p for p in ("/opt/homebrew/opt/libomp", "/usr/local/opt/libomp") if os.path.exists(f"{p}/include/omp.h")
-    ]
-    brewed = [(["-Xclang", "-fopenmp", f"-I{p}/include"], [f"-L{p}/lib", "-lomp"]) for p in prefixes]
-    return [(["-fopenmp"], []), *brewed]
+    """[(flags to compile with, flags to link with besides)] of OpenMP. Apple's clang needs Homebrew's libomp."""
+    found = [(["-fopenmp"], [])]
+    for p in ("/opt/homebrew/opt/libomp", "/usr/local/opt/libomp"):
+        if os.path.exists(f"{p}/include/omp.h"):
+            found.append((["-Xclang", "-fopenmp", f"-I{p}/include"], [f"-L{p}/lib", "-lomp"]))
+    return found
 
 
 def host_compiler(build):
@@ -151,76 +154,58 @@ def host_compiler(build):
 def cxx_compiler(build):
     """The C++ compiler that nvcc and the header check need; "" where there is none."""
     program = "#include <cmath>\nint main() { return 0; }\n"
-    names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
-    return next(
-        (
-            c
-            for c in names
-            if c and shutil.which(shlex.split(c)[0]) and probe(build, program, ".cpp", shlex.split(c))[0]
-        ),
-        "",
-    )
+    for name in filter(None, [os.environ.get("CXX"), "g++", "clang++", "c++"]):
+        command = shlex.split(name)
+        if shutil.which(command[0]) and probe(build, program, ".cpp", command)[0]:
+            return name
+    return ""
 
 
 # ---- CUDA
-
-
 def site_packages():
     """Folders that may hold CUDA wheels: make toolkit's, .venv's site-packages, this Python's own and the user's."""
     if INSTALLED:
         return []
     found = [str(ROOT / ".toolkit"), *sorted(glob.glob(str(ROOT / ".venv/lib/python3*/site-packages")))]
     found += [sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]]
-    try:
-        import site
-
-        found += [*site.getsitepackages(), site.getusersitepackages()]
-    except AttributeError:
-        pass
+    found += [*site.getsitepackages(), site.getusersitepackages()]
     return [Path(p) for p in dict.fromkeys(found) if os.path.isdir(p)]
 
 
 def toolkit_roots():
     """Folders that may hold bin/nvcc, in the order in which they are preferred."""
     roots = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
-    on_path = shutil.which("nvcc")
-    if on_path:
+    if on_path := shutil.which("nvcc"):
         roots.append(os.path.dirname(os.path.dirname(os.path.realpath(on_path))))
-    roots += [str(p) for site in site_packages() for p in sorted(site.glob("nvidia/cu1[0-9]"), reverse=True)]
+    roots += [str(p) for folder in site_packages() for p in sorted(folder.glob("nvidia/cu1[0-9]"), reverse=True)]
     return [Path(r) for r in dict.fromkeys(roots) if r]
 
 
-def find_file(name, folders):
-    """The first folder that has it."""
-    return next((folder for folder in folders if (folder / name).exists()), None)
-
-
 def package_folders(kind, roots, alone):
-    """Where an NVIDIA package may have put its headers ("include") or its libraries ("lib"); alone: no wheels but those
-    of the roots."""
+    """Where a package has headers ("include") or libraries ("lib"); alone: of wheels only those of the roots."""
     folders = []
     for root in roots:
         folders += [root / "include"] if kind == "include" else [root / "lib64", root / "lib"]
         folders += sorted(root.glob(f"targets/*-linux/{kind}"))
-    for site in [] if alone else site_packages():
-        folders += sorted(site.glob(f"nvidia/*/{kind}"))
+    for packages in [] if alone else site_packages():
+        folders += sorted(packages.glob(f"nvidia/*/{kind}"))
     return folders + ([Path("/usr/include")] if kind == "include" else [Path(p) for p in SYSTEM_LIBRARIES])
 
 
 def find_library(headers, libraries, major, roots, alone=False):
-    """Flags for libraries found by file; headers and libraries may come from different places, but every library must
-    have the major version that its headers were written for. Returns (compile flags, link flags, where, why it is
-    off)."""
+    """(compile flags, link flags, where, why it is off) of libraries found by file. Headers and libraries may come from
+    different places, but every library must have the major version that its headers were written for."""
     compile_flags, link_flags, missing, where = [], [], [], ""
+    first_with = lambda name, folders: next((folder for folder in folders if (folder / name).exists()), None)
     for header in headers:
-        folder = find_file(header, package_folders("include", roots, alone))
+        folder = first_with(header, package_folders("include", roots, alone))
         # -isystem: the toolkit's own headers, which nvcc adds with -I, must win over a second copy lying beside cuBLAS.
         flags = ["-isystem", str(folder)] if folder and str(folder) != "/usr/include" else []
         compile_flags += flags if str(folder) not in compile_flags else []
         missing += [] if folder else [header]
     for library in libraries:
         name = f"{library}.so.{major}"  # wheels have no unversioned .so
-        folder = find_file(name, package_folders("lib", roots, alone))
+        folder = first_with(name, package_folders("lib", roots, alone))
         if folder:
             where = where or str(folder / name)
             path = linked(folder)
@@ -250,29 +235,19 @@ def gpus():
         arch = f"{value[0].value}{value[1].value}"
         found.append((name.value.decode(), "90a" if arch == "90" else arch))  # Hopper's wgmma needs the "a" code
     usable = [(name, arch) for name, arch in found if int(arch.rstrip("a")) >= 80]  # what gpu_require_code lets pass
-    old = ", ".join(f"{name} is sm_{arch}" for name, arch in found if (name, arch) not in usable)
-    return (
-        usable,
-        version.value // 1000,
-        ""
-        if usable
-        else f"{old}, and bf16 needs sm_80 or newer"
-        if old
-        else "the driver shows no GPU (CUDA_VISIBLE_DEVICES may hide them)",
-    )
+    old = ", ".join(f"{name} is sm_{arch}" for name, arch in found)
+    why = f"{old}, and bf16 needs sm_80 or newer" if old else NO_GPU
+    return usable, version.value // 1000, "" if usable else why
 
 
 def glibc_clash(cuda_version):
-    """glibc 2.41 (cospi, ...) and 2.42 (rsqrt) declare functions that the headers of older toolkits declare
-    differently."""
+    """glibc 2.41 (cospi, ...) and 2.42 (rsqrt) declare functions that older toolkits declare differently."""
     name, version = platform.libc_ver()
     number = tuple(int(x) for x in re.findall(r"\d+", version)[:2])
     least = (13, 2) if number >= (2, 42) else (13, 1) if number >= (2, 41) else (0, 0)
     if name == "glibc" and cuda_version < least:
-        return (
-            f"glibc {version} clashes with the math headers of CUDA {cuda_version[0]}.{cuda_version[1]}: "
-            f"use CUDA {least[0]}.{least[1]} or newer"
-        )
+        clash = f"glibc {version} clashes with the math headers of CUDA {cuda_version[0]}.{cuda_version[1]}"
+        return f"{clash}: use CUDA {least[0]}.{least[1]} or newer"
     return ""
 
 
@@ -285,18 +260,13 @@ def try_toolkit(root, build, devices, driver_major, alone):
     if not release:
         return None, f"{nvcc} does not run"
     version = (int(release[1]), int(release[2]))
+    called = f"{nvcc} is CUDA {version[0]}.{version[1]}"
     if version < LEAST_CUDA:
-        return None, (
-            f"{nvcc} is CUDA {release[1]}.{release[2]}, and {LEAST_CUDA[0]}.{LEAST_CUDA[1]} is the oldest "
-            f"that can build this"
-        )
+        return None, f"{called}, and {LEAST_CUDA[0]}.{LEAST_CUDA[1]} is the oldest that can build this"
     if devices and version[0] > driver_major:
-        return None, (
-            f"{nvcc} is CUDA {version[0]}.{version[1]}, but the driver runs programs of CUDA {driver_major} at most"
-        )
-    cflags, libs, where, why = find_library(
-        ["cublasLt.h", "cublas_v2.h", "nvtx3/nvToolsExt.h"], ["libcublasLt", "libcublas"], version[0], [root], alone
-    )
+        return None, f"{called}, but the driver runs programs of CUDA {driver_major} at most"
+    headers = ["cublasLt.h", "cublas_v2.h", "nvtx3/nvToolsExt.h"]
+    cflags, libs, where, why = find_library(headers, ["libcublasLt", "libcublas"], version[0], [root], alone)
     if why:
         return None, f"{nvcc} has {why}"
     if not cxx_compiler(build):
@@ -311,28 +281,17 @@ def try_toolkit(root, build, devices, driver_major, alone):
     generation = f"arch=compute_{archs[0]},code=sm_{archs[0]}"
     works, text = probe(build, CUDA_PROBE, ".cu", [str(nvcc), "-std=c++17", "-gencode", generation, *cflags, *libs])
     if not works:
-        spaced = next(
-            (f"nvcc takes no path with a space, such as {f[f.index('/') :]}" for f in [*cflags, *libs] if " " in f), ""
-        )
+        spaced = next((f for f in [*cflags, *libs] if " " in f), "")
         if newest := re.search(r"gcc versions later than (\d+) are not supported", text):
             text = f"it takes g++ up to {newest[1]}: install g++-{newest[1]} and export NVCC_CCBIN=g++-{newest[1]}"
-        return None, f"{nvcc} does not build a small program: " + (spaced or glibc_clash(version) or text)
-    sanitizers = [
-        str(root / "bin/compute-sanitizer"),
-        str(root / "compute-sanitizer/compute-sanitizer"),
-        shutil.which("compute-sanitizer") or "",
-    ]
-    return {
-        "nvcc": str(nvcc),
-        "version": f"{version[0]}.{version[1]}",
-        "cublas": where,
-        "cflags": cflags,
-        "libs": libs,
-        "archs": archs,
-        "left_out": [a for a in wanted if a not in archs],
-        "fat": [a for a in FAT_ARCHS if a.rstrip("a") in known],
-        "sanitizer": next((s for s in sanitizers if os.path.isfile(s)), ""),
-    }, ""
+        text = f"nvcc takes no path with a space, such as {spaced[spaced.index('/') :]}" if spaced else text
+        return None, f"{nvcc} does not build a small program: " + (not spaced and glibc_clash(version) or text)
+    sanitizers = [str(root / folder / "compute-sanitizer") for folder in ("bin", "compute-sanitizer")]
+    sanitizers.append(shutil.which("compute-sanitizer") or "")
+    found = {"nvcc": str(nvcc), "version": f"{version[0]}.{version[1]}", "cublas": where}
+    found |= {"cflags": cflags, "libs": libs, "archs": archs, "left_out": [a for a in wanted if a not in archs]}
+    found["fat"] = [a for a in FAT_ARCHS if a.rstrip("a") in known]
+    return found | {"sanitizer": next(filter(os.path.isfile, sanitizers), "")}, ""
 
 
 def no_toolkit_for(devices, driver_major):
@@ -343,9 +302,8 @@ def no_toolkit_for(devices, driver_major):
 
 
 def cuda_toolkit(build, devices, driver_major):
-    """The first toolkit that compiles, links and starts a cuBLASLt program (None: there is none), and why those before
-    it were passed over. One that is whole comes before one that takes cuBLAS from a wheel of another version, unless
-    CUDA_HOME asks for it."""
+    """(the first toolkit whose cuBLASLt program works, or None; why those before it were passed over). One that is
+    whole comes before one that takes cuBLAS from a wheel of another version, unless CUDA_HOME asks for it."""
     for alone in (True, False):
         passed = []
         for root in toolkit_roots():
@@ -358,13 +316,9 @@ def cuda_toolkit(build, devices, driver_major):
 
 
 def linked(folder):
-    """Flags for libraries of a folder, as gcc and nvcc both take them: to link, and to find them when the program
-    starts."""
-    return (
-        [f"-L{folder}"]
-        if str(folder) in SYSTEM_LIBRARIES
-        else [f"-L{folder}", "-Xlinker", "-rpath", "-Xlinker", str(folder)]
-    )
+    """Flags for libraries of a folder, as gcc and nvcc both take them, to link and to start the program with."""
+    at_start = [] if str(folder) in SYSTEM_LIBRARIES else ["-Xlinker", "-rpath", "-Xlinker", str(folder)]
+    return [f"-L{folder}", *at_start]
 
 
 def mpi(build):
@@ -380,87 +334,56 @@ def mpi(build):
         # it quotes no spaces
         words = shlex.split(out.replace(str(ROOT), shlex.quote(str(ROOT)))) if status == 0 else []
         cflags = [w for w in words if w.startswith("-I")]
-        libs = [f for w in words if w.startswith("-L") for f in linked(w[2:])] + [
-            w for w in words if w.startswith("-l")
-        ]
-        cc = host_compiler(build)[0]
-        works, text = (
-            probe(build, MPI_PROBE, ".c", [*shlex.split(cc), *cflags, *libs])
-            if cc and libs
-            else (False, error or "no answer")
-        )
+        libs = [f for w in words if w.startswith("-L") for f in linked(w[2:])]
+        libs += [w for w in words if w.startswith("-l")]
+        cc, works, text = host_compiler(build)[0], False, error or "no answer"
+        if cc and libs:
+            works, text = probe(build, MPI_PROBE, ".c", [*shlex.split(cc), *cflags, *libs])
         if works:
-            return {
-                "mpicc": mpicc,
-                "version": text.split(",")[0],
-                "cflags": cflags,
-                "libs": libs,
-                "mpirun": str(Path(mpicc).parent / "mpirun"),
-            }, ""
+            found = {"mpicc": mpicc, "mpirun": str(Path(mpicc).parent / "mpirun"), "version": text.split(",")[0]}
+            return found | {"cflags": cflags, "libs": libs}, ""
         reasons.append(f"{mpicc}: {text}")
     return None, "; ".join(reasons) or "no mpicc"
 
 
 def nccl(cuda):
     """(compile flags, link flags, where, why it is off)."""
-    return (
-        find_library(["nccl.h"], ["libnccl"], 2, [Path(cuda["nvcc"]).parent.parent])
-        if cuda
-        else ([], [], "", "needs CUDA")
-    )
+    if not cuda:
+        return [], [], "", "needs CUDA"
+    return find_library(["nccl.h"], ["libnccl"], 2, [Path(cuda["nvcc"]).parent.parent])
 
 
 # ---- the two outputs
-
-
 def write_makefile(path):
     build = path.parent
     cc, _, flags, openmp = host_compiler(build)
     devices, driver, _ = gpus()
     cuda, passed = cuda_toolkit(build, devices, driver)
-    values = {
-        "CC": cc,
-        "CXX": cxx_compiler(build),
-        "HOST_FLAGS": " ".join(flags),
-        "OPENMP": " ".join(openmp),
-        "GPUS": len(devices),
-        "NVCC": "",
-        "CUDA_OFF": "" if cuda else re.sub("[#']", "", "; ".join(passed)),
-    }
+    values = {"CC": cc, "CXX": cxx_compiler(build), "HOST_FLAGS": " ".join(flags), "OPENMP": " ".join(openmp)}
+    values |= {"GPUS": len(devices), "NVCC": "", "CUDA_OFF": "" if cuda else re.sub("[#']", "", "; ".join(passed))}
     ranks, _ = mpi(build)
     if ranks:
-        values |= {
-            "MPI_CFLAGS": shlex.join(ranks["cflags"]),
-            "MPI_LIBS": shlex.join(ranks["libs"]),
-            "MPIRUN": ranks["mpirun"],
-        }
+        values |= {"MPI_CFLAGS": shlex.join(ranks["cflags"]), "MPI_LIBS": shlex.join(ranks["libs"])}
+        values["MPIRUN"] = ranks["mpirun"]
     if cuda:
         nccl_cflags, nccl_libs, _, off = nccl(cuda)
         values |= {} if off else {"NCCL_CFLAGS": shlex.join(nccl_cflags), "NCCL_LIBS": shlex.join(nccl_libs)}
-        values |= {
-            "NVCC": cuda["nvcc"],
-            "CUDA_CFLAGS": shlex.join(cuda["cflags"]),
-            "CUDA_LIBS": shlex.join(cuda["libs"]),
-            "MACHINE_ARCHS": " ".join(cuda["archs"]),
-            "FAT_ARCHS": " ".join(cuda["fat"]),
-            "SANITIZER": cuda["sanitizer"],
-        }
+        cflags, libs = shlex.join(cuda["cflags"]), shlex.join(cuda["libs"])
+        values |= {"NVCC": cuda["nvcc"], "CUDA_CFLAGS": cflags, "CUDA_LIBS": libs}
+        values |= {"MACHINE_ARCHS": " ".join(cuda["archs"]), "FAT_ARCHS": " ".join(cuda["fat"])}
+        values["SANITIZER"] = cuda["sanitizer"]
     text = "# Written by llmc/doctor.py on every make; touched only when its findings change.\n"
     text += "".join(f"{k} := {v}\n".replace("$", "$$") for k, v in values.items())
     if not path.exists() or path.read_text() != text:
-        build.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(text)
-        partial.replace(path)
+        write_whole(path, text)
 
 
-def package_versions():
-    """Versions of the Python packages in .venv where there is one, else in this Python."""
-    folders = [str(p) for p in site_packages()]
+def package_versions(packages, **where):
+    """({package: version} of those that this Python has, or the folders of path=; those that it lacks)."""
     found = {}
-    for d in metadata.distributions(path=folders):
+    for d in metadata.distributions(**where):
         found.setdefault((d.metadata["Name"] or "").lower(), d.version)
-    return {p: found.get(p) for p in PACKAGES}
+    return {p: found[p] for p in packages if found.get(p)}, [p for p in packages if not found.get(p)]
 
 
 def cuda_advice(useless, devices, driver, cxx):
@@ -469,7 +392,7 @@ def cuda_advice(useless, devices, driver, cxx):
         other = f", or a toolkit of CUDA {driver}, 12.1 or newer, and set CUDA_HOME" * (driver >= LEAST_CUDA[0])
         return f"{useless}: install a newer driver{other}"
     if not cxx:
-        return "install g++ (Debian, Ubuntu: apt install g++), then make toolkit"
+        return f"{GXX_ADVICE}, then make toolkit"
     if (ROOT / ".toolkit").exists():
         return "what the line about .toolkit says"
     return "make toolkit   (a CUDA toolkit in .toolkit, 1.2 GB, no root needed)" + "; to compile alone" * (not devices)
@@ -479,157 +402,113 @@ def mpirun_notes(version):
     """What an mpirun of this version of MPI asks for here, beyond its options. scripts/ and Trainer see to it."""
     notes, as_root = [], ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     if re.search(r"Open MPI v?[1-4]\.", version) and not shutil.which("ssh") and not shutil.which("rsh"):
-        notes.append(
-            "no ssh: this mpirun may refuse to start ranks, even on this machine alone, without: export "
-            "OMPI_MCA_plm_rsh_agent=false"
-        )
+        refused = "no ssh: this mpirun may refuse to start ranks, even on this machine alone"
+        notes.append(f"{refused}, without: export OMPI_MCA_plm_rsh_agent=false")
     if "Open MPI" in version and os.geteuid() == 0 and any(os.environ.get(name) != "1" for name in as_root):
         notes.append(f"as root mpirun starts nothing without: export {' '.join(name + '=1' for name in as_root)}")
     return notes
 
 
+class Report:
+    """Lines of what there is, and how to turn on what is off."""
+
+    def __init__(self):
+        self.rows, self.advice = [], []
+        self.row("machine", f"{platform.platform()}, {cores()} cores")
+        there = ", .venv is there" if (ROOT / ".venv/bin/python").exists() else ""
+        self.row("Python", f"{platform.python_version()} ({sys.executable}){there}")
+
+    def row(self, name, value, why="", command="", advised=None):
+        """value: false where it is off. advised: another name before the command."""
+        self.rows.append((name, value or f"off: {why}"))
+        if not value and command:
+            self.advice.append((advised or name, command))
+
+    def print(self, width=10):
+        for name, value in self.rows:
+            print(f"{name:>10}  {value}")
+        if self.advice:
+            print("\nto turn on what is off:")
+        for name, command in self.advice:
+            print(f"{name:>{width}}  {command}")
+
+
+def gpu_text(devices, driver):
+    return ", ".join(f"{name} (sm_{arch})" for name, arch in devices) + f", driver for CUDA {driver}"
+
+
 def report(build):
     global failure_holds
     failure_holds = 0
-    rows, advice = [], []
-
-    def row(name, value, why="", command=""):
-        rows.append((name, value if not why else f"off: {why}"))
-        if why and command:
-            advice.append((name, command))
-
-    row(
-        "machine",
-        f"{platform.platform()}, {cores()} cores",
-    )
-    row(
-        "Python",
-        f"{platform.python_version()} ({sys.executable})"
-        + (", .venv is there" if (ROOT / ".venv/bin/python").exists() else ""),
-    )
+    told = Report()
+    row = told.row
     cc, version, flags, openmp = host_compiler(build)
-    row(
-        "compiler",
-        f"{version} ({cc} {' '.join(flags)})",
-        "" if cc else "neither gcc nor clang is on PATH",
-        "install gcc (Debian, Ubuntu: apt install build-essential; on a Mac: xcode-select --install)",
-    )
-    row(
-        "OpenMP",
-        "on",
-        "" if openmp else "the compiler does not link it: the CPU trainer would use one core",
-        "install gcc, or libomp for clang, and set CC; on a Mac: brew install libomp",
-    )
+    how = "install gcc (Debian, Ubuntu: apt install build-essential; on a Mac: xcode-select --install)"
+    row("compiler", cc and f"{version} ({cc} {' '.join(flags)})", "neither gcc nor clang is on PATH", how)
+    off = "the compiler does not link it: the CPU trainer would use one core"
+    how = "install gcc, or libomp for clang, and set CC; on a Mac: brew install libomp"
+    row("OpenMP", openmp and "on", off, how)
     cxx = cxx_compiler(build)
-    row(
-        "C++",
-        cxx,
-        "" if cxx else "no g++ and no clang++ (nvcc needs one)",
-        "install g++ (Debian, Ubuntu: apt install g++)",
-    )
+    row("C++", cxx, "no g++ and no clang++ (nvcc needs one)", GXX_ADVICE)
     devices, driver, no_gpu = gpus()
     cuda, passed = cuda_toolkit(build, devices, driver)
     useless = no_toolkit_for(devices, driver)
-    row(
-        "CUDA",
-        cuda and f"{cuda['version']} ({cuda['nvcc']}, for sm_{' sm_'.join(cuda['archs'])})",
-        "" if cuda else "no toolkit works",
-        cuda_advice(useless, devices, driver, cxx),
-    )
-    rows.extend(("", f"passed over: {reason}") for reason in passed)
+    found = cuda and f"{cuda['version']} ({cuda['nvcc']}, for sm_{' sm_'.join(cuda['archs'])})"
+    row("CUDA", found, "no toolkit works", cuda_advice(useless, devices, driver, cxx))
+    told.rows.extend(("", f"passed over: {reason}") for reason in passed)
     if cuda and cuda["left_out"]:
-        rows.append(("", f"this nvcc does not know sm_{' sm_'.join(cuda['left_out'])}"))
-    row("cuBLASLt", cuda and cuda["cublas"], "" if cuda else "needs CUDA")
+        row("", f"this nvcc does not know sm_{' sm_'.join(cuda['left_out'])}")
+    row("cuBLASLt", cuda and cuda["cublas"], "needs CUDA")
     ranks, why = mpi(build)
-    row(
-        "MPI",
-        ranks and f"{ranks['version']} ({ranks['mpicc']})",
-        why and f"{why}: the trainers run as one process",
-        "make mpi   (or Debian, Ubuntu: apt install libopenmpi-dev openmpi-bin)",
-    )
-    rows.extend(("", note) for note in (mpirun_notes(ranks["version"]) if ranks else []))
+    how = "make mpi   (or Debian, Ubuntu: apt install libopenmpi-dev openmpi-bin)"
+    row("MPI", ranks and f"{ranks['version']} ({ranks['mpicc']})", f"{why}: the trainers run as one process", how)
+    told.rows.extend(("", note) for note in (mpirun_notes(ranks["version"]) if ranks else []))
     _, _, where, why = nccl(cuda)
-    row(
-        "NCCL",
-        where,
-        why and f"{why}: the GPU trainer uses one GPU",
-        "" if not cuda else f"pip install --target .toolkit nvidia-nccl-cu{driver}" if useless else "make toolkit",
-    )
-    row("GPUs", ", ".join(f"{name} (sm_{arch})" for name, arch in devices) + f", driver for CUDA {driver}", no_gpu)
-    sanitizer = cuda["sanitizer"] if cuda else ""
-    row(
-        "sanitizer",
-        sanitizer,
-        "" if sanitizer else "no compute-sanitizer beside nvcc",
-        "use a full CUDA toolkit (needed only for `make sanitize`)",
-    )
-    versions = package_versions()
-    row("packages", ", ".join(f"{p} {v}" for p, v in versions.items() if v) or "none yet")
-    for missing, command in (
-        (
-            [p for p, v in versions.items() if not v and p != "mpi4py"],
-            "make venv   (`make demo` installs numpy and matplotlib by itself)",
-        ),
-        (
-            [p for p, v in versions.items() if not v and p == "mpi4py"],
-            "make mpi   (needed only for data tools under mpirun)",
-        ),
-    ):
-        if missing:
-            row("", "", f"{', '.join(missing)}", command)
-    for name, value in rows:
-        print(f"{name:>10}  {value}")
-    if advice:
-        print("\nto turn on what is off:")
-        for name, command in advice:
-            print(f"{name or 'packages':>10}  {command}")
+    how = f"pip install --target .toolkit nvidia-nccl-cu{driver}" if useless else "make toolkit"
+    row("NCCL", not why and where, f"{why}: the GPU trainer uses one GPU", cuda and how)
+    row("GPUs", not no_gpu and gpu_text(devices, driver), no_gpu)
+    how = "use a full CUDA toolkit (needed only for `make sanitize`)"
+    row("sanitizer", cuda and cuda["sanitizer"], "no compute-sanitizer beside nvcc", how)
+    versions, missing = package_versions(PACKAGES, path=[str(p) for p in site_packages()])
+    row("packages", ", ".join(map(" ".join, versions.items())) or "none yet")
+    if others := [p for p in missing if p != "mpi4py"]:
+        how = "make venv   (`make demo` installs numpy and matplotlib by itself)"
+        row("", "", ", ".join(others), how, "packages")
+    if "mpi4py" in missing:
+        row("", "", "mpi4py", "make mpi   (needed only for data tools under mpirun)", "packages")
+    told.print()
     print(f"\n`make demo` will train on the {'GPU' if devices and cuda else 'CPU'}.")
 
 
 def report_installed(programs):
     """What an installed package has: its programs, and what they need of this machine."""
-    advice = []
-    again = "then: pip install --force-reinstall --no-deps FOLDER_OF_LLM.CU"
+    told, again = Report(), "then: pip install --force-reinstall --no-deps FOLDER_OF_LLM.CU"
     config = programs / "config.mk"
     settings = config.read_text() if config.exists() else ""
-    print(f"   machine  {platform.platform()}, {cores()} cores")
-    print(f"    Python  {platform.python_version()} ({sys.executable})")
     for name, needs in (("train_gpt2", "a C compiler"), ("train_gpt2cu", "a CUDA toolkit (nvcc, cuBLAS)")):
-        version = run([str(programs / name), "--version"])[1].strip() if (programs / name).exists() else ""
-        print(f"   program  {version or 'off: not compiled'} ({programs / name})")
-        if not version:
-            advice.append((name, f"install {needs}; {again}"))
+        version = run([str(programs / name), "--version"])[1] if (programs / name).exists() else ""
+        found = version and f"{version} ({programs / name})"
+        told.row("program", found, f"not compiled ({programs / name})", f"install {needs}; {again}", name)
     launcher = re.search(r"^MPIRUN := (\S+)", settings, re.M)
-    print(f"       MPI  {launcher[1] if launcher else 'off: the programs run as one process'}")
-    if not launcher:
-        advice.append(("MPI", f"install Open MPI (Debian, Ubuntu: apt install libopenmpi-dev openmpi-bin); {again}"))
+    how = f"install Open MPI (Debian, Ubuntu: apt install libopenmpi-dev openmpi-bin); {again}"
+    told.row("MPI", launcher and launcher[1], "the programs run as one process", how)
     devices, driver, no_gpu = gpus()
-    found = ", ".join(f"{name} (sm_{arch})" for name, arch in devices) + f", driver for CUDA {driver}"
-    print(f"      GPUs  {f'off: {no_gpu}' if no_gpu else found}")
-    versions = {}
-    for d in metadata.distributions():
-        versions.setdefault((d.metadata["Name"] or "").lower(), d.version)
+    told.row("GPUs", not no_gpu and gpu_text(devices, driver), no_gpu)
     wanted = ["numpy", "matplotlib", "tiktoken", "tokenizers", "jinja2", "pyarrow", "aiohttp", "gguf"]
-    print(f"  packages  {', '.join(f'{name} {versions[name]}' for name in wanted if name in versions)}")
-    missing = [name for name in wanted if name not in versions]
+    versions, missing = package_versions(wanted)
+    told.rows.append(("packages", ", ".join(map(" ".join, versions.items()))))
     if missing:
-        print(f"            off: {', '.join(missing)}")
-        advice.append(("packages", f"pip install {' '.join(missing)}   (a command that needs one names it)"))
-    if advice:
-        print("\nto turn on what is off:")
-        for name, command in advice:
-            print(f"{name:>12}  {command}")
+        how = f"pip install {' '.join(missing)}   (a command that needs one names it)"
+        told.row("", "", ", ".join(missing), how, "packages")
+    told.print(12)
 
 
 def main():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--make", metavar="FILE", type=Path, help="write the findings as Makefile variables to FILE")
     args = parser.parse_args()
     if sys.version_info < (3, 10):
-        sys.exit(
-            f"error: Python {platform.python_version()} is too old\n"
-            f"  hint: run make with PYTHON=/path/to/python3.10 or newer"
-        )
+        fail(f"Python {platform.python_version()} is too old", "run make with PYTHON=/path/to/python3.10 or newer")
     if args.make:
         write_makefile(args.make)
     elif (installed := Path(__file__).resolve().parent / "bin").is_dir():

@@ -11,25 +11,18 @@ exporter was killed between the two. A run that was resumed from an earlier step
 followed too.
 """
 
-import argparse
 import json
 import math
 import os
 import secrets
-import sys
 import time
 
 from llmc.run_log import RunLog, number
-from llmc.tool_output import Parser, outlive_reader
+from llmc.tool_output import Parser, fail, outlive_reader
 
 GROUPS = {"step": "train", "eval": "val"}
 UNPLOTTED = {"step", "elapsed"}
 NO_CURVES = {"checkpoint", "choices", "epoch", "overlap", "set"}  # lines whose numbers are of one moment
-
-
-def fail(what, hint):
-    print(f"error: {what}\n  hint: {hint}", file=sys.stderr)
-    sys.exit(1)
 
 
 def scalars(record):
@@ -49,12 +42,8 @@ class TensorBoard:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 fail("no package that writes TensorBoard's files", "pip install tensorboardX")
-        self.folder, self.make, self.state, self.writer = (
-            os.path.join(folder, "tensorboard"),
-            SummaryWriter,
-            state,
-            None,
-        )
+        self.make, self.writer = SummaryWriter, None
+        self.folder = os.path.join(folder, "tensorboard", f"{state['run']:03}")
 
     def start(self, record, at, begun):
         """A resumed run has another writer, whose purge_step hides what was logged beyond the step it goes on from. The
@@ -62,9 +51,7 @@ class TensorBoard:
         if self.writer:
             self.writer.close()
         self.begun, step = begun, int(number(record.get("step"), 0))
-        self.writer = self.make(
-            os.path.join(self.folder, f"{self.state['run']:03}"), purge_step=step + 1, filename_suffix=f".{at:015}"
-        )
+        self.writer = self.make(self.folder, purge_step=step + 1, filename_suffix=f".{at:015}")
         self.writer.add_text("start", f"```\n{json.dumps(record, indent=2)}\n```", step)
 
     def log(self, record, values):
@@ -94,16 +81,9 @@ class WandB:
         """wandb's own step only grows; ours is an axis of its own, so that a resumed run may go back."""
         if self.run:
             return self.run.config.update(record, allow_val_change=True)
-        if "id" not in self.state:
-            self.state["id"] = secrets.token_hex(4)
-        self.run = self.wandb.init(
-            project=self.project,
-            id=self.state["id"],
-            resume="allow",
-            dir=self.folder,
-            config=record,
-            name=os.path.basename(os.path.abspath(self.folder)),
-        )
+        self.state.setdefault("id", secrets.token_hex(4))
+        where = dict(project=self.project, dir=self.folder, name=os.path.basename(os.path.abspath(self.folder)))
+        self.run = self.wandb.init(id=self.state["id"], resume="allow", config=record, **where)
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 
@@ -124,27 +104,15 @@ def read_state(path):
     try:
         with open(path) as f:
             state = json.load(f)
-        return {
-            "at": int(state["at"]),
-            "head": str(state["head"]),
-            "run": int(state["run"]),
-            **({"id": state["id"]} if "id" in state else {}),
-        }
+        return state | {"at": int(state["at"]), "head": str(state["head"]), "run": int(state["run"])}
     except FileNotFoundError:
         return {"at": 0, "head": "", "run": 0}
     except (ValueError, KeyError, TypeError):
         fail(f"'{path}' is damaged", "remove it: everything is then handed on again")
 
 
-def write_state(path, state):
-    with open(path + ".partial", "w") as f:
-        json.dump(state, f)
-    os.replace(path + ".partial", path)
-
-
 class Exporter:
-    """Reads the log from its beginning each time, since clocks and steps build on it, and hands on what lies behind
-    state["at"]."""
+    """Reads the log from its beginning, on which clocks and steps build, and hands on what is behind state["at"]."""
 
     def __init__(self, target, run, a):
         self.log, self.target, self.a = RunLog(run), target, a
@@ -153,24 +121,22 @@ class Exporter:
         self.state, self.generation, self.handed_on = read_state(self.path), 0, 0
         self.writer, self.last_start, self.begun = None, {}, None
 
-    def begin(self, run):
-        """The log is another one than before: a new run for the target."""
-        if self.writer:
-            self.writer.close()
-        self.writer, self.begun, self.state = None, None, {"at": 0, "head": "", "run": run}
-
     def poll(self):
         before = self.handed_on
         self.log.poll(each=self.record)
         if self.handed_on != before:
             self.writer.flush()
-            write_state(self.path, self.state)
+            with open(self.path + ".partial", "w") as f:
+                json.dump(self.state, f)
+            os.replace(self.path + ".partial", self.path)
 
     def record(self, at, record):
         head = self.log.head.hex()
         if self.log.generation != self.generation or not head.startswith(self.state["head"]):
-            self.begin(self.state["run"] + 1)
-            self.generation = self.log.generation
+            if self.writer:  # the log is another one than before: a new run for the target
+                self.writer.close()
+            self.writer, self.begun, self.generation = None, None, self.log.generation
+            self.state = {"at": 0, "head": "", "run": self.state["run"] + 1}
         self.state["head"] = head
         if record["event"] == "start":
             self.last_start = record
@@ -195,7 +161,7 @@ class Exporter:
 
 
 def main(argv=None):
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("target", choices=["tensorboard", "wandb"])
     p.add_argument("run", help="run folder or log file")
     p.add_argument("--project", default="llm.cu", help="wandb's project (default: llm.cu)")
@@ -208,8 +174,7 @@ def main(argv=None):
     try:
         while True:
             exporter.poll()
-            if exporter.log.no_log():
-                fail(f"'{exporter.log.path}' is no run's log", "name a run's --output folder or its main.jsonl")
+            exporter.log.require_log()
             if a.once or exporter.log.end:
                 break
             time.sleep(max(a.interval, 0.05))

@@ -22,13 +22,12 @@ import zlib
 
 from llmc.checked_json import BadFile, read_object
 from llmc.doctor import gpus
-from llmc.keep_going import fail, keep_going, last_value, make_folder, newest_checkpoint
+from llmc.keep_going import keep_going, last_value, make_folder, newest_checkpoint
 from llmc.places import PROGRAMS, python_path
 from llmc.program import NoProgram, trainer, under_mpirun
-from llmc.tool_output import outlive_reader
+from llmc.tool_output import fail, outlive_reader
 
-TEXT_FILES = ["tokenizer.bin", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
-TEXT_FILES += ["generation_config.json"]
+TEXT_FILES = "tokenizer.bin tokenizer.json tokenizer_config.json chat_template.jinja generation_config.json".split()
 SIZES = [  # weights above which: rows of a micro-step, the rate (a tenth of an adapter's), what makes a large model fit
     (5e9, 1, "1e-5", ["--recompute", "2", "--state-dtype", "bf16"]),
     (1e9, 2, "2e-5", ["--recompute", "1"]),
@@ -43,9 +42,9 @@ def find_model(given):
     model = given.rstrip("/") or given
     called = model
     if not os.path.isfile(os.path.join(model, "config.json")) and os.path.isdir(model):
-        steps = sorted((n for n in os.listdir(model) if re.fullmatch(r"step_\d+", n)), reverse=True)
+        steps = [n for n in os.listdir(model) if re.fullmatch(r"step_\d+", n)]
         whole = [n for n in steps if not os.path.exists(os.path.join(model, n, "diverged"))]
-        model = os.path.join(model, whole[0]) if whole else model
+        model = os.path.join(model, max(whole)) if whole else model
     if re.fullmatch(r"best|step_\d+", os.path.basename(called)):
         called = os.path.dirname(called)
     if os.path.isfile(os.path.join(model, "adapter_config.json")):
@@ -79,10 +78,8 @@ def stamps(path):
     """Lines with size and time of a file, or of all in a folder."""
     path = os.path.realpath(path)
     within = [os.path.join(d, f) for d, _, names in os.walk(path, followlinks=True) for f in names]
-    files = [f for f in within or [path] if os.path.isfile(f)]
-    found = [(f, os.stat(f)) for f in files]
-    times = [(s.st_mtime_ns // 10**9, s.st_mtime_ns % 10**9) for _, s in found]
-    return sorted(f"{f}, {s.st_size} bytes, {a}.{b:09}" for (f, s), (a, b) in zip(found, times))
+    found = [(f, os.stat(f)) for f in within or [path] if os.path.isfile(f)]
+    return sorted(f"{f}, {s.st_size} bytes, {s.st_mtime_ns // 10**9}.{s.st_mtime_ns % 10**9:09}" for f, s in found)
 
 
 def made_of(model, chats, chat_options, T):
@@ -120,22 +117,17 @@ def make_shards(model, chats, name, out, T, has_val):
     if before is not None and newest_checkpoint(out):
         changed = next((x for x in [*before, *lines] if (x in before) != (x in lines)), lines[0])
         go_on = f"mv {shlex.quote(made + '.new')} {shlex.quote(made)}"
-        fail(
-            f"the shards in '{data}' were made of something else: {changed}",
-            f"another -o trains on what there is now; or: {go_on}, and this run goes on with its shards",
-        )
-
-    def undo():
-        os.remove(made + ".new")
-        for folder in (data, out):
-            if folder not in stays and not os.listdir(folder):
-                os.rmdir(folder)
+        hint = f"another -o trains on what there is now; or: {go_on}, and this run goes on with its shards"
+        fail(f"the shards in '{data}' were made of something else: {changed}", hint)
 
     if before is not None:
         os.remove(made)
     options = ["--input", chats, "--model", model, "--output", data, "--name", name, "--seq-len", str(T)]
     if tool("prepare", "chat", *options, "--overwrite", *chat_options).returncode:
-        undo()
+        os.remove(made + ".new")
+        for folder in (data, out):
+            if folder not in stays and not os.listdir(folder):
+                os.rmdir(folder)
         sys.exit('  options of `llmc prepare chat` go into CHAT, as in CHAT="--template chatml" llmc finetune ...')
     if not glob.glob(f"{glob.escape(data)}/{name}_val_*.bin") and not has_val:
         looked = tool("prepare", "--check", f"{glob.escape(data)}/{name}_train_*.bin", capture_output=True).stdout
@@ -184,9 +176,8 @@ def main():
     # A step is about a hundredth of an epoch, 65,536 tokens at most. Four evaluations an epoch.
     data = os.path.join(glob.escape(out), "data", name)
     tokens = sum(os.path.getsize(path) for path in glob.glob(f"{data}_train_*.bin")) // 4
-    batch = min(tokens // 100, 65536)
     micro = rows * T * ranks
-    batch = max(batch // micro, 1) * micro
+    batch = max(min(tokens // 100, 65536) // micro, 1) * micro
     batch = int(last_value(more, total_batch_before(out) or batch, "d", "total-batch"))
     while rows > 1 and batch % (rows * T * ranks):
         rows //= 2
@@ -200,9 +191,8 @@ def main():
         minutes = 1 + float(epochs) * tokens / speed / 60 / ranks
         print(f"time      about {minutes:.0f} minutes on {ranks} H200, by {speed:.0f} tokens/s on each")
 
-    given = os.environ.get("PROGRAM")
     try:
-        program = str(trainer(given or (PROGRAMS / "train_gpt2" if kind == "cpu" else None)))
+        program = str(trainer(os.environ.get("PROGRAM") or (PROGRAMS / "train_gpt2" if kind == "cpu" else None)))
     except NoProgram as e:
         fail(*e.args)
     options = ["-y", "1", "-e", model, "-i", f"{data}_train_*.bin", "-j", f"{data}_val_*.bin", "-o", out]

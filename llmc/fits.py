@@ -7,7 +7,6 @@ it does not, whatever is recomputed or offloaded. Needs a GPU trainer, no GPU. W
 machine's memory holds.
 """
 
-import argparse
 import json
 import re
 import struct
@@ -19,7 +18,7 @@ from pathlib import Path
 import llmc.missing_package  # noqa: F401, before numpy
 from llmc.places import CHECKOUT, PROGRAMS
 from llmc.program import INSTALL_AGAIN
-from llmc.tool_output import Parser, end_with_reader
+from llmc.tool_output import Parser, end_with_reader, fail
 from llmc.weights import read_config
 
 GPUS = {"16 GB": "RTX 4080", "24 GB": "RTX 4090", "48 GB": "L40S", "80 GB": "H100", "141 GB": "H200"}
@@ -49,14 +48,14 @@ def cell(command):
 
 def main():
     end_with_reader()
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--program", type=Path, default=PROGRAMS / "train_gpt2cu")
     parser.add_argument("--seq-len", type=int, default=4096, help="at most a model's context")
     parser.add_argument("--models", nargs="+", default=MODELS, help="presets")
     args = parser.parse_args()
     if not args.program.exists():
         hint = "make train_gpt2cu" if CHECKOUT else f"where nvcc is, {INSTALL_AGAIN}"
-        sys.exit(f"error: there is no {args.program}\n  hint: {hint}")
+        fail(f"there is no {args.program}", hint)
     print(f"| model | trained | {' | '.join(GPUS)} |")
     print("|" + "---|" * (2 + len(GPUS)))
     with tempfile.TemporaryDirectory() as folder:

@@ -11,11 +11,9 @@ import subprocess
 import sys
 import time
 
+from llmc.tool_output import fail
+
 STOPPED = 75  # the trainer's exit status when a signal has ended a run that can go on (llmc/ranks/stop.h)
-
-
-def fail(what, hint):
-    sys.exit(f"error: {what}\n  hint: {hint}")
 
 
 def make_folder(path):
@@ -56,10 +54,8 @@ def lock(folder):
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         name = shlex.quote(os.path.join(folder, ".lock"))
-        fail(
-            f"another run writes to '{folder}'",
-            f"end it first (fuser {name} names its processes), or give another -o FOLDER",
-        )
+        hint = f"end it first (fuser {name} names its processes), or give another -o FOLDER"
+        fail(f"another run writes to '{folder}'", hint)
     return held
 
 
@@ -109,10 +105,8 @@ def keep_going(command, environment, folder):
         failures = 1 if newest != before else failures + 1
         before = newest
         if failures == 2:
-            fail(
-                f"the trainer failed twice without a new checkpoint (status {status})",
-                f"its last message is above; start this again to go on from {before or 'the beginning'}",
-            )
+            hint = f"its last message is above; start this again to go on from {before or 'the beginning'}"
+            fail(f"the trainer failed twice without a new checkpoint (status {status})", hint)
         print(f"the trainer ended with status {status}; going on from {before or 'the beginning'}", file=sys.stderr)
         until = time.monotonic() + float(os.environ.get("RETRY_SECONDS", 5))
         while time.monotonic() < until and not stopped:

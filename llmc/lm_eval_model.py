@@ -69,12 +69,8 @@ class Model(TemplateLM):
         die("this task writes texts", "doc/serve.md has lm-eval's command for such tasks: llmc serve writes them")
 
 
-def main():
+if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
-
-
-if __name__ == "__main__":
     outlive_reader()
-    main()
+    cli_evaluate()

@@ -14,7 +14,6 @@ context begins with it, as in lm-eval.
 The trainers cut contexts that are too long for --seq-len at their beginning. The format: llmc/data/eval_set.h, version
 2."""
 
-import argparse
 import os
 
 from llmc import download  # first: what if numpy is missing
@@ -29,6 +28,7 @@ from llmc.tokenizer_json import add_tokenizer_arguments, tokenizer_suffix
 MAGIC = 20240522
 # 1 is llm.c's: no token from 65,535 on, no lengths in characters
 VERSIONS = {1: np.dtype(np.uint16), 2: np.dtype(np.uint32)}
+A_LINE = 'a line is {"query": "...", "choices": ["...", "..."], "gold": 0}'
 MAX_CHOICES = 64  # EVAL_MAX_CHOICES in llmc/data/eval_set.h
 
 
@@ -45,8 +45,7 @@ def output_folder(args, name):
 
 
 def encode(tokenizer, context, endings, gold, where):
-    """One example: tokens of the context and of each ending, with the characters of what stands behind the ending's
-    space."""
+    """(context's tokens, each ending's tokens, each ending's characters behind its space, gold) of an example."""
     try:
         context, pieces = tokenizer.encode(context.encode()), [tokenizer.encode(e.encode()) for e in endings]
     except UnicodeEncodeError:
@@ -66,10 +65,8 @@ def write_set(path, examples, tokenizer, version=2):
         example = np.concatenate(example).astype(np.int64)
         example[:2] = np.iinfo(dtype).max, len(example) * dtype.itemsize
         if example[1:].max() >= np.iinfo(dtype).max:
-            die(
-                f"example {index} does not fit into llm.c's format: numbers below 65,535, 65,534 bytes an example",
-                "leave it out",
-            )
+            limits = "numbers below 65,535, 65,534 bytes an example"
+            die(f"example {index} does not fit into llm.c's format: {limits}", "leave it out")
         longest = max(longest, int(example[1]))
         words.append(example.astype(dtype))
     header = np.zeros(HEADER_WORDS, np.int32)
@@ -86,7 +83,7 @@ def write_set(path, examples, tokenizer, version=2):
 def convert_download(doc, url, name, file, records, example, versions):
     """What a script for the set at `url` does: records(path) gives (record, where), example(tokenizer, record, where)
     an encoded one; versions(args): the file's."""
-    parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=doc)
     add_arguments(parser)
     download.add_arguments(parser)
     args = parser.parse_args()
@@ -99,66 +96,50 @@ def convert_download(doc, url, name, file, records, example, versions):
 
 def check(record, where):
     """(query, choices, gold) of a line."""
-    query, choices, gold = (
-        (record.get(k) for k in ("query", "choices", "gold")) if isinstance(record, dict) else (None, None, None)
-    )
+    query, choices, gold = map((record if isinstance(record, dict) else {}).get, ("query", "choices", "gold"))
     if not isinstance(query, str) or not isinstance(choices, list) or not all(isinstance(c, str) for c in choices):
-        die(
-            f"{where} has no text 'query' and list of texts 'choices'",
-            'a line is {"query": "...", "choices": ["...", "..."], "gold": 0}',
-        )
+        die(f"{where} has no text 'query' and list of texts 'choices'", A_LINE)
     if not 2 <= len(choices) <= MAX_CHOICES:
         die(f"{where} has {len(choices)} choices", f"2 to {MAX_CHOICES} are possible")
     if type(gold) is not int or not 0 <= gold < len(choices):
         die(f"{where}: gold is {gold!r}", f"it is the number of the right choice, 0 to {len(choices) - 1} here")
     query, choices = query.strip(), [c.strip() for c in choices]
     if not all(choices):
-        die(
-            f"{where}: choice {choices.index('')} is empty",
-            "a choice without a token cannot be scored: correct the line or leave it out",
-        )
+        hint = "a choice without a token cannot be scored: correct the line or leave it out"
+        die(f"{where}: choice {choices.index('')} is empty", hint)
     return query, choices, gold
 
 
 def convert(path, output, tokenizer, delimiter):
     records = [(*check(record, where), where) for record, where in rows(path)]
     if not records:
-        die(f"'{path}' holds no examples", 'a line is {"query": "...", "choices": ["...", "..."], "gold": 0}')
+        die(f"'{path}' holds no examples", A_LINE)
     if delimiter is None:
         delimiter = "\nAnswer: " if all(query.startswith("Question:") for query, *_ in records) else " "
     between = delimiter.rstrip(" ")
     print(f"{path}: {delimiter!r} between query and choice")
-    write_set(
-        output,
-        [
-            encode(tokenizer, query + between, [delimiter[len(between) :] + c for c in choices], gold, where)
-            for query, choices, gold, where in records
-        ],
-        tokenizer,
-    )
+    examples = [
+        encode(tokenizer, query + between, [delimiter[len(between) :] + c for c in choices], gold, where)
+        for query, choices, gold, where in records
+    ]
+    write_set(output, examples, tokenizer)
 
 
 def main():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="each becomes a file of its own name")
-    parser.add_argument(
-        "--delimiter",
-        metavar="TEXT",
-        help=r"between query and choice (a space; '\nAnswer: ' where every query begins with 'Question:')",
-    )
+    about = r"between query and choice (a space; '\nAnswer: ' where every query begins with 'Question:')"
+    parser.add_argument("--delimiter", metavar="TEXT", help=about)
     add_arguments(parser)
     args = parser.parse_args()
     names = [os.path.splitext(base_name(os.path.basename(p)))[0] for p in args.input]
     if len(set(names)) < len(names):
-        die(
-            "two inputs have the same name",
-            "sets are known by their names: convert them into different folders, or rename one",
-        )
+        hint = "sets are known by their names: convert them into different folders, or rename one"
+        die("two inputs have the same name", hint)
+    delimiter = args.delimiter and args.delimiter.replace("\\n", "\n")
     tokenizer, folder = make_tokenizer(args.tokenizer, args.tokenizer_file), output_folder(args, "choice")
     for name, path in zip(names, args.input):
-        convert(
-            path, os.path.join(folder, name + ".bin"), tokenizer, args.delimiter and args.delimiter.replace("\\n", "\n")
-        )
+        convert(path, os.path.join(folder, name + ".bin"), tokenizer, delimiter)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ predicted from at least --seq-len minus --stride tokens before it, as far as the
 longer and is fairer to the model.
 """
 
-import argparse
 import math
 
 from llmc.scorer import add_arguments, of_arguments, positive  # first: it finds dev/data
@@ -55,7 +54,7 @@ def read_text(path):
 
 
 def main():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_arguments(parser)
     parser.add_argument("file", help="a text in UTF-8")
     parser.add_argument("--stride", type=positive, metavar="N", help="[half of --seq-len]")
@@ -64,9 +63,8 @@ def main():
         text = read_text(args.file)
         scorer = of_arguments(args)
         stride = min(args.stride or max(scorer.seq_len // 2, 1), scorer.seq_len)
-        encode = scorer.tokenizer.encode
-        names = scorer.tokenizer.names_in_text()
-        tokens = np.concatenate([encode(piece) for piece in pieces_of(text, names)]).astype(np.int64)
+        pieces = pieces_of(text, scorer.tokenizer.names_in_text())
+        tokens = np.concatenate([scorer.tokenizer.encode(piece) for piece in pieces]).astype(np.int64)
         loss = loss_of(scorer, tokens, stride)
         scorer.close()
     except llmc.Error as e:
@@ -78,10 +76,9 @@ def main():
         hint = "the model's weights hold NaN, infinity or huge numbers: llmc check"
         die(f"the loss of '{args.file}' is {mean}", hint)
     perplexity = f"{math.exp(mean):.3f}" if mean < MOST_EXPONENT else "above 1e308"
-    print(
-        f"{len(tokens):,} tokens, {len(text):,} bytes, windows of {scorer.seq_len} by {stride}: loss {mean:.4f} nats a "
-        f"token, perplexity {perplexity}, {loss / math.log(2) / len(text):.4f} bits a byte"
-    )
+    print(f"{len(tokens):,} tokens, {len(text):,} bytes, windows of {scorer.seq_len} by {stride}: ", end="")
+    bits = loss / math.log(2) / len(text)
+    print(f"loss {mean:.4f} nats a token, perplexity {perplexity}, {bits:.4f} bits a byte")
 
 
 if __name__ == "__main__":

@@ -17,8 +17,7 @@ def that_brings(package):
 
 
 def data_folder(name):
-    """name, a data set's: the folder that its files go into without --output: dev/data/NAME of a checkout, else
-    data/NAME where the user is -> str."""
+    """The folder of a data set without --output: dev/data/NAME of a checkout, else data/NAME -> str."""
     return str(ROOT / "dev/data" / name) if CHECKOUT else os.path.join("data", name)
 
 

@@ -18,7 +18,6 @@ end in the middle of a line (the run was killed) and may go back to an earlier s
 beyond that step no longer counts.
 """
 
-import argparse
 import math
 import os
 import re
@@ -34,8 +33,8 @@ import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
-from llmc.run_log import RunLog, count_text, smooth
-from llmc.tool_output import Parser, outlive_reader, plural
+from llmc.run_log import NAME_A_LOG, RunLog, count_text, last_finite, smooth
+from llmc.tool_output import Parser, fail, outlive_reader, plural
 
 COLOURS = ["#1f6fb4", "#d9541e", "#2e8b57", "#8e44ad", "#b8860b", "#c2185b", "#008b9a", "#5d6d7e", "#7b3f00", "#6b8e23"]
 X_LABELS = {"step": "step", "tokens": "training tokens", "time": "training time"}
@@ -64,34 +63,19 @@ REFERENCES = {
     "gpt3:1558M": (None, 0.547),
 }
 MARKERS = "osD^vPX*"  # of multiple-choice sets
-STYLE = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#555555",
-    "axes.grid": True,
-    "grid.color": "#e6e6e6",
-    "grid.linewidth": 0.8,
-    "axes.axisbelow": True,
-}
-
-
-def fail(what, hint):
-    print(f"error: {what}\n  hint: {hint}", file=sys.stderr)
-    sys.exit(1)
-
-
-def require_log(run):
-    if run.no_log():
-        fail(f"'{run.path}' is no run's log", "name a run's --output folder or its main.jsonl")
+SOME_LINE = {"color": "#777777", "linewidth": 1.0, "markersize": 4.5}  # what legends draw of lines that runs share
+DASHED = (0, (4, 2))
+ROUND_STEPS = [1, 2, 2.5, 5, 10]
+STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#555555"}
+STYLE |= {"axes.grid": True, "grid.color": "#e6e6e6", "grid.linewidth": 0.8, "axes.axisbelow": True}
 
 
 def read_log(path):
     run = RunLog(path)
     if not os.path.exists(run.path):
-        fail(f"no log '{run.path}'", "name a run's --output folder or its main.jsonl")
+        fail(f"no log '{run.path}'", NAME_A_LOG)
     run.poll(whole=True)
-    require_log(run)
+    run.require_log()
     if run.damaged:
         print(f"{run.path}: left out {run.damaged} damaged line{'s' * (run.damaged > 1)}", file=sys.stderr)
     if not len(run.step) and not len(run.eval):
@@ -161,17 +145,12 @@ def x_values(run, series, kind):
     return [known.get(s, math.nan) for s in series["step"]]
 
 
-def points(run, series, kind, field):
-    return [(x, y) for x, y in zip(x_values(run, series, kind), series[field]) if math.isfinite(y)]
-
-
 def time_text(v, _=None):
     return f"{v:.3g}s" if v < 120 else f"{v / 60:.3g}min" if v < 7200 else f"{v / 3600:.3g}h"
 
 
 def loss_range(runs, half_life, references=(), log_y=False):
-    """Limits that show the curves, as far from them on either axis: neither single spikes nor, in a long run, the first
-    steps decide the scale."""
+    """Limits that show the curves: neither single spikes nor, in a long run, the first steps decide the scale."""
     low, high = [], []
     for run in runs:
         raw = sorted(v for v in run.step["loss"] if math.isfinite(v))
@@ -179,9 +158,8 @@ def loss_range(runs, half_life, references=(), log_y=False):
         evals = [(s, v) for s, v in zip(run.eval["step"], run.eval["loss"]) if math.isfinite(v)]
         begin = len(curve) // 50 if len(curve) >= 200 else 0
         low += raw[len(raw) // 500 :][:1] + curve[begin:] + [v for _, v in evals]
-        high += curve[begin:] + (
-            [v for step, v in evals if step > run.step["step"][begin]] if curve else [v for _, v in evals]
-        )
+        after = run.step["step"][begin] if curve else -math.inf
+        high += curve[begin:] + [v for step, v in evals if step > after]
     low, high = ([math.log(v) if log_y else v for v in values if v > 0 or not log_y] for values in (low, high))
     if not low or not high:
         return None
@@ -194,7 +172,7 @@ def loss_range(runs, half_life, references=(), log_y=False):
 def log_ticks(low, high, most=9):
     """At most so many round values for a logarithmic axis; evenly spaced ones where its ends are near each other."""
     if high < 5 * low:
-        return [v for v in MaxNLocator(most - 1, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high) if low <= v <= high]
+        return [v for v in MaxNLocator(most - 1, steps=ROUND_STEPS).tick_values(low, high) if low <= v <= high]
     powers = [10.0**k for k in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
     for digits in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
         ticks = [digit * power for power in powers for digit in digits if low <= digit * power <= high]
@@ -208,28 +186,11 @@ def scale_loss(axis, limits, log_y):
     if limits:
         axis.set_ylim(*limits)
     if not limits or not log_y:
-        return axis.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]))
+        return axis.yaxis.set_major_locator(MaxNLocator(8, steps=ROUND_STEPS))
     axis.set_yscale("log")
     axis.yaxis.set_major_locator(FixedLocator(log_ticks(*limits)))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.10g}"))
     axis.yaxis.set_minor_formatter(NullFormatter())
-
-
-def draw_points(axis, where, marker="o", **style):
-    if where:
-        every = max(1, len(where) // 25)  # a marker for each of many evaluations hides the line
-        axis.plot(
-            *zip(*where),
-            linewidth=1.0,
-            linestyle=(0, (4, 2)),
-            marker=marker,
-            markersize=4.5,
-            markeredgecolor="white",
-            markeredgewidth=0.7,
-            markevery=list(range(len(where) - 1, -1, -every)),
-            zorder=4,
-            **style,
-        )
 
 
 def draw_run(axis, run, panel, colour, kind, half_life, names):
@@ -239,32 +200,26 @@ def draw_run(axis, run, panel, colour, kind, half_life, names):
             axis.plot(x, y, color=colour, linewidth=0.7, alpha=0.25, zorder=1)
             axis.plot(x, smooth(y, 0 if panel == "lr" else half_life), color=colour, linewidth=width, zorder=3)
             continue
-        marker = MARKERS[names.index(name) % len(MARKERS)] if name else "o"
-        draw_points(axis, points(run, series, kind, field), marker, color=colour)
+        where = [(x, y) for x, y in zip(x_values(run, series, kind), series[field]) if math.isfinite(y)]
+        every = max(1, len(where) // 25)  # a marker for each of many evaluations hides the line
+        marker = {"marker": MARKERS[names.index(name) % len(MARKERS)] if name else "o", "markersize": 4.5}
+        marker |= {"markeredgecolor": "white", "markeredgewidth": 0.7, "markevery": ((len(where) - 1) % every, every)}
+        axis.plot(*zip(*where), color=colour, linewidth=1.0, linestyle=DASHED, zorder=4, **marker)
 
 
 def draw_references(axis, names, panel):
     """Horizontal lines with their names on them."""
     for name, value in references_of(names, panel):
         axis.axhline(value, color="#444444", linewidth=1.0, linestyle=(0, (1, 2)), zorder=2)
-        axis.annotate(
-            f"{name} {value:.4g}",
-            (0.01, value),
-            xycoords=axis.get_yaxis_transform(),
-            xytext=(0, 2),
-            textcoords="offset points",
-            fontsize=8,
-            color="#444444",
-        )
+        style = {"xycoords": axis.get_yaxis_transform(), "textcoords": "offset points", "fontsize": 8}
+        axis.annotate(f"{name} {value:.4g}", (0.01, value), xytext=(0, 2), color="#444444", **style)
 
 
 def references_of(names, panel):
+    """[(name, value)] of those that have one for this panel."""
     column = {"loss": 0, "accuracy": 1}.get(panel)
-    return [
-        (name, REFERENCES[name][column])
-        for name in names
-        if column is not None and REFERENCES[name][column] is not None
-    ]
+    known = [(name, REFERENCES[name][column]) for name in names] if column is not None else []
+    return [(name, value) for name, value in known if value is not None]
 
 
 def save(figure, output):
@@ -287,43 +242,24 @@ def draw(runs, labels, output, kind="step", panels=("loss",), half_life=None, ti
     half_life = max(longest / 100, 2) if half_life is None else half_life
     plt.rcParams.update(STYLE)
     heights = [3.0 if p in ("loss", "reward") else 1.4 if p == "accuracy" else 1.0 for p in panels]
-    figure, axes = plt.subplots(
-        len(panels),
-        1,
-        figsize=(9, 1.2 + 1.45 * sum(heights)),
-        sharex=True,
-        squeeze=False,
-        gridspec_kw={"height_ratios": heights, "hspace": 0.09},
-        layout="constrained",
-    )
+    grid, size = {"height_ratios": heights, "hspace": 0.09}, (9, 1.2 + 1.45 * sum(heights))
+    shared = {"sharex": True, "squeeze": False, "layout": "constrained"}
+    figure, axes = plt.subplots(len(panels), 1, figsize=size, gridspec_kw=grid, **shared)
     for axis, panel in zip(axes[:, 0], panels):
         names = sorted({name for run in runs for _, name, *_ in shown_of(run, panel) if name})
         for i, run in enumerate(runs):
             draw_run(axis, run, panel, COLOURS[i % len(COLOURS)], kind, half_life, names)
         if names:
-            axis.legend(
-                handles=[
-                    Line2D(
-                        [],
-                        [],
-                        color="#777777",
-                        linewidth=1.0,
-                        marker=MARKERS[k % len(MARKERS)],
-                        markersize=4.5,
-                        label=name,
-                    )
-                    for k, name in enumerate(names)
-                ],
-                loc="lower right",
-                fontsize=8,
-            )
+            marks = [(MARKERS[k % len(MARKERS)], name) for k, name in enumerate(names)]
+            sets = [Line2D([], [], marker=marker, label=name, **SOME_LINE) for marker, name in marks]
+            axis.legend(handles=sets, loc="lower right", fontsize=8)
         draw_references(axis, references, panel)
         axis.set_ylabel(TITLES.get(panel, panel))
         if panel == "loss":
             levels = [v for _, v in references_of(references, "loss")]
             scale_loss(axis, loss_range(runs, half_life, levels, log_y), log_y)
             continue
-        axis.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+        axis.yaxis.set_major_locator(MaxNLocator(4, steps=ROUND_STEPS))
         if panel in ("speed", "norm"):
             axis.set_ylim(bottom=0)
         if panel == "speed":
@@ -338,30 +274,16 @@ def draw(runs, labels, output, kind="step", panels=("loss",), half_life=None, ti
     save(figure, output)
 
 
-def last_loss(run):
-    return next((v for v in reversed(run.eval["loss"]) if math.isfinite(v)), None)
-
-
 def legend(axis, runs, labels):
     """Name, last validation loss (or smoothed training loss) of each run; how the two kinds of line look."""
     handles = []
     for i, (run, label) in enumerate(zip(runs, labels)):
-        text = label if last_loss(run) is None else f"{label}   val {last_loss(run):.4f}"
+        loss = last_finite(run.eval["loss"])
+        text = label if math.isnan(loss) else f"{label}   val {loss:.4f}"
         handles.append(Line2D([], [], color=COLOURS[i % len(COLOURS)], linewidth=2.2, label=text))
     handles.append(Line2D([], [], color="#777777", linewidth=1.6, label="training (smoothed)"))
     if any(len(run.eval) for run in runs):
-        handles.append(
-            Line2D(
-                [],
-                [],
-                color="#777777",
-                linewidth=1.0,
-                linestyle=(0, (4, 2)),
-                marker="o",
-                markersize=4.5,
-                label="validation",
-            )
-        )
+        handles.append(Line2D([], [], linestyle=DASHED, marker="o", label="validation", **SOME_LINE))
     axis.legend(handles=handles, loc="upper right", frameon=True, framealpha=0.9, edgecolor="#dddddd", fontsize=9)
 
 
@@ -382,7 +304,7 @@ def follow(runs, seconds, redraw):
         while True:
             for run in runs:
                 run.poll()
-                require_log(run)
+                run.require_log()
             state = [(run.generation, run.at) for run in runs]
             if state != drawn and all(len(run.step) or len(run.eval) for run in runs):
                 redraw()
@@ -395,40 +317,22 @@ def follow(runs, seconds, redraw):
 
 
 def parse_arguments(argv):
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("runs", nargs="+", help="run folders or log files")
     p.add_argument("-o", "--output", default="curves.png", help="picture to write (default: curves.png)")
     p.add_argument("--x", choices=X_LABELS, default="step", help="horizontal axis (default: step)")
-    p.add_argument(
-        "--panels",
-        default="",
-        help=f"comma-separated: {', '.join(ORDINARY)}, and numbers of the log (default: see above)",
-    )
+    about = f"comma-separated: {', '.join(ORDINARY)}, and numbers of the log (default: see above)"
+    p.add_argument("--panels", default="", help=about)
     p.add_argument("--labels", default="", help="comma-separated names of the runs (default: from the paths)")
-    p.add_argument(
-        "--reference",
-        default="",
-        metavar="NAMES",
-        help=f"comma-separated lines to compare with: {', '.join(REFERENCES)}; losses are on FineWeb (-edu: "
-        f"FineWeb-Edu) "
-        f"with GPT-2's tokens",
-    )
-    p.add_argument(
-        "--smooth",
-        type=float,
-        default=None,
-        help="steps in which a weight of the average halves; 0: none (default: 1/100 of the longest run)",
-    )
+    about = f"comma-separated lines to compare with: {', '.join(REFERENCES)}"
+    about += "; losses are on FineWeb (-edu: FineWeb-Edu) with GPT-2's tokens"
+    p.add_argument("--reference", default="", metavar="NAMES", help=about)
+    about = "steps in which a weight of the average halves; 0: none (default: 1/100 of the longest run)"
+    p.add_argument("--smooth", type=float, default=None, help=about)
     p.add_argument("--title", default="")
     p.add_argument("--log", action="store_true", help="logarithmic loss axis")
-    p.add_argument(
-        "--follow",
-        type=float,
-        nargs="?",
-        const=10.0,
-        metavar="SECONDS",
-        help="look every SECONDS (10) for new lines and draw anew, until every run has ended",
-    )
+    about = "look every SECONDS (10) for new lines and draw anew, until every run has ended"
+    p.add_argument("--follow", type=float, nargs="?", const=10.0, metavar="SECONDS", help=about)
     a = p.parse_args(argv)
     a.panels, a.reference = ([name for name in names.split(",") if name] for names in (a.panels, a.reference))
     if not set(a.reference) <= set(REFERENCES):
@@ -446,11 +350,8 @@ def main(argv=None):
     runs = [RunLog(path) if a.follow else read_log(path) for path in a.runs]
 
     def redraw():
-        without = [
-            run.path
-            for run in runs
-            if not any(math.isfinite(x) for series in (run.step, run.eval) for x in x_values(run, series, a.x))
-        ]
+        ends = lambda run: x_values(run, run.step, a.x) + x_values(run, run.eval, a.x)
+        without = [run.path for run in runs if not any(map(math.isfinite, ends(run)))]
         if len(without) == len(runs):
             fail(f"no {X_LABELS[a.x]} in {' '.join(without)}", "use --x step")
         for path in without:

@@ -1,6 +1,5 @@
-"""The shapes of models to train_gpt2.py: Config, and how a config.json of Hugging Face's is read and written. This is
-written down anew, beside llmc/base/config.h and llmc/files/hf_config.h; dev/test/test_train_gpt2.py compares the
-two."""
+"""The shapes of models to train_gpt2.py: Config, and how a config.json of Hugging Face's is read and written. It is
+written anew, beside llmc/base/config.h and llmc/files/hf_config.h; dev/test/test_train_gpt2.py compares the two."""
 
 import json
 from dataclasses import dataclass, fields, replace
@@ -54,82 +53,46 @@ def config_check(c, where=""):
         require(ok, f"{where}: {problem}" if where else problem, hint)
 
     c.head_dim = c.head_dim or c.channels // c.num_heads * (c.channels % c.num_heads == 0)
-    check(
-        c.channels % 8 == 0 and c.head_dim > 0 and c.head_dim % 8 == 0,
-        "channels= or heads=",
-        f"{c.channels} channels do not divide into {c.num_heads} heads of a multiple of 8",
-    )
-    check(
-        c.num_heads % c.num_kv_heads == 0,
-        "kv_heads=",
-        f"{c.num_heads} query heads do not divide over {c.num_kv_heads} key/value heads",
-    )
+    divided = c.channels % 8 == 0 and c.head_dim > 0 and c.head_dim % 8 == 0
+    problem = f"{c.channels} channels do not divide into {c.num_heads} heads of a multiple of 8"
+    check(divided, "channels= or heads=", problem)
+    problem = f"{c.num_heads} query heads do not divide over {c.num_kv_heads} key/value heads"
+    check(c.num_heads % c.num_kv_heads == 0, "kv_heads=", problem)
     check(c.ffn_dim % 8 == 0, "ffn=", f"MLP width {c.ffn_dim} is not a multiple of 8")
     check(0 < c.rotary_fraction <= 1, "", f"rotary fraction {c.rotary_fraction:g} is not between 0 and 1")
-    check(
-        c.softmax_scale >= 0 and (c.softmax_scale == 0 or c.qk_norm),
-        "",
-        f"softmax scale {c.softmax_scale:g} is negative, or not that of normalised q and k",
-    )
+    problem = f"softmax scale {c.softmax_scale:g} is negative, or not that of normalised q and k"
+    check(c.softmax_scale == 0 or c.softmax_scale > 0 and c.qk_norm, "", problem)
     check(c.logit_softcap >= 0, "", f"softcap {c.logit_softcap:g} of the logits is negative")
     E, K = c.num_experts, c.active_experts
     check((E > 0) == (c.model_type in HF_EXPERTS), "experts=", f"{E} experts in a model of type {c.model_type}")
     check(0 <= E <= 1024, "experts=", f"{E} experts are more than 1024")
     check(not E or 0 < K <= 32, "active=", f"{K} active experts are not 1 to 32")
-    check(
-        c.qk_norm != "whole" or c.num_heads * c.head_dim == c.channels,
-        "heads= or head_dim=",
-        f"{c.num_heads} heads of {c.head_dim}, whose q are normalised together, are not {c.channels} channels",
-    )
+    problem = f"{c.num_heads} heads of {c.head_dim}, whose q are normalised together, are not {c.channels} channels"
+    check(c.qk_norm != "whole" or c.num_heads * c.head_dim == c.channels, "heads= or head_dim=", problem)
     check(K <= E, "active= or experts=", f"{K} active experts are more than {E} experts")
     check(not (c.head_bias and c.tied), "tied=", "a head with bias that shares the embedding is not built")
     return c
 
 
 # Our fields -> keys of config.json, where RoPE's scaling is an object of its own.
-HF_GPT2 = {
-    "num_layers": "n_layer",
-    "channels": "n_embd",
-    "num_heads": "n_head",
-    "ffn_dim": "n_inner",
-    "vocab_size": "vocab_size",
-    "max_seq_len": "n_positions",
-    "norm_eps": "layer_norm_epsilon",
-    "tied": "tie_word_embeddings",
-}
-HF_LLAMA = {
-    "num_layers": "num_hidden_layers",
-    "channels": "hidden_size",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "ffn_dim": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "max_seq_len": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "rope_theta": "rope_theta",
-    "tied": "tie_word_embeddings",
-    "head_dim": "head_dim",
-}
+HF_GPT2 = {"num_layers": "n_layer", "channels": "n_embd", "num_heads": "n_head", "ffn_dim": "n_inner"}
+HF_GPT2 |= {"vocab_size": "vocab_size", "max_seq_len": "n_positions", "norm_eps": "layer_norm_epsilon"}
+HF_GPT2 |= {"tied": "tie_word_embeddings"}
+HF_LLAMA = {"num_layers": "num_hidden_layers", "channels": "hidden_size", "num_heads": "num_attention_heads"}
+HF_LLAMA |= {"num_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size", "vocab_size": "vocab_size"}
+HF_LLAMA |= {"max_seq_len": "max_position_embeddings", "norm_eps": "rms_norm_eps", "rope_theta": "rope_theta"}
+HF_LLAMA |= {"tied": "tie_word_embeddings", "head_dim": "head_dim"}
+HF_MOE = HF_LLAMA | {"active_experts": "num_experts_per_tok", "balance": "router_aux_loss_coef"}
+HF_OLMOE = HF_MOE | {"num_experts": "num_experts", "renormalise": "norm_topk_prob"}
 HF_EXPERTS = {
-    kind: HF_LLAMA | {"active_experts": "num_experts_per_tok", "balance": "router_aux_loss_coef"} | keys
-    for kind, keys in {
-        "mixtral": {"num_experts": "num_local_experts"},
-        "olmoe": {"num_experts": "num_experts", "renormalise": "norm_topk_prob"},
-        "qwen3_moe": {
-            "num_experts": "num_experts",
-            "renormalise": "norm_topk_prob",
-            "ffn_dim": "moe_intermediate_size",
-        },
-    }.items()
+    "mixtral": HF_MOE | {"num_experts": "num_local_experts"},
+    "olmoe": HF_OLMOE,
+    "qwen3_moe": HF_OLMOE | {"ffn_dim": "moe_intermediate_size"},
 }
-HF_KEYS = {"gpt2": HF_GPT2} | HF_EXPERTS  # of the others: HF_LLAMA
-HF_MODERN = ("rotary_fraction", "softmax_scale", "logit_softcap")  # the same names
-HF_ROPE = {
-    "rope_factor": "factor",
-    "rope_low_freq_factor": "low_freq_factor",
-    "rope_high_freq_factor": "high_freq_factor",
-    "rope_original_len": "original_max_position_embeddings",
-}
+HF_MODERN = {name: name for name in ("rotary_fraction", "softmax_scale", "logit_softcap")} | HF_LLAMA
+HF_KEYS = {"gpt2": HF_GPT2, "modern": HF_MODERN} | HF_EXPERTS  # of the others: HF_LLAMA
+HF_ROPE = {"rope_factor": "factor", "rope_low_freq_factor": "low_freq_factor"}
+HF_ROPE |= {"rope_high_freq_factor": "high_freq_factor", "rope_original_len": "original_max_position_embeddings"}
 HF_FAMILIES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
@@ -148,7 +111,6 @@ def config_to_hf(c):
     hf = {"architectures": [HF_FAMILIES[c.model_type]], "model_type": c.model_type, "torch_dtype": "float32"}
     activation = {"gelu": "gelu_new", "swiglu": "silu", "relu2": "relu2"}[c.mlp]
     hf["activation_function" if c.model_type == "gpt2" else "hidden_act"] = activation
-    hf |= {name: getattr(c, name) for name in HF_MODERN if c.model_type == "modern"}
     hf |= {theirs: getattr(c, ours) for ours, theirs in HF_KEYS.get(c.model_type, HF_LLAMA).items()}
     if c.model_type == "qwen3_moe":  # of MLPs in other blocks, which there are none of
         hf |= {"intermediate_size": c.ffn_dim * c.active_experts, "decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -159,68 +121,25 @@ def config_to_hf(c):
     return hf
 
 
-# what differs from Llama, and what an absent key means to transformers
-HF_DEFAULTS = {
-    "gpt2": {
-        "vocab_size": 50257,
-        "max_seq_len": 1024,
-        "norm": "layer",
-        "norm_eps": 1e-5,
-        "position": "learned",
-        "rope_theta": 0.0,
-        "mlp": "gelu",
-        "qkv_bias": True,
-        "linear_bias": True,
-        "tied": True,
-    },
-    "modern": {
-        "vocab_size": 50257,
-        "max_seq_len": 1024,
-        "rope_theta": 1280.5791,  # the slowest of 32 frequencies is 1/1024: theta^(-31/32)
-        "rotary_fraction": 0.5,
-        "head_dim": 128,
-        "qk_norm": "plain",
-        "softmax_scale": 0.12,
-        "mlp": "relu2",
-        "qkv_bias": True,
-        "linear_bias": True,
-        "head_bias": True,
-        "embedding_norm": True,
-        "logit_softcap": 15.0,
-        "init": "modern",
-    },
-    "mistral": {"num_kv_heads": 8, "max_seq_len": 131072},
-    "mixtral": {
-        "num_kv_heads": 8,
-        "ffn_dim": 14336,
-        "max_seq_len": 131072,
-        "norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "num_experts": 8,
-        "active_experts": 2,
-        "renormalise": True,
-        "balance": 0.001,
-    },
-    "olmoe": {
-        "ffn_dim": 2048,
-        "max_seq_len": 4096,
-        "norm_eps": 1e-5,
-        "qk_norm": "whole",
-        "num_experts": 64,
-        "active_experts": 8,
-        "balance": 0.01,
-    },
-    "qwen3": {"num_kv_heads": 32, "max_seq_len": 32768, "head_dim": 128, "qk_norm": "gains"},
-    "qwen3_moe": {
-        "num_kv_heads": 4,
-        "ffn_dim": 768,
-        "max_seq_len": 32768,
-        "qk_norm": "gains",
-        "num_experts": 128,
-        "active_experts": 8,
-        "balance": 0.001,
-    },
-}
+# (families, what differs from Llama, and what an absent key means to transformers)
+HF_DEFAULTS = (
+    ("gpt2 modern", {"vocab_size": 50257, "max_seq_len": 1024, "qkv_bias": True, "linear_bias": True}),
+    ("gpt2", {"norm": "layer", "norm_eps": 1e-5, "mlp": "gelu", "tied": True}),
+    ("gpt2", {"position": "learned", "rope_theta": 0.0}),
+    # the slowest of 32 frequencies is 1/1024: theta^(-31/32)
+    ("modern", {"rope_theta": 1280.5791, "rotary_fraction": 0.5, "head_dim": 128, "mlp": "relu2"}),
+    ("modern", {"qk_norm": "plain", "softmax_scale": 0.12, "embedding_norm": True}),
+    ("modern", {"head_bias": True, "logit_softcap": 15.0, "init": "modern"}),
+    ("mistral mixtral", {"num_kv_heads": 8, "max_seq_len": 131072}),
+    ("mixtral", {"ffn_dim": 14336, "norm_eps": 1e-5, "rope_theta": 1e6}),
+    ("mixtral", {"num_experts": 8, "active_experts": 2, "renormalise": True, "balance": 0.001}),
+    ("olmoe", {"ffn_dim": 2048, "max_seq_len": 4096, "norm_eps": 1e-5, "qk_norm": "whole"}),
+    ("olmoe", {"num_experts": 64, "active_experts": 8, "balance": 0.01}),
+    ("qwen3 qwen3_moe", {"max_seq_len": 32768, "qk_norm": "gains"}),
+    ("qwen3", {"num_kv_heads": 32, "head_dim": 128}),
+    ("qwen3_moe", {"num_kv_heads": 4, "ffn_dim": 768}),
+    ("qwen3_moe", {"num_experts": 128, "active_experts": 8, "balance": 0.001}),
+)
 # what these keys must say where they say something
 HF_REQUIRED = {
     "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
@@ -262,73 +181,55 @@ def rope_of(hf, where):
 
 def refuse_others(hf, kind, rope_type, where):
     """Ends the program at what the models here cannot express."""
-    quantised = hf.get("quantization_config") is not None
-    require(not quantised, f"{where}: the weights are quantised", "use the model's F32, BF16 or F16 weights")
-    require(
-        kind != "gpt2" or hf.get("activation_function") in (None, "gelu_new", "gelu_pytorch_tanh"),
-        f"{where}: not the tanh form of GELU",
-        "only gelu_new is built",
-    )
-    require(
-        rope_type in ("default", "llama3"),
-        f"{where}: rope scaling '{rope_type}' is not built",
-        "use a model with default or llama3 scaling",
-    )
-    require(
-        not hf.get("mlp_bias") and not (kind not in ("qwen2", "modern") and hf.get("attention_bias")),
-        f"{where}: biases beyond Qwen2's",
-        "such models are not built",
-    )
-    require(
-        not hf.get("use_sliding_window"),
-        f"{where}: windows in some layers alone are not built",
-        "use a model without them",
-    )
-    activation = "relu2" if kind == "modern" else "silu"
-    require(
-        kind == "gpt2" or hf.get("hidden_act") in (None, activation),
-        f"{where}: hidden_act is {hf.get('hidden_act')!r}, not {activation}",
-        "use a model with this activation",
-    )
-    layers = hf.get("layer_types") or [] if kind != "gpt2" else []
-    require(
-        isinstance(layers, list) and all(layer == "full_attention" for layer in layers),
-        f"{where}: layer_types names others than full_attention",
-        "use a model whose layers all see the whole context",
-    )
+
+    def check(ok, problem, hint):
+        require(ok, f"{where}: {problem}", hint)
+
+    hint = "use the model's F32, BF16 or F16 weights"
+    check(hf.get("quantization_config") is None, "the weights are quantised", hint)
+    if kind == "gpt2":
+        tanh = hf.get("activation_function") in (None, "gelu_new", "gelu_pytorch_tanh")
+        check(tanh, "not the tanh form of GELU", "only gelu_new is built")
+    scaling = f"rope scaling '{rope_type}' is not built"
+    check(rope_type in ("default", "llama3"), scaling, "use a model with default or llama3 scaling")
+    biases = hf.get("mlp_bias") or kind not in ("qwen2", "modern") and hf.get("attention_bias")
+    check(not biases, "biases beyond Qwen2's", "such models are not built")
+    some = "windows in some layers alone are not built"
+    check(not hf.get("use_sliding_window"), some, "use a model without them")
+    if kind != "gpt2":
+        activation, given = "relu2" if kind == "modern" else "silu", hf.get("hidden_act")
+        what = f"hidden_act is {given!r}, not {activation}"
+        check(given in (None, activation), what, "use a model with this activation")
+        layers = hf.get("layer_types") or []
+        alike = isinstance(layers, list) and all(layer == "full_attention" for layer in layers)
+        hint = "use a model whose layers all see the whole context"
+        check(alike, "layer_types names others than full_attention", hint)
     for key, value in HF_REQUIRED.get(kind, {}).items():
-        require(
-            hf.get(key) in (None, value),
-            f"{where}: {key} is {hf.get(key)}",
-            f"only models without {key}, or with {json.dumps(value)} there, are built",
-        )
+        hint = f"only models without {key}, or with {json.dumps(value)} there, are built"
+        check(hf.get(key) in (None, value), f"{key} is {hf.get(key)}", hint)
 
 
 def config_from_hf(hf, where):
     """The dict of a config.json -> Config. What this model cannot express is refused, not ignored."""
     kind = hf.get("model_type")
-    require(
-        isinstance(kind, str) and kind in HF_FAMILIES,
-        f"{where}: model_type {kind!r} is not one of {', '.join(HF_FAMILIES)}",
-        "use a model of one of these families",
-    )
+    known = isinstance(kind, str) and kind in HF_FAMILIES
+    problem = f"{where}: model_type {kind!r} is not one of {', '.join(HF_FAMILIES)}"
+    require(known, problem, "use a model of one of these families")
     rope = rope_of(hf, where)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     length, outside = (d.get("original_max_position_embeddings") for d in (rope, hf))
-    require(
-        rope_type != "llama3" or outside in (None, length),
-        f"{where}: original_max_position_embeddings is {outside} outside of rope's",
-        "transformers 5 takes it, 4 does not: write the right number into both places",
-    )
+    problem = f"{where}: original_max_position_embeddings is {outside} outside of rope's"
+    hint = "transformers 5 takes it, 4 does not: write the right number into both places"
+    require(rope_type != "llama3" or outside in (None, length), problem, hint)
     refuse_others(hf, kind, rope_type, where)
     base = Config(kind, 1, 64, 1, 0, 0, 2, 2048, norm_eps=1e-6, rope_theta=1e4, qkv_bias=kind == "qwen2")
-    base = replace(base, **HF_DEFAULTS.get(kind, {}))
+    for families, facts in HF_DEFAULTS:
+        base = replace(base, **facts) if kind in families.split() else base
     # transformers takes both names of the number of experts, and writes one or the other
     names = "num_experts", "num_local_experts"
     experts = {a: hf[b] for a, b in (names, names[::-1]) if b in hf}
     older = {"n_positions": hf["n_ctx"]} if kind == "gpt2" and "n_ctx" in hf else {}
     keys, values = HF_KEYS.get(kind, HF_LLAMA), {**experts, **older, **hf, **rope}
-    keys = keys | {name: name for name in HF_MODERN if kind == "modern"}
     given = {ours: values[theirs] for ours, theirs in keys.items() if values.get(theirs) is not None}
     needed = ["num_layers", "channels", "num_heads", "vocab_size"]
     needed += ["ffn_dim"] * (not base.ffn_dim and kind not in ("gpt2", "modern"))
@@ -336,19 +237,15 @@ def config_from_hf(hf, where):
         require(ours in given, f"{where} has no {keys[ours]}", "use a complete config.json")
     given = {ours: checked_number(base, ours, keys[ours], value, where) for ours, value in given.items()}
     c = replace(base, **given)
-    c.num_kv_heads = c.num_kv_heads or c.num_heads
-    c.num_kv_heads = c.num_heads if kind == "gpt2" else c.num_kv_heads
+    c.num_kv_heads = c.num_heads if kind == "gpt2" else c.num_kv_heads or c.num_heads
     c.ffn_dim = c.ffn_dim if kind != "gpt2" or values.get("n_inner") else 4 * c.channels
     for ours, theirs in HF_ROPE.items() if rope_type == "llama3" else ():
         require(rope.get(theirs) is not None, f"{where}: the llama3 rope scaling has no {theirs}", "write it there")
         c = replace(c, **{ours: checked_number(c, ours, theirs, rope[theirs], where)})
-    require(
-        rope_type != "llama3"
-        or min(c.rope_factor, c.rope_low_freq_factor, c.rope_original_len) > 0
-        and c.rope_high_freq_factor > c.rope_low_freq_factor,
-        f"{where}: the llama3 rope scaling makes no sense",
-        "correct its four numbers",
-    )
+    sense = min(c.rope_factor, c.rope_low_freq_factor, c.rope_original_len) > 0
+    sense = sense and c.rope_high_freq_factor > c.rope_low_freq_factor
+    problem = f"{where}: the llama3 rope scaling makes no sense"
+    require(rope_type != "llama3" or sense, problem, "correct its four numbers")
     # Mistral's is in use unless it is null. One that is as long as the context hides nothing.
     windows = {"mistral": 4096, "mixtral": None}  # where the key is absent
     window = hf.get("sliding_window", windows[kind]) if kind in windows else None

@@ -1,9 +1,8 @@
-"""A run's log, read as it grows: main.jsonl of our trainers (llmc/run/log.h), or llm.c's main.log. plot.py, watch.py
-and export_log.py all read through here. Standard library only.
+"""A run's log, read as it grows: main.jsonl of our trainers (llmc/run/log.h), or llm.c's main.log.
 
 A log may end in the middle of a line (it is being written, or the run was killed), go on behind such a line (it was
 resumed), go back to an earlier step (then what was logged beyond that step no longer counts), or be begun anew under
-the same name."""
+the same name. Standard library only."""
 
 import json
 import math
@@ -11,8 +10,15 @@ import os
 import re
 from array import array
 
+from llmc.tool_output import fail
+
+NAME_A_LOG = "name a run's --output folder or its main.jsonl"
 HEAD = 512  # bytes at the beginning that tell one log from another of the same name
-LLMC_FIELDS = {"trl": ("step", "loss"), "tel": ("eval", "loss"), "eval": ("eval_choice", "acc_norm")}
+LLMC_LINES = {  # llm.c's name of a line: what its record is, and the field of its value
+    "trl": ({"event": "step"}, "loss"),
+    "tel": ({"event": "eval"}, "loss"),
+    "eval": ({"event": "eval_choice", "name": "hellaswag"}, "acc_norm"),
+}
 
 
 def number(value, default=math.nan):
@@ -36,16 +42,10 @@ def parse(line):
     llmc = text.startswith("s:") and re.match(r"s:(-?\d+) (trl|tel|eval):(\S+)(?: lr:(\S+) norm:(\S+))?\s*$", text)
     try:
         if llmc:  # its training steps count from 0
-            step, kind, *values = llmc.groups()
-            event, field = LLMC_FIELDS[kind]
-            record = {"event": event, "step": int(step) + (event == "step"), field: float(values[0])}
-            return record | (
-                {"lr": float(values[1]), "norm": float(values[2])}
-                if values[1]
-                else {"name": "hellaswag"}
-                if kind == "eval"
-                else {}
-            )
+            step, kind, value, lr, norm = llmc.groups()
+            record, field = LLMC_LINES[kind]
+            record = record | {"step": int(step) + (kind == "trl"), field: float(value)}
+            return record | ({"lr": float(lr), "norm": float(norm)} if lr else {})
         try:
             record = json.loads(text)
         except ValueError:  # behind what a killed run left unfinished, the resumed one's first record
@@ -105,9 +105,12 @@ class RunLog:
         """Whether the file has lines, and none of them is a record."""
         return self.damaged > 0 and not self.records
 
+    def require_log(self):
+        if self.no_log():
+            fail(f"'{self.path}' is no run's log", NAME_A_LOG)
+
     def poll(self, whole=False, each=lambda at, record: None):
-        """Reads what was added, and calls each(position behind the line, record). whole: a last line without its end
-        counts."""
+        """Reads what was added; each(position behind the line, record). whole: a last line without its end counts."""
         if not self.at:  # the run may have made its folder since
             self.path = log_path(self.given)
         try:
@@ -140,11 +143,9 @@ class RunLog:
             self.start, self.started, self.end = record, True, None
             self.starts += 1
         elif event in ("step", "eval", "eval_choice"):
-            own = (
-                self.choices.setdefault(str(record.get("name", "choice")), Series())
-                if event == "eval_choice"
-                else getattr(self, event)
-            )
+            own = {"step": self.step, "eval": self.eval}.get(event)
+            if own is None:
+                own = self.choices.setdefault(str(record.get("name", "choice")), Series())
             # the run went back: forget what came after
             for series in (self.step, self.eval, *self.choices.values(), *self.others.values()):
                 series.cut(record["step"] + (series is not own))
@@ -162,6 +163,11 @@ class RunLog:
             own = self.others.setdefault((str(event), str(record.get("name", ""))), Series())
             own.cut(record["step"])
             own.append(record | {"elapsed": self.base + number(record.get("elapsed"))})
+
+
+def last_finite(column):
+    """NaN where there is none."""
+    return next((v for v in reversed(column) if math.isfinite(v)), math.nan)
 
 
 def smooth(values, half_life):

@@ -115,10 +115,8 @@ class Scorer:
     def __init__(self, folder, way="engine", seq_len=2048, batch_size=None, program=None):
         folder = opened(folder)
         if adapter.is_adapter(folder):
-            die(
-                f"'{folder}' holds LoRA adapters",
-                f"make a model of them: llmc merge {shlex.quote(str(folder))} NEW_FOLDER",
-            )
+            merge = f"make a model of them: llmc merge {shlex.quote(str(folder))} NEW_FOLDER"
+            die(f"'{folder}' holds LoRA adapters", merge)
         config = read_config(folder)
         self.seq_len = min(seq_len, config.get("n_positions") or config["max_position_embeddings"])
         self.tokenizer = folder_tokenizer(folder)
@@ -126,15 +124,10 @@ class Scorer:
         # what a document begins with
         self.begin = self.first if len(self.first) else np.array([self.tokenizer.eot], np.int64)
         self.model = (Engine if way == "engine" else Transformers)(folder, self.seq_len, batch_size, program)
+        self.logp, self.follows, self.close = self.model.logp, self.model.follows, self.model.close
 
     def encode(self, text):
         return self.tokenizer.encode(text.encode()).astype(np.int64)
-
-    def logp(self, tokens, targets):
-        return self.model.logp(tokens, targets)
-
-    def follows(self, context, continuation):
-        return self.model.follows(context, continuation)
 
     def means(self, context, continuation):
         """Lists of arrays -> (R) float64: the mean log-probability of each continuation's tokens. Rows of like length
@@ -148,9 +141,6 @@ class Scorer:
                 tokens, targets = rows_of(*([x[r] for r in part] for x in (context, continuation)), widths[kind])
                 made[part] = self.logp(tokens, targets).sum(1, dtype=float) / (targets >= 0).sum(1)
         return made
-
-    def close(self):
-        self.model.close()
 
 
 positive = whole_from(1)

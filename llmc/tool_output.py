@@ -3,13 +3,11 @@ traceback or, where the last words were still in a buffer, with "Exception ignor
 default, an end at once, is not for tools that download or start processes: a server that hangs up would be their end,
 too.
 
-    end_with_reader()
-      of a tool that only tells: ends without a word, with the status that a shell gives to what SIGPIPE ended
+    end_with_reader()    of a tool that only tells: ends without a word, with the status of what SIGPIPE ended
     outlive_reader()     of one that makes something: goes on to its end without a word
 
 Either is called once, where a program starts. From then on a character that the output's encoding lacks is escaped,
-such as half of one in the name of a file: Python would end there. And a UserError that nobody catches is told in two
-lines. Parser is argparse's, whose errors are two lines. Standard library only.
+such as half of one in a file's name, and a UserError that nobody catches is told in two lines. Standard library only.
 """
 
 import argparse
@@ -47,8 +45,7 @@ class Output:
 
 
 class UserError(ValueError):
-    """Of functions that tools and programs of one's own call: what is wrong, and what to do. options: the hint where
-    the user has a command line."""
+    """What is wrong, and what to do: also of functions of a user's program. options: the hint of a command line."""
 
     def __init__(self, what, hint, options=None):
         super().__init__(f"{what}\n  hint: {hint}")
@@ -66,6 +63,12 @@ def tell_of(others):
         print(f"\n{e.of_tool}", file=sys.stderr)
 
     return tell
+
+
+def fail(what, hint):
+    """Ends the program with an error in two lines, and status 1."""
+    print(f"error: {what}\n  hint: {hint}", file=sys.stderr)
+    sys.exit(1)
 
 
 def reader_may_leave(end):
@@ -116,7 +119,10 @@ def whole_from(low):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong, and where the options are, without a list of them all."""
+    """Says what is wrong, and where the options are, without a list of them. Descriptions stay as they are laid out."""
+
+    def __init__(self, *given, formatter_class=argparse.RawDescriptionHelpFormatter, **more):
+        super().__init__(*given, formatter_class=formatter_class, **more)
 
     def error(self, message):
         self.exit(2, f"error: {message}\n  hint: see {self.prog} --help\n")

@@ -23,11 +23,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from pathlib import Path
 
+from llmc.places import ROOT
 from llmc.tool_output import outlive_reader
 
-ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin/python"
 UNFINISHED = ROOT / ".venv-unfinished"
@@ -63,13 +62,15 @@ print(json.dumps(found))
 """
 
 
+ANOTHER_PYTHON = "run make with PYTHON=/path/to/another/python3"
+
+
 def stop(what, hint):
     sys.exit(f"\nerror: {what}\n  hint: {hint}")
 
 
 def requirements(group):
-    """What .venv gets: lines of the requirements' files under the heading of the group; what tests need is all of
-    it."""
+    """What .venv gets: lines of requirements.txt under the heading of the group; what tests need is all of it."""
     if group in ("toolkit", "mpi"):
         return MPI
     sections = {"demo": ("demo",), "test": ("demo", "serve", "test"), "serve": ("serve",)}[group]
@@ -106,11 +107,10 @@ def missing_in(python, wanted, folder=None):
     for requirement in wanted:
         name = pin(requirement)[0]
         have, parts, ours = there.get(name, (None, [], False))
+        there_too = [part for part in parts if pin(part)[0] in there]
         if have is None or name != "torch" and not fits(requirement, have):
             missing.append(requirement)
-        elif (
-            name == "torch" and ours and any(n in there and not fits(p, there[n][0]) for p in parts for n in pin(p)[:1])
-        ):
+        elif name == "torch" and ours and not all(fits(part, there[pin(part)[0]][0]) for part in there_too):
             missing.append("torch==" + have.partition("+")[0])  # pip then puts its parts right
     return missing
 
@@ -133,11 +133,8 @@ def make_venv(wanted):
     # Debian without python3-venv has no ensurepip; packages then come through this Python's own pip, if it has one.
     made = made or runs(sys.executable, "-m", "venv", "--without-pip", *options, VENV)
     if not made:
-        stop(
-            f"{sys.executable} cannot make a virtual environment",
-            "install Python's venv module (Debian, Ubuntu: apt install python3-venv), or run make with "
-            "PYTHON=/path/to/another/python3",
-        )
+        hint = f"install Python's venv module (Debian, Ubuntu: apt install python3-venv), or {ANOTHER_PYTHON}"
+        stop(f"{sys.executable} cannot make a virtual environment", hint)
     # that Python is an environment itself: name its packages, which ours would not see
     if share and sys.prefix != sys.base_prefix:
         for folder in VENV.glob("lib*/python*/site-packages"):
@@ -152,10 +149,8 @@ def pip_install(wanted, *options):
     elif runs(sys.executable, "-m", "pip", "--python", PYTHON, "--version"):
         pip = [sys.executable, "-m", "pip", "--python", PYTHON]
     else:
-        stop(
-            "this Python has neither ensurepip nor pip, so nothing can be installed",
-            "Debian, Ubuntu: apt install python3-venv; or run make with PYTHON=/path/to/another/python3",
-        )
+        hint = f"Debian, Ubuntu: apt install python3-venv; or {ANOTHER_PYTHON}"
+        stop("this Python has neither ensurepip nor pip, so nothing can be installed", hint)
     print(f"installing {' '.join(wanted)} ...", flush=True)
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
     command = [*pip, "install", "--disable-pip-version-check", *quiet, *options, *wanted]
@@ -163,11 +158,8 @@ def pip_install(wanted, *options):
 
 
 def could_not_install(wanted):
-    stop(
-        f"pip could not install {' '.join(wanted)}",
-        "a package index must be reachable (pip's settings: PIP_INDEX_URL or pip.conf); or run make with "
-        "PYTHON=a python3 that has these packages",
-    )
+    hint = "a package index must be reachable (pip's settings: PIP_INDEX_URL or pip.conf); or run make with "
+    stop(f"pip could not install {' '.join(wanted)}", hint + "PYTHON=a python3 that has these packages")
 
 
 def install(wanted):
@@ -213,10 +205,8 @@ def main():
 
         devices, driver, _ = doctor.gpus()
         if useless := doctor.no_toolkit_for(devices, driver):
-            stop(
-                useless,
-                "install a toolkit that the driver runs and set CUDA_HOME, or a newer driver: make doctor says more",
-            )
+            hint = "install a toolkit that the driver runs and set CUDA_HOME, or a newer driver: make doctor says more"
+            stop(useless, hint)
         if not doctor.cxx_compiler(ROOT / "build"):
             stop("nvcc needs g++, and there is none", "Debian, Ubuntu: apt install g++")
     os.environ.pop("PYTHONHOME", None)

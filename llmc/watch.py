@@ -8,7 +8,6 @@ its log alone.
 Reads the log as it grows (run_log.py): it may be started before the run, and stays through crashes, resumes and new
 beginnings. Standard library only. On a remote machine: ssh -t host llmc watch path/to/run"""
 
-import argparse
 import math
 import os
 import select
@@ -18,25 +17,19 @@ import sys
 import time
 import unicodedata
 
-from llmc.run_log import RunLog, count_text, number, smooth
-from llmc.tool_output import Parser, end_with_reader
+from llmc.run_log import NAME_A_LOG, RunLog, count_text, last_finite, number, smooth
+from llmc.tool_output import Parser, end_with_reader, fail
 
 BLOCKS, PLAIN_BLOCKS = " ▁▂▃▄▅▆▇█", " ..:-=+*#"
 RECENT = 200  # steps that the smoothed figures look back on
-REWARDS = ("reward", "entropy", "kl")
 
 
 def duration_text(seconds):
     s = int(max(seconds, 0) + 0.5)
-    if s < 60:
-        return f"{s}s"
-    return (
-        f"{s // 60}m{s % 60:02d}s"
-        if s < 3600
-        else f"{s // 3600}h{s // 60 % 60:02d}m"
-        if s < 86400
-        else f"{s // 86400}d{s // 3600 % 24:02d}h"
-    )
+    for size, unit, below, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if s >= size:
+            return f"{s // size}{unit}{s % size // below:02d}{smaller}"
+    return f"{s}s"
 
 
 def cut(text, width):
@@ -61,20 +54,14 @@ def value_text(value, form):
     return format(value, form) if math.isfinite(value) else "-" if math.isnan(value) else str(value)
 
 
-def last_finite(column):
-    return next((v for v in reversed(column) if math.isfinite(v)), math.nan)
-
-
 def chart(values, width, height, blocks):
     """A filled curve of `height` rows: each column the mean of its share of the values. The steep beginning of a long
     run is cut off at the top. What is not finite leaves a gap."""
     columns = width - 9
     means = []
     for i in range(columns):
-        share = values[
-            i * len(values) // columns : max((i + 1) * len(values) // columns, i * len(values) // columns + 1)
-        ]
-        finite = [v for v in share if math.isfinite(v)]
+        begin, end = i * len(values) // columns, (i + 1) * len(values) // columns
+        finite = [v for v in values[begin : max(end, begin + 1)] if math.isfinite(v)]
         means.append(sum(finite) / len(finite) if finite else math.nan)
     shown = [v for v in means[columns // 20 if len(values) > columns else 0 :] if math.isfinite(v)]
     if not shown or columns < 4:
@@ -104,19 +91,13 @@ def state_text(log, now, changed):
     return "running" if age < max(60, 10 * seconds_per_step(log)) else f"no new line for {duration_text(age)}"
 
 
-def place(series, field, value):
-    return f"{value:.4f} at step {next(s for s, v in zip(series['step'], series[field]) if v == value):.0f}"
-
-
 def progress_line(log, done, width, blocks):
     total = int(number(log.start.get("steps"), 0))
     if not total:
         return f"step {done:.0f}"
     head, each = f"step {done:.0f} of {total}", seconds_per_step(log)
-    tail = (
-        f"{100 * min(done / total, 1):3.0f}%   ETA "
-        f"{duration_text((total - done) * each) if each and not log.end else '-'}"
-    )
+    left = duration_text((total - done) * each) if each and not log.end else "-"
+    tail = f"{100 * min(done / total, 1):3.0f}%   ETA {left}"
     room = max(width - len(head) - len(tail) - 6, 0)
     filled = int(room * min(done / total, 1))
     return f"{head}  [{blocks[8] * filled}{' ' * (room - filled)}]  {tail}"
@@ -124,26 +105,24 @@ def progress_line(log, done, width, blocks):
 
 def figures(log):
     """The step's values, two to a line."""
-    recent = {
-        name: log.step[name][-RECENT:]
-        for name in ("loss", "norm", "lr", "tok_s", "mfu", "ms", "tokens", "mem_gib", *REWARDS)
-    }
+    fields = ("loss", "norm", "lr", "tok_s", "mfu", "ms", "tokens", "mem_gib", "reward", "entropy", "kl")
+    recent = {name: log.step[name][-RECENT:] for name in fields}
     now = {name: column[-1] if len(column) else math.nan for name, column in recent.items()}
     speed, smoothed = last_finite(smooth(recent["tok_s"], 20)), last_finite(smooth(recent["loss"], 20))
     memory = now["mem_gib"] if math.isfinite(now["mem_gib"]) else number(log.start.get("memory_gib"))
     ranks = int(number(log.start.get("ranks"), 1))
     mfu = f", {100 * now['mfu']:.1f}% MFU" if math.isfinite(now["mfu"]) else ""
+    on = f" on each of {ranks} ranks" if ranks > 1 else ", 1 rank"
+    count = lambda value: count_text(value) if math.isfinite(value) else "-"
     left = [
         f"loss       {value_text(now['loss'], '.4f')}, smoothed {value_text(smoothed, '.4f')}",
         f"norm       {value_text(now['norm'], '.4f')}",
         f"rate       {value_text(now['lr'], '.2e')}",
     ]
     right = [
-        f"speed    {count_text(speed) if math.isfinite(speed) else '-'} tokens/s{mfu}",
-        f"step     {value_text(now['ms'], '.1f')} ms, "
-        f"{count_text(now['tokens']) if math.isfinite(now['tokens']) else '-'} tokens so far",
-        f"memory   "
-        f"{f'{memory:.2f} GiB' if memory > 0 else '-'}{f' on each of {ranks} ranks' if ranks > 1 else ', 1 rank'}",
+        f"speed    {count(speed)} tokens/s{mfu}",
+        f"step     {value_text(now['ms'], '.1f')} ms, {count(now['tokens'])} tokens so far",
+        f"memory   {f'{memory:.2f} GiB' if memory > 0 else '-'}{on}",
     ]
     if math.isfinite(now["reward"]):  # scripts/grpo.py
         left.append(f"reward     {now['reward']:.4f}, smoothed {last_finite(smooth(recent['reward'], 20)):.4f}")
@@ -151,10 +130,14 @@ def figures(log):
     return [f"{a:<39} {b}" for a, b in zip(left, right)]
 
 
+def part_of(start, name):
+    """The options or the config of a run's first line, where it has them."""
+    return start.get(name) if isinstance(start.get(name), dict) else {}
+
+
 def is_dead(log):
     """Whether the last step has taught nothing, and none after it will."""
-    config = log.start.get("config") if isinstance(log.start.get("config"), dict) else {}
-    vocab = number(config.get("vocab_size"), 0)
+    vocab = number(part_of(log.start, "config").get("vocab_size"), 0)
     last = log.step[-1] if len(log.step) else {}
     guess = vocab > 0 and abs(last.get("loss", math.nan) - math.log(vocab)) < 1e-3
     return guess and last.get("norm", math.nan) < 1e-6
@@ -162,26 +145,16 @@ def is_dead(log):
 
 def frame(log, width, height, now, changed, blocks=BLOCKS):
     """The picture: at most `height` lines of at most `width` columns. now, changed: seconds; when the log last grew."""
-    start, options = log.start, log.start.get("options") if isinstance(log.start.get("options"), dict) else {}
-    title = (
-        [
-            f"{options.get('model', 'a run')}, {count_text(number(start.get('parameters'), 0))} parameters",
-            f"{start.get('dtype', '')} on {start.get('device', '')}",
-        ]
-        if start
-        else []
-    )
-    done = max((s["step"][-1] for s in (log.step, log.eval) if len(s)), default=0)
-    top = [
-        both_ends(os.path.dirname(log.path) or log.path, state_text(log, now, changed), width),
-        *title,
-        progress_line(log, done, width, blocks),
-        "",
-        *figures(log),
-    ]
+    start, done = log.start, max((s["step"][-1] for s in (log.step, log.eval) if len(s)), default=0)
+    top = [both_ends(os.path.dirname(log.path) or log.path, state_text(log, now, changed), width)]
+    if start:
+        model, size = part_of(start, "options").get("model", "a run"), count_text(number(start.get("parameters"), 0))
+        top += [f"{model}, {size} parameters", f"{start.get('dtype', '')} on {start.get('device', '')}"]
+    top += [progress_line(log, done, width, blocks), "", *figures(log)]
     losses = [v for v in log.eval["loss"] if math.isfinite(v)]
     if losses:
-        best = f" (lowest {place(log.eval, 'loss', min(losses))})" if min(losses) < losses[-1] else ""
+        lowest = log.eval["loss"].index(min(losses))
+        best = f" (lowest {min(losses):.4f} at step {log.eval['step'][lowest]:.0f})" if min(losses) < losses[-1] else ""
         bits = f", {log.eval['bpb'][-1]:.4f} bits/byte," if math.isfinite(log.eval["bpb"][-1]) else ""
         top.append(f"val loss   {log.eval['loss'][-1]:.4f}{bits} at step {log.eval['step'][-1]:.0f}{best}")
     for name, series in log.choices.items():
@@ -192,12 +165,9 @@ def frame(log, width, height, now, changed, blocks=BLOCKS):
     if log.checkpoint:
         top.append(f"checkpoint {log.checkpoint.get('path', '')}")
     skipped = sum(1 for v in log.step["skipped"] if v == 1)
-    notes = (
-        ["dead: the loss is that of guessing, and there is no gradient"] * is_dead(log)
-        + [f"{skipped} updates skipped"] * (skipped > 0)
-        + [f"started {log.starts} times"] * (log.starts > 1)
-        + [f"{log.damaged} damaged lines in the log"] * (log.damaged > 0)
-    )
+    notes = ["dead: the loss is that of guessing, and there is no gradient"] * is_dead(log)
+    notes += [f"{skipped} updates skipped"] * (skipped > 0) + [f"started {log.starts} times"] * (log.starts > 1)
+    notes += [f"{log.damaged} damaged lines in the log"] * (log.damaged > 0)
     if notes:
         top.append("note       " + ", ".join(notes))
     bottom = []
@@ -236,11 +206,9 @@ def watch(log, interval, blocks):
             if log.no_log():
                 break
             width, height = shutil.get_terminal_size()
-            lines = (
-                frame(log, width, height - 1, time.time(), changed_at(log), blocks)
-                if log.at
-                else [cut(f"waiting for {log.path}", width)]
-            )
+            lines = [cut(f"waiting for {log.path}", width)]
+            if log.at:
+                lines = frame(log, width, height - 1, time.time(), changed_at(log), blocks)
             screen = [*lines, *[""] * (height - 1 - len(lines)), cut("q leaves".rjust(width - 1), width)]
             sys.stdout.write("\x1b[H\x1b[1m" + "\x1b[K\r\n\x1b[0m".join(screen[:height]) + "\x1b[K")
             sys.stdout.flush()
@@ -260,18 +228,8 @@ def watch(log, interval, blocks):
     print("\n".join(lines))
 
 
-def leave(signum, _):
-    sys.exit(128 + signum)
-
-
-def not_a_log(log):
-    hint = "name a run's --output folder or its main.jsonl"
-    print(f"error: '{log.path}' is no run's log\n  hint: {hint}", file=sys.stderr)
-    return 1
-
-
 def main():
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("run", help="run folder or log file")
     p.add_argument("--once", action="store_true", help="print one picture and end")
     p.add_argument("--interval", type=float, default=1.0, help="seconds between looks at the log (default: 1)")
@@ -279,32 +237,23 @@ def main():
     log = RunLog(a.run)
     blocks = BLOCKS if (sys.stdout.encoding or "").lower().startswith("utf") else PLAIN_BLOCKS
     for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, leave)
+        signal.signal(signum, lambda number, _: sys.exit(128 + number))
     try:
         if sys.stdout.isatty() and not a.once:
             watch(log, max(a.interval, 0.05), blocks)
-            return not_a_log(log) if log.no_log() else 0
+            return log.require_log()
         log.poll()
-        if log.no_log():
-            return not_a_log(log)
+        log.require_log()
         if not log.at:
-            print(
-                f"error: no log '{log.path}', or nothing in it yet\n"
-                f"  hint: name a run's --output folder; on a terminal, without --once, it is waited for",
-                file=sys.stderr,
-            )
-            return 1
+            hint = "name a run's --output folder; on a terminal, without --once, it is waited for"
+            fail(f"no log '{log.path}', or nothing in it yet", hint)
         width, height = shutil.get_terminal_size()
         text = "\n".join(frame(log, width, height - 1, time.time(), changed_at(log), blocks)) + "\n"
         sys.stdout.write(text.encode(sys.stdout.encoding or "ascii", "replace").decode(sys.stdout.encoding or "ascii"))
     except OSError as e:
-        print(
-            f"error: cannot read '{log.path}': {e.strerror}\n  hint: name a run's --output folder or its main.jsonl",
-            file=sys.stderr,
-        )
-        return 1
+        fail(f"cannot read '{log.path}': {e.strerror}", NAME_A_LOG)
 
 
 if __name__ == "__main__":
     end_with_reader()
-    sys.exit(main())
+    main()

@@ -342,15 +342,17 @@ def find_validation_data(o):
 
 
 class Run(core.Run):
-    write_weights, Trainer = staticmethod(write_weights), Trainer
-
-    def find_data(self):
-        find_validation_data(self.o)
+    write_weights, Trainer, find_validation_data = (
+        staticmethod(write_weights),
+        Trainer,
+        staticmethod(find_validation_data),
+    )
 
     def make_model(self, descriptor, seed, data_vocab):
         return add_lora(make_model(descriptor, seed, data_vocab), self.o, descriptor)
 
-    def open_sets(self):
+    def open_tokenizer(self, shards, header):
+        super().open_tokenizer(shards, header)
         o = self.o
         self.sets = open_sets(o.hellaswag, o.choice_data, o.seq_len, self.model.config.vocab_size)
 
