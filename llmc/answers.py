@@ -89,5 +89,3 @@ class Choice:
         tokens = list(itertools.takewhile(is_sent, self.tokens))
         self.tokens = self.tokens[len(tokens) :]
         return text, tokens
-
-

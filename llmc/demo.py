@@ -1,7 +1,7 @@
 """Trains a small GPT-2 on this machine's own Python standard library, byte by byte, in about two minutes; `make demo`
 calls it. The model stays in the output folder; that of an earlier demo moves to a folder beside it, log/demo.before.
 
-    .venv/bin/python dev/demo.py ./train_gpt2 [--seconds 110] [--output log/demo]
+    .venv/bin/python -m llmc.demo ./train_gpt2 [--seconds 110] [--output log/demo]
 
 Some seconds of training measure the machine as busy as it is; steps and evaluations are then planned to fit into the
 time. Where it becomes much slower than that, the run ends soon after that time all the same, before its last step. What
