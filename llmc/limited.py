@@ -118,7 +118,7 @@ class Limited:
                 self.child = None
 
     def __del__(self):
-        if not sys.is_finalizing() and getattr(self, "child", None) and self.owner == os.getpid():
+        if sys and not sys.is_finalizing() and getattr(self, "child", None) and self.owner == os.getpid():
             self.close()  # at Python's own end the child sees its input end
 
 
