@@ -277,6 +277,7 @@ static void test_long_prompts(const char *model, const char *weights, const char
     float *alone = (float *)malloc_or_die(2 * V * sizeof(float));
     printf("%s --weights %s --cache-dtype %s, steps of up to %d rows\n", model, weights, cache, most);
     check_prompts(&m, tokens, TOKENS, alone, alone + V, "1,000 tokens");
+    check_copies(&m, tokens, TOKENS, alone, alone + V, "1,000 tokens");
     for (int others = 0; others < 2; others++) {
         DecodeRow rows[DECODE_ROWS];
         Drawn drawn[DECODE_ROWS];

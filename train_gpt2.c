@@ -1784,6 +1784,16 @@ void model_place(Model *m, int slot, int index, int page) {
     run_queued(m);
     m->cache->table[slot * m->cache->each + index] = page;
 }
+void model_copy_page(Model *m, int from, int to) {
+    const size_t rows = area(m->local.num_kv_heads, KV_PAGE), x = from * rows, y = to * rows;
+    run_queued(m);
+    for (int i = 0; i < 2 * m->local.num_layers; i++) {
+        const KvLayer *layer = &m->cache->layers[i / 2];
+        const QuantMatrix *q = i % 2 ? &layer->values : &layer->keys;
+        memcpy(quant_codes(q, y), quant_codes(q, x), rows * quant_row_bytes(q->format, q->cols));
+        memcpy(quant_scales(q, y), quant_scales(q, x), rows * quant_scale_bytes(q->format, q->cols));
+    }
+}
 void model_prompt(Model *m, int slot, const int *tokens, int n) {
     KvPlace *places = new_array(KvPlace, n);
     run_queued(m);

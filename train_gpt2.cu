@@ -912,6 +912,16 @@ void model_place(Model *m, int slot, int index, int page) {
     kv_place_kernel<<<1, 1, 0, m->gpu.compute>>>(k->of_slot + slot * k->each + index, page);
     launchCheck();
 }
+void model_copy_page(Model *m, int from, int to) {
+    const KvCache *k = &m->decoder.cache;
+    const PageBytes page = decoder_page(&m->plan);
+    const int L = m->config.num_layers;
+    for (void *x : {k->keys, k->values, (void *)k->scales}) {
+        const size_t bytes = (x == k->scales ? page.scales : page.keys) / L;
+        if (x) kv_copy_kernel<<<dim3(L, 8), 256, 0, m->gpu.compute>>>((int4 *)x, bytes / 16, k->pages, from, to);
+    }
+    launchCheck();
+}
 
 // `rows` rows, for attention T tokens of one sequence. Every rank has all rows.
 static Pass decode_pass(Model *m, int T, int rows, int prompt) {

@@ -93,15 +93,18 @@ class Step(tuple[float, str]):
 class Samples(tuple[list[np.ndarray], list[np.ndarray]]):
     """(tokens, logp): two lists with an array for each sequence, int32 and float32 of the same length; those of prompt
     p are at p * n to p * n + n - 1. The prompt is not among them; the token that ended a sequence is its last. .ended:
-    bool (sequences), whether an end or a stop came before max_tokens."""
+    bool (sequences), whether an end or a stop came before max_tokens. .shared: of the sequences' prompts the tokens
+    that were computed for another one."""
 
     tokens: list[np.ndarray]
     logp: list[np.ndarray]
     ended: np.ndarray
+    shared: int
 
-    def __new__(cls, tokens: list[np.ndarray], logp: list[np.ndarray], ended: Sequence[bool]) -> Self:
+    def __new__(cls, tokens: list[np.ndarray], logp: list[np.ndarray], ended: Sequence[bool], shared: int = 0) -> Self:
         samples = super().__new__(cls, (tokens, logp))
         samples.tokens, samples.logp, samples.ended = tokens, logp, np.array(ended, bool)
+        samples.shared = shared
         return samples
 
     def __repr__(self):
@@ -496,8 +499,8 @@ class Trainer:
     ranks: processes under mpirun, a GPU each; as root, too, which a line says. options: the program's long names with
     _ for -, such as batch_size, seq_len, total_batch, output, resume, lora, matmul_dtype, zero_stage, tp; True is 1.
     llmc/trainer_options.pyi has them all. debug: what --debug takes.
-    samples: sequences that generate() has at a time, at most 256. verbose: the program's own lines are printed; a
-    number N: of steps those of every N-th.
+    samples: sequences that generate() has at a time, at most; facts["slots"] is how many it has. verbose: the program's
+    own lines are printed; a number N: of steps those of every N-th.
     launcher: instead of mpirun, such as ["srun", "-n8"]. Errors: Ended with the program's own text.
 
     Attributes: rows, of a call at most (batch_size * groups of ranks); seq_len; micro_steps of a step (total_batch /
@@ -522,7 +525,7 @@ class Trainer:
         launcher: str | Sequence[str] | None = None,
         environment: Mapping[str, object] | None = None,
         debug: str = "",
-        samples: int = 64,
+        samples: int = 256,
         **options: Unpack[Options],
     ) -> None:
         environment = {**os.environ, **{name: str(value) for name, value in (environment or {}).items()}}
@@ -975,7 +978,8 @@ class Trainer:
             raise Error(f"{count} texts of up to {max_tokens} tokens in one call\n  hint: ask for them in several")
         self._room(max(len(given), count * record))
         self._words(np.int32, len(given))[:] = given
-        self._ask("generate", len(prompts), n, max_tokens, temperature, top_k, top_p, seed, len(stops), len(given))
+        numbers = n, max_tokens, temperature, top_k, top_p, seed, len(stops), len(given)
+        shared = int(self._ask("generate", len(prompts), *numbers)[0][1])
         made = self._words(np.int32, count * record).reshape(count, record).copy()
         tokens, logp, ended = [], [], []
         for m in made:
@@ -988,7 +992,7 @@ class Trainer:
             tokens.append(m[2 : 2 + k])
             logp.append(m[2 + max_tokens : 2 + max_tokens + k].view(np.float32))
             ended.append(at_end)
-        return Samples(tokens, logp, ended)
+        return Samples(tokens, logp, ended, shared)
 
     def _cut(self, ids, texts):
         """How many of the ids a text has up to the first stop text; None: it has none."""

@@ -343,6 +343,17 @@ static inline void check_prompts(Model *m, const int *tokens, int T, float *firs
     }
     check(same, "%s: prompts in pieces: the same bits", name);
 }
+// The pages that check_prompts left in slot 0 are copied to slot 1, which had others. first, ours (V).
+static inline void check_copies(Model *m, const int *tokens, int T, const float *first, float *ours, const char *name) {
+    const int each = model_pages(m) / 3;
+    model_set_length(m, 1, 0);
+    model_prompt(m, 1, tokens + 1, T - 1);
+    for (int i = 0; i < each; i++) model_copy_page(m, i ? i : each, i ? each + i : 2 * each);
+    model_set_length(m, 1, T - 1);
+    append_tokens(m, 1, tokens + T - 1, 1, ours);
+    check(memcmp(ours, first, (size_t)m->config.vocab_size * sizeof(float)) == 0, "%s: copied pages: the same bits",
+          name);
+}
 // What a row drew is the next one's token before the host has seen it.
 static inline void check_queued_rows(Model *m, const int *tokens, const char *name) {
     enum { DRAWS = 6 };
@@ -377,6 +388,7 @@ static inline void test_slots(const char *folder, const Options *o) {
         model_decode_open(&m, 3, rows, T, V, 0);
         check_rows(&m, d.tokens, T, rows, alone, folder);
         check_prompts(&m, d.tokens, T, alone, alone + V, folder);
+        check_copies(&m, d.tokens, T, alone, alone + V, folder);
         check_queued_rows(&m, d.tokens, folder);
         free(alone);
         model_close(&m);

@@ -577,6 +577,80 @@ def test_seeds_and_neighbours(start):
     assert t.context == T
 
 
+PAGED = "llama3.2:1B,layers=2,channels=64,heads=4,kv_heads=2,head_dim=16,ffn=64,vocab=128,seq=512"
+ALIKE = [[*range(40), *[i] * (n - 40)] for i, n in enumerate((41, 128, 129, 130, 256, 300))]
+
+
+def paged(t, prompts=ALIKE, **options):
+    return t.generate(prompts, **{"n": 5, "max_tokens": 60, "seed": 3, "stop": [7, 9]} | options)
+
+
+@pytest.fixture(scope="module")
+def recomputed(start_once):
+    """By the rows that prompts may be: without a cache, so that nothing is shared."""
+    found = {}
+
+    def made(rows):
+        if rows not in found:
+            t = start_once(PAGED, batch_size=1, seq_len=512, debug=f"kv-cache=0,prompt-rows={rows}")
+            found[rows] = paged(t)
+        return found[rows]
+
+    return made
+
+
+@pytest.mark.parametrize("rows", [0, 200, 512], ids=["prompts", "short ones are rows", "rows"])
+@pytest.mark.parametrize("samples, pages", [(256, 0), (7, 0), (30, 9), (4, 6), (1, 0)])
+def test_samples_of_a_prompt_share_it(start, recomputed, rows, samples, pages):
+    """All of it but its last token, however many slots there are, and no token changes. Where pages are few some of it
+    is made again."""
+    t = start(PAGED, batch_size=1, seq_len=512, samples=samples, debug=f"prompt-rows={rows},cache-pages={pages}")
+    assert t.facts["slots"] == samples
+    s = paged(t)
+    assert equal(s, recomputed(rows)) and 0 < s.ended.sum() < len(s.ended)
+    if samples > 1 and not pages:
+        assert s.shared == 4 * sum(len(p) - 1 for p in ALIKE)
+    assert equal(paged(t), s)
+
+
+@pytest.mark.parametrize("rows", [0, 512], ids=["prompts", "rows"])
+@pytest.mark.parametrize("kept", [1, 127, 128, 129, 255])
+def test_parts_of_pages_that_samples_share(start, rows, kept):
+    """A prompt's last token is a row of each sample, those before it are computed once."""
+    t = start(PAGED, batch_size=1, seq_len=512, samples=3, debug=f"prompt-rows={rows}")
+    prompt = np.random.default_rng(kept).integers(0, V, kept + 1)
+    s = t.generate([prompt], n=9, max_tokens=20, seed=1)
+    assert s.shared == 8 * kept and len({tuple(x) for x in s.tokens}) == 9
+    for made, logp in zip(*s):
+        row = np.array([[*prompt, *made]])
+        assert np.abs(t.forward(row[:, :-1], row[:, 1:])[0, -len(made) :] - logp).max() < 1e-4
+
+
+def test_256_sequences_at_a_time(start):
+    t = start(PAGED, batch_size=1, seq_len=512)
+    assert t.facts["slots"] == 256
+    prompts = [[i % 128, i // 128, 5] for i in range(300)]
+    made = t.generate(prompts, max_tokens=5, seed=2)
+    assert len(made.tokens) == 300
+    few = start(PAGED, batch_size=1, seq_len=64)  # a step's rows have the place of a micro-step's
+    assert few.facts["slots"] == 64 and equal(few.generate(prompts, max_tokens=5, seed=2), made)
+
+
+@needs_mpi
+@pytest.mark.parametrize("rows", [0, 512], ids=["prompts", "rows"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ranks_share_prompts(start, rows, tp):
+    """The 15 sequences of each of two ranks are those of three prompts; two ranks of one model agree."""
+    options = dict(seq_len=512, samples=6, debug=f"prompt-rows={rows}")
+    alone = paged(start(PAGED, batch_size=2, **options))
+    t = start(PAGED, ranks=2, batch_size=tp, tp=tp, **options)
+    s = paged(t)
+    assert s.shared == alone.shared == 4 * sum(len(p) - 1 for p in ALIKE)
+    if tp == 1:
+        assert equal(s, alone)
+    assert equal(paged(t), s)
+
+
 def test_threads_take_turns(start):
     """Each gets its own answers while others call."""
     t = start("llama3")

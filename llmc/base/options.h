@@ -168,8 +168,8 @@
     INT(kv_cache, "", '=', 1, 0, 1, "keep keys and values of earlier tokens; 0: recompute them for every token") \
     INT(cache_pages, "", '=', 0, 0, 1 << 30, "pages of 128 tokens in all; 0: as many as texts fill or memory has") \
     INT(prompt_rows, "", ' ', -1, -1, 1 << 30, \
-        "prompts of --serve with up to so many tokens are rows beside those of others (-1: 1024 on a GPU, with " \
-        "more than 8 sequences)") \
+        "prompts of --serve and calls with up to so many tokens are rows beside those of others (-1: 1024 on a GPU, " \
+        "with more than 8 sequences)") \
     INT(draft_tokens, "", ' ', 4, 1, 31, "that --draft proposes at a time") \
     INT(save_async, "", '=', 1, 0, 1, "train on while a copy is written; 0: wait for the disk") \
     INT(tf32, "f", '~', 1, 0, 1, "fp32 build on a GPU: allow TF32 matmuls") \

@@ -270,6 +270,7 @@ void model_decode_open(Model *m, int slots, int rows, int room, int known, int p
 int model_pages(const Model *m);
 // From now on the slot's tokens from index * KV_PAGE on are those of the page. Slots may share one that is full.
 void model_place(Model *m, int slot, int index, int page);
+void model_copy_page(Model *m, int from, int to);       // behind all steps that are queued
 int model_length(const Model *m, int slot);             // tokens that a slot has, those of queued steps included
 void model_set_length(Model *m, int slot, int length);  // its pages have so many tokens; what they have behind is left
 // Appends n tokens to a slot: bitwise identical however they are divided into calls.

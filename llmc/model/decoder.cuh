@@ -56,39 +56,41 @@ typedef struct {
 
 // ---- before the first step
 
-typedef struct { size_t keys, scales; } CacheBytes;
-// Bytes of the keys, which are those of the values, and of the scales of both.
-static CacheBytes decoder_cache(const Plan *p, const KvCache *k) {
+// Bytes of a page: of its keys in all layers, which are those of its values; of the scales of both.
+typedef struct { size_t keys, scales; } PageBytes;
+static PageBytes decoder_page(const Plan *p) {
     const Config *c = &p->local;
-    const size_t heads = (size_t)c->num_kv_heads * c->head_dim,
-                 size = (size_t)c->num_layers * k->pages * KV_PAGE * heads;
-    const int fp8 = cache_is_fp8(&p->options);
-    return {round_up(fp8 ? size : size * sizeof(floatX), 512), fp8 ? size / c->head_dim : 0};
+    const size_t rows = (size_t)c->num_layers * KV_PAGE * c->num_kv_heads, size = rows * c->head_dim;
+    if (!cache_is_fp8(&p->options)) return {size * sizeof(floatX), 0};
+    return {size, rows * sizeof(float2)};
 }
 // With --lora the kernel reads all blocks' matrices with their adapters merged into them.
 static int decoder_merges(const Plan *p, const Decoder *d) {
     return (d->has_kernel || d->has_rows || d->cache.few) && p->lora.rank;
 }
 static size_t decoder_merged(const Plan *p) { return p->config.num_layers * merged_matrices(p); }
-// Of a run of calls, where training and generation take turns, cache and merged matrices may lie in the activations
-// that blocks keep for backward, but for the first place. Returns whether they fit.
+// In a run of calls training and generation take turns: cache and merged matrices may lie in the activations that
+// blocks keep for backward, but for the first place. Returns how many pages they have room for.
+static size_t decoder_places(const Plan *p, const Decoder *d) {
+    const PageBytes page = decoder_page(p);
+    const size_t saved = saved_block_size(p) * sizeof(floatX), all = saved * plan_block_places(p),
+                 others = round_up(saved, 512) + (decoder_merges(p, d) ? decoder_merged(p) * sizeof(floatX) : 0);
+    return *p->options.calls && !page.scales && all > others ? (all - others) / (2 * page.keys) : 0;
+}
 static int decoder_place(const Plan *p, const Buffers *b, Decoder *d) {
-    const CacheBytes cache = decoder_cache(p, &d->cache);
-    const size_t saved = saved_block_size(p) * sizeof(floatX), block = round_up(saved, 512),
-                 all = saved * plan_block_places(p);
-    const size_t merged = decoder_merges(p, d) ? decoder_merged(p) * sizeof(floatX) : 0;
-    if (!*p->options.calls || cache.scales || block + 2 * cache.keys + merged > all) return 0;
-    d->cache.keys = (char *)b->saved_block + block;
-    d->cache.values = (char *)d->cache.keys + cache.keys;
-    d->merged = (floatX *)((char *)d->cache.values + cache.keys);
+    const size_t keys = decoder_page(p).keys * d->cache.pages;
+    if ((size_t)d->cache.pages > decoder_places(p, d)) return 0;
+    d->cache.keys = (char *)b->saved_block + round_up(saved_block_size(p) * sizeof(floatX), 512);
+    d->cache.values = (char *)d->cache.keys + keys;
+    d->merged = (floatX *)((char *)d->cache.values + keys);
     return 1;
 }
 // Nothing that was there before is read, not even as 0 times NaN.
 static void decoder_clear(Decoder *d, const Plan *p, cudaStream_t stream) {
-    const CacheBytes cache = decoder_cache(p, &d->cache);
+    const size_t keys = decoder_page(p).keys * d->cache.pages;
     assert(!d->queued);
-    cudaCheck(cudaMemsetAsync(d->cache.keys, 0, cache.keys, stream));
-    cudaCheck(cudaMemsetAsync(d->cache.values, 0, cache.keys, stream));
+    cudaCheck(cudaMemsetAsync(d->cache.keys, 0, keys, stream));
+    cudaCheck(cudaMemsetAsync(d->cache.values, 0, keys, stream));
     memset(d->length, 0, sizeof d->length);
     const KvCache *k = &d->cache;
     const int count = k->slots * k->each;
@@ -102,21 +104,26 @@ static void decoder_request(const Plan *p, const Buffers *b, Decoder *d) {
     KvCache *k = &d->cache;
     Memory *m = &d->memory;
     const size_t rows = prompt_rows(k->room);
-    const CacheBytes cache = decoder_cache(p, k);
+    const PageBytes page = decoder_page(p);
     memory_group(m, "samples");
     if (!decoder_place(p, b, d)) {
-        memory_request(m, (char **)&k->keys, "keys (L,pages,NKV,128,HD)", cache.keys);
-        memory_request(m, (char **)&k->values, "values (L,pages,NKV,128,HD)", cache.keys);
+        memory_request(m, (char **)&k->keys, "keys (L,pages,NKV,128,HD)", k->pages * page.keys);
+        memory_request(m, (char **)&k->values, "values (L,pages,NKV,128,HD)", k->pages * page.keys);
         if (decoder_merges(p, d)) memory_request(m, &d->merged, "blocks' matrices, merged", decoder_merged(p));
     }
-    if (cache.scales) memory_request(m, &k->scales, "their scales (L,pages,NKV,128,2)", cache.scales);
+    if (page.scales) memory_request(m, (char **)&k->scales, "their scales (L,pages,NKV,128,2)", k->pages * page.scales);
     memory_request(m, &k->of_slot, "pages of slots", k->slots * k->each);
     memory_request(m, &k->qkv, "a prompt's q, k, v", rows * qkv_width(c));
     memory_request(m, &k->y, "a prompt's attention", rows * heads_width(c));
     memory_request(m, &k->lse, "a prompt's lse", rows * c->num_heads);
     if (c->position == POSITION_ROPE)
         memory_request(m, &k->cos_sin, "rope table (room,HD/2,2)", (size_t)k->room * c->head_dim);
-    memory_request(m, &d->logits, "logits (rows,Vp)", (size_t)d->most * d->width);
+    // of a step they are read before the next one's blocks; in front of them is a row of the head's own
+    const size_t row = round_up(c->padded_vocab_size * sizeof(floatX), 512), logits = (size_t)d->most * d->width;
+    if (row + logits * sizeof(float) <= region_of(p).bytes)
+        d->logits = (float *)(b->region + row);
+    else
+        memory_request(m, &d->logits, "logits (rows,Vp)", logits);
     memory_request(m, &d->drawn, "what was drawn", k->slots);
     memory_request(m, &d->told, "rows of a step", 1);
     memory_request(m, &d->draw_scratch, "draws", draw_scratch_bytes(d->most, d->known));
@@ -202,24 +209,23 @@ static int decoder_filled(const Plan *p, const Decoder *d, int rows, int part_ro
     return std::min(filled, (int)p->rows);
 }
 // Pages that memory has beside all else that is requested. Some is left for what the driver and cuBLAS take, and a
-// quarter for the cache of a draft.
+// quarter for the cache of a draft. A run of calls takes none if activations have room for the pages of TEXTS texts;
+// else it takes these, or half of what there is: other programs of the caller use the GPU, too.
 static size_t decoder_fit(const Plan *p, const Buffers *b, const Decoder *d) {
-    enum { OTHERS = 256 << 20 };
+    enum { OTHERS = 256 << 20, TEXTS = 64 };
+    const size_t here = decoder_places(p, d), few = (size_t)std::min(d->cache.slots, (int)TEXTS) * d->cache.each;
+    if (here >= few) return here;
     Decoder *probe = new_array(Decoder, 1);
     *probe = *d;
-    probe->cache.pages = d->cache.slots * d->cache.each;
-    size_t fit = SIZE_MAX;
-    if (!decoder_place(p, b, probe)) {
-        probe->cache.pages = 1;
-        decoder_request(p, b, probe);
-        const CacheBytes page = decoder_cache(p, &probe->cache);
-        const size_t bytes = 2 * page.keys + page.scales * sizeof(float2), room = memory_room(1).device,
-                     others = probe->memory.bytes.device + OTHERS, left = room > others ? room - others : 0;
-        fit = (*p->options.draft ? left / 4 * 3 : left) / bytes;
-        free(probe->memory.buffers);
-    }
+    probe->cache.pages = (int)here + 1;
+    decoder_request(p, b, probe);
+    const PageBytes page = decoder_page(p);
+    const size_t bytes = 2 * page.keys + page.scales, room = memory_room(1).device + probe->cache.pages * bytes,
+                 others = probe->memory.bytes.device + OTHERS, left = room - std::min(others, room),
+                 fit = (*p->options.draft ? left / 4 * 3 : left) / bytes;
+    free(probe->memory.buffers);
     free(probe);
-    return fit;
+    return *p->options.calls ? std::max(std::min(fit, few), fit / 2) : fit;
 }
 // reaches: ranks of --tp write to each other's memory from inside the kernel.
 static void decoder_open(Decoder *d, const Plan *p, const Buffers *b, int reaches, int slots, int rows, int room,

@@ -275,13 +275,13 @@ static int calls_hear(void *most, Sequence *s, const Drawn *drawn, SequenceEnd e
     return 0;
 }
 
-// All groups: their own sequences. `mine` of them begin at `first`.
-static int calls_generate(Calls *c, Sequence *sequences, int first, int mine) {
+// All groups: their own sequences. shared: of their prompts' tokens those that were there already.
+static int calls_generate(Calls *c, Sequence *sequences, int count, double *shared) {
     Engine e = engine_of(c->t);
     int most = (int)c->call.x[2];
     e.hear = calls_hear;
     e.caller = &most;
-    for (int i = 0; i < mine; i++) engine_add(&e, &sequences[first + i]);
+    for (int i = 0; i < count; i++) engine_add(&e, &sequences[i]);
     int stopped = 0, on = 1;
     for (int step = 1; on; step++) {
         const int more = engine_step(&e);
@@ -292,6 +292,7 @@ static int calls_generate(Calls *c, Sequence *sequences, int first, int mine) {
         if (stopped) engine_clear(&e);
         on = !stopped && all & MEET_ON;
     }
+    *shared = (double)e.shared;
     engine_close(&e);
     if (c->t->mesh.tp.world > 1) comm_align(&c->t->comm);
     stop_signal = 0;
@@ -329,10 +330,12 @@ static int calls_prompts(const Calls *c, int prompts, const int *given, int ints
     return !problem;
 }
 // generate prompts n most temperature top-k top-p seed ends ints: in the memory, `ints` of them, the ids that end a
-// text, then of each prompt its length and its ids -> from the first byte on n records (Made) of each prompt
+// text, then of each prompt its length and its ids -> from the first byte on n records (Made) of each prompt; how many
+// ints a record has, and how many tokens of prompts were not computed again
 static void call_generate(Calls *c) {
     Trainer *t = c->t;
     const double *x = c->call.x;
+    double shared;
     const int prompts = (int)x[0], n = (int)x[1], most = (int)x[2], ends = (int)x[7], record = MADE_TOKENS + 2 * most;
     const Comm *dp = &t->mesh.dp;
     const int together = computes_together(&t->o, dp), parts = together ? 1 : dp->world;
@@ -362,13 +365,16 @@ static void call_generate(Calls *c) {
             if (i % n == (size_t)n - 1) at += 1 + length;
         }
         const size_t first = together ? 0 : each * dp->rank, left = first < count ? count - first : 0;
-        const int stopped = calls_generate(c, sequences, (int)first, (int)smaller(left, each));
-        if (!together) comm_all_gather(dp, made, each * record * sizeof(int));
+        const int stopped = calls_generate(c, sequences + first, (int)smaller(left, each), &shared);
+        if (!together) {
+            comm_all_gather(dp, made, each * record * sizeof(int));
+            shared = comm_sum(dp, shared);
+        }
         calls_give(c, 0, made, count * record * sizeof(int));
         if (stopped)
             calls_refuse(c, "generation was stopped\ncall it again");
         else
-            calls_answer(c, "ok %d", record);
+            calls_answer(c, "ok %d %.17g", record, shared);
         for (size_t i = 0; i < count; i++) free(sequences[i].tokens);
         free(sequences);
     }
@@ -546,9 +552,10 @@ static void calls_open(Calls *c) {
     FILE *f = text_open(&text);
     fprintf(f, "ok|{\"ranks\":%d,\"local_ranks\":%d", t->comm.world, t->comm.local_world);
     json_write_fields(
-        f, "calls %d groups %d batch_size %lld seq_len %lld micro_steps %d vocab %d eot %d context %d step %ld", CALLS,
-        t->mesh.dp.world, t->o.batch_size, t->o.seq_len, t->num_micro, t->config.vocab_size, first_token(t), t->window,
-        t->state.step);
+        f,
+        "calls %d groups %d batch_size %lld seq_len %lld micro_steps %d vocab %d eot %d context %d slots %d step %ld",
+        CALLS, t->mesh.dp.world, t->o.batch_size, t->o.seq_len, t->num_micro, t->config.vocab_size, first_token(t),
+        t->window, generation_engine(&t->o).slots, t->state.step);
     json_write_fields(f, "known %d tokens %ld steps %lld device %s dtype %s parameters %ld memory_gib %g tokenizer %d",
                       known_tokens(t), t->state.tokens, t->steps, model_device(t->model), model_dtype(t->model),
                       facts_of(t->model).table->num_weights, model_memory_gib(t->model), t->has_tokenizer);

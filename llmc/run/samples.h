@@ -26,7 +26,7 @@ static Options options_of_model(Trainer *t) {
     o.seq_len = smaller(t->window, PIECE);
     // each rank has all rows, and those that a GPU fills a step up with
     int rows = 1;
-    while (rows < generation_sizes(&o).rows) rows *= 2;
+    while (rows < generation_engine(&o).rows) rows *= 2;
     o.batch_size = o.tp * ceil_div(rows, o.seq_len);
     o.recompute = 3;
     o.head_chunks = o.seq_len;
@@ -50,25 +50,20 @@ static void find_ends(Trainer *t) {
     t->ends = &ends;
 }
 static void open_decoding(const Trainer *t, Model *m, int known, int64_t pages) {
-    const GenerationSizes sizes = generation_sizes(&t->o);
-    model_decode_open(m, sizes.slots, sizes.rows, t->window, known, (int)pages);
+    const Engine e = generation_engine(&t->o);
+    model_decode_open(m, e.slots, e.rows, t->window, known, (int)pages);
 }
 static Engine engine_of(Trainer *t) {
-    const GenerationSizes sizes = generation_sizes(&t->o);
-    Engine e = {};
+    Engine e = generation_engine(&t->o);
     e.m = t->model;
     e.draft = t->draft;
     e.drafted = (int)t->o.draft_tokens;
-    e.slots = sizes.slots;
-    e.rows = sizes.rows;
-    e.prompt_rows = sizes.prompt_rows;
     e.window = t->window;
     e.keeps = (int)t->o.kv_cache;
     e.eot = first_token(t);
     e.tokenizer = t->has_tokenizer ? &t->tokenizer : NULL;
     e.ends = t->ends;
     e.pieces = t->o.serve > 0;
-
     engine_open(&e);
     return e;
 }

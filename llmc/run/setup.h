@@ -122,7 +122,7 @@ static void check_options(const Options *o) {
             "--evaluate 1 has nothing to evaluate\ngive --val-data or --choice-data");
     require(!*o->draft || is_directory(o->draft), "--draft '%s' is no folder\nname the folder of a small model",
             o->draft);
-    const int slots = generation_sizes(o).slots;
+    const int slots = generation_engine(o).slots;
     require(!*o->draft || slots * (o->draft_tokens + 1) <= DECODE_ROWS,
             "%d sequences with %lld drafted tokens each are more than the %d rows of a step\n"
             "use a smaller --serve or --debug draft-tokens",

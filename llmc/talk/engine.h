@@ -3,9 +3,10 @@
 //
 // A slot's tokens lie in pages (pages.h), which it takes as it grows. When none are left the newest sequence gives its
 // pages back and waits. What it then has to make again, it makes as before: its prompt as a prompt, the others as rows.
-// A server's prompts come in pieces, one a step, so that sequences that run need not wait for a long one. Where steps
-// have many rows, prompts are rows of the steps of the others, as far as a step has room: beside rows that stream all
-// weights they cost little. Short ones attend as the others do, long ones as prompts, a piece of one prompt a step.
+// Sequences of one prompt have its keys and values from the first of them: full pages are shared, the last one is
+// copied. A server's prompts come in pieces, one a step, so that sequences that run need not wait for a long one. Where
+// steps have many rows, prompts are rows of the steps of the others, as far as a step has room: beside rows that stream
+// all weights they cost little. Short ones attend as the others do, long ones as prompts, a piece of one prompt a step.
 //
 // With --draft a small model proposes the next tokens of each sequence, and the large one runs on all of them in one
 // step. Both draw with the same noise, and the large model accepts a proposal if it draws the same token: the tokens
@@ -48,8 +49,9 @@ typedef struct Sequence {
     int slot;      // -1: it waits
     int begin;     // the first token that is in the slot
     int prompted;  // the first token that does not go through model_prompt
-    int shares;    // full pages of its prompt that have a name
+    int shares;    // pages of its prompt that have a name
     int is_new;    // has pages, and no keys and values but what it found there
+    int rests;     // has no row in the step that is made
     int ahead;     // rows that are queued
     int proposed;  // tokens of the draft, behind the last one in `tokens`
     struct Sequence *next;
@@ -137,12 +139,16 @@ static uint64_t engine_name(const Engine *e, const Sequence *s, int index) {
 static int engine_prompt_tokens(const Sequence *s) {
     return (s->prompted > 0 ? s->prompted : s->prompt - 1) - s->begin;
 }
-// Names the pages that the first `tokens` tokens of the slot fill, as far as they are a prompt's.
-static void engine_share(Engine *e, Sequence *s, int tokens) {
-    const int prompt = engine_prompt_tokens(s), last = smaller(tokens, prompt);
-    for (; (s->shares + 1) * KV_PAGE <= last; s->shares++)
-        pages_name(&e->pages, engine_pages(e, s)[s->shares], engine_name(e, s, s->shares - 1),
-                   s->tokens + s->begin + s->shares * KV_PAGE);
+// Those in its first page that has no name; none: all pages have one.
+static PageTokens engine_part(const Engine *e, const Sequence *s) {
+    const int before = s->shares * KV_PAGE, count = smaller(engine_prompt_tokens(s) - before, KV_PAGE);
+    return (PageTokens){engine_name(e, s, s->shares - 1), larger(count, 0), s->tokens + s->begin + before};
+}
+// Names the pages of the prompt whose tokens are there or in steps that are queued.
+static void engine_share(Engine *e, Sequence *s) {
+    const int has = model_length(e->m, s->slot);
+    for (PageTokens x; (x = engine_part(e, s)).count && s->shares * KV_PAGE + x.count <= has; s->shares++)
+        pages_name(&e->pages, engine_pages(e, s)[s->shares], x);
 }
 
 // ---- life of a sequence
@@ -193,9 +199,8 @@ static int engine_begin(Engine *e, Sequence *s, int spare) {
         s->prompted = last;
         s->draw.stream = rand_mix(s->draw.stream);  // positions come again: other noise
     }
-    const int *tokens = s->tokens + s->begin;
-    for (int page; (s->shares + 1) * KV_PAGE <= engine_prompt_tokens(s); s->shares++, tokens += KV_PAGE) {
-        if ((page = pages_find(&e->pages, engine_name(e, s, s->shares - 1), tokens)) == NO_PAGE) break;
+    for (int page; engine_part(e, s).count == KV_PAGE; s->shares++) {
+        if ((page = pages_find(&e->pages, engine_part(e, s))) == NO_PAGE) break;
         pages_use(&e->pages, page);
         engine_hold(e, s, page);
     }
@@ -245,20 +250,25 @@ static int engine_grow(Engine *e, Sequence *s, int tokens) {
 static int engine_prompt_left(const Engine *e, const Sequence *s) {
     return s->prompted - s->begin - model_length(e->m, s->slot);
 }
-static void engine_prompt_piece(Engine *e, Sequence *s, int n) {
-    const int done = model_length(e->m, s->slot);
-    EACH_MODEL(model, e) model_prompt(model, s->slot, s->tokens + s->begin + done, n);
-    engine_share(e, s, done + n);
-}
 // Whether an earlier prompt's rows are about to fill the page that this new one needs next.
 static int engine_can_share_soon(const Engine *e, const Sequence *s) {
-    const int tokens = (s->shares + 1) * KV_PAGE;
-    if (s->prompted || engine_prompt_tokens(s) < tokens) return 0;
+    const int n = engine_part(e, s).count, tokens = s->shares * KV_PAGE + n;
+    if (s->prompted || !n) return 0;
     for (const Sequence *at = e->first; at != s; at = at->next)
         if (!at->prompted && at->salt == s->salt && engine_prompt_tokens(at) >= tokens &&
             model_length(e->m, at->slot) < tokens && !memcmp(at->tokens, s->tokens, tokens * sizeof *s->tokens))
             return 1;
     return 0;
+}
+// The last page of its prompt, if another sequence has it.
+static void engine_copy(Engine *e, Sequence *s) {
+    const int page = pages_find(&e->pages, engine_part(e, s));
+    if (page == NO_PAGE) return;
+    EACH_MODEL(model, e) {
+        model_copy_page(model, page, engine_pages(e, s)[s->shares]);
+        model_set_length(model, s->slot, engine_prompt_tokens(s));
+    }
+    s->shares++;
 }
 // Since it joined, others that began alike may have filled pages. Returns 0 if one of them is about to fill the next.
 static int engine_find_again(Engine *e, Sequence *s) {
@@ -267,8 +277,9 @@ static int engine_find_again(Engine *e, Sequence *s) {
     const int fits = engine_begin(e, s, 0);
     assert(fits);
     if (engine_can_share_soon(e, s)) return 0;
+    engine_copy(e, s);
     s->is_new = 0;
-    e->shared += s->shares * KV_PAGE;
+    e->shared += model_length(e->m, s->slot);
     return 1;
 }
 // In the order in which sequences came.
@@ -279,8 +290,11 @@ static void engine_prompt(Engine *e) {
     EACH_RUNNING(s, e) {
         if (engine_prompt_left(e, s) <= 0) continue;
         engine_find_again(e, s);
-        const int left = engine_prompt_left(e, s), piece = e->pieces && run && left > PROMPT_PIECE;
-        engine_prompt_piece(e, s, piece ? PROMPT_PIECE : left);
+        const int left = engine_prompt_left(e, s), n = e->pieces && run ? smaller(left, PROMPT_PIECE) : left;
+        const int *tokens = s->tokens + s->begin + model_length(e->m, s->slot);
+        if (n == 0) continue;
+        EACH_MODEL(model, e) model_prompt(model, s->slot, tokens, n);
+        engine_share(e, s);
         if (e->pieces) return;
     }
 }
@@ -355,42 +369,47 @@ static int engine_queue_rows(Engine *e, Sequence *s, DecodeRow *rows, int *n, in
         rows[(*n)++] = engine_row(s, drawn ? DECODE_DRAWN : s->tokens[at + i], 0);
         s->ahead += counts;
     }
-    engine_share(e, s, length + count);
     e->proposed += s->proposed;
-    return count > 1 + s->proposed ? count - 1 - s->proposed : 0;
+    return larger(count - 1 - s->proposed, 0);
 }
 // The first long prompt that is not complete; NULL: there is none.
 static Sequence *engine_long_prompt(const Engine *e) {
-    Sequence *s = e->first;
-    while (s != e->waits && engine_prompt_left(e, s) <= 0) s = s->next;
-    return s == e->waits ? NULL : s;
+    EACH_RUNNING(s, e)
+        if (engine_prompt_left(e, s) > 0) return s;
+    return NULL;
 }
 // A piece of it has the rows that are left.
 static void engine_queue_piece(Engine *e, DecodeRow *rows, int *n) {
-    Sequence *s = engine_long_prompt(e);
+    Sequence *s;
+    while ((s = engine_long_prompt(e)) && s->is_new) engine_find_again(e, s);
     if (!s) return;
-    engine_find_again(e, s);
-    const int done = model_length(e->m, s->slot), left = engine_prompt_left(e, s), room = e->rows - *n;
-    const int count = smaller(left, room), *tokens = s->tokens + s->begin + done;
+    const int count = smaller(engine_prompt_left(e, s), e->rows - *n);
+    const int *tokens = s->tokens + s->begin + model_length(e->m, s->slot);
     if (e->draft) model_prompt(e->draft, s->slot, tokens, count);
     for (int i = 0; i < count; i++) {
         e->steps[e->queued].of[*n] = NULL;
         rows[(*n)++] = engine_row(s, tokens[i], 1);
     }
-    engine_share(e, s, done + count);
+}
+// Whether a sequence knows all tokens that it may have, or waits for keys and values of its prompt.
+static int engine_rests(Engine *e, Sequence *s) {
+    if (s->count + s->ahead >= s->most || engine_prompt_left(e, s) > 0) return 1;
+    return !s->proposed && !engine_find_again(e, s);
 }
 static void engine_queue(Engine *e) {
     DecodeRow rows[DECODE_ROWS];
     int n = 0, spare = e->rows;
-    EACH_RUNNING(s, e) spare -= 1 + s->proposed;
+    EACH_RUNNING(s, e) {
+        s->rests = engine_rests(e, s);
+        spare -= s->rests ? 0 : 1 + s->proposed;
+    }
     if (e->prompt_rows && engine_long_prompt(e)) spare /= 2;  // short prompts leave it some
     EACH_RUNNING(s, e) {
-        if (s->count + s->ahead >= s->most || engine_prompt_left(e, s) > 0) continue;
+        if (s->rests) continue;
         if (model_length(e->m, s->slot) == e->window) {  // it first has to know its last token
             if (!s->ahead && !engine_grow(e, s, 0)) break;
             continue;
         }
-        if (!s->proposed && !engine_find_again(e, s)) continue;
         const int took = engine_queue_rows(e, s, rows, &n, spare);
         if (took < 0) break;
         spare -= took;
@@ -399,6 +418,7 @@ static void engine_queue(Engine *e) {
     if (n == 0) return;
     model_decode(e->m, rows, n);
     e->steps[e->queued++].count = n;
+    EACH_RUNNING(s, e) engine_share(e, s);
 }
 // Waits for the oldest step and hands out its tokens. Rows after a wrong proposal are dropped.
 static void engine_wait(Engine *e) {

@@ -21,12 +21,9 @@ typedef struct {
 static int64_t generation_longest(const Options *o) {
     return 1 + tokenizer_most(o->prompt, (int)strlen(o->prompt)) + o->sample_tokens;
 }
-typedef struct {
-    int slots;        // sequences at a time; the others follow as these end
-    int prompt_rows;  // prompts of up to so many tokens are rows: longer ones take less time as prompts
-    int rows;         // of a step; at least DECODE_FEW_ROWS, in which engine_recompute makes a text's tokens again
-} GenerationSizes;
-static GenerationSizes generation_sizes(const Options *o) {
+// An engine of so many slots, prompt_rows and rows. Prompts that are longer than prompt_rows take less time as prompts.
+// There are at least DECODE_FEW_ROWS rows, in which engine_recompute makes a text's tokens again.
+static Engine generation_engine(const Options *o) {
     #ifdef __CUDACC__
     enum { CHOSEN = 1024 };
     #else
@@ -36,10 +33,10 @@ static GenerationSizes generation_sizes(const Options *o) {
     int most = DECODE_ROWS;
     while (!o->generate && most > 1 && most > o->batch_size * o->seq_len / o->tp) most /= 2;
     const int each = *o->draft ? 1 + (int)o->draft_tokens : 1;  // rows of a sequence: its own, and the draft's
-    GenerationSizes x = {};
+    Engine x = {};
     x.slots = o->serve ? o->serve : smaller(o->samples, larger(most / each, 1));
     const int rows = x.slots * each, few = rows <= DECODE_FEW_ROWS;
-    if (o->serve) x.prompt_rows = o->prompt_rows >= 0 ? o->prompt_rows : few ? 0 : CHOSEN;
+    if (o->serve || *o->calls) x.prompt_rows = o->prompt_rows >= 0 ? o->prompt_rows : few ? 0 : CHOSEN;
     x.rows = x.prompt_rows ? most : few ? smaller(most, DECODE_FEW_ROWS) : rows;
     return x;
 }

@@ -1,18 +1,26 @@
 // Pages of a model's cache. A page has the keys and values of KV_PAGE consecutive tokens of a sequence. One that a
-// prompt has filled gets a name, by which sequences that begin alike find it and share it. A page that nobody uses
-// keeps what it has until it is taken for other tokens: those without a name first, then those that were left first.
+// prompt has filled gets a name, by which sequences that begin alike find it and share it. A prompt's last page has one
+// as well, for the prompt's tokens alone: others copy it, because the tokens behind them are its sequence's own. A page
+// that nobody uses keeps what it has until it is taken for other tokens: those without a name first, then those that
+// were left first.
 #pragma once
 
 #include "../base/config.h"
 #include "../base/rand.h"
 
 enum { NO_PAGE = -1 };
+// Tokens of a page, behind those of the page named `before`, of the same sequence; 0: they are its first.
+typedef struct {
+    uint64_t before;
+    int count;
+    const int *tokens;
+} PageTokens;
 typedef struct {
     int users;         // slots that have it
     int older, newer;  // its neighbours in the list of pages that nobody uses, or NO_PAGE
     int next;          // in its bucket, or NO_PAGE
     uint64_t name;     // of its tokens and all before them; 0: it has none
-    uint64_t before;   // the name of the sequence's page before it; 0: it is the first
+    PageTokens of;     // that have the name
     int tokens[KV_PAGE];
 } CachePage;
 typedef struct {
@@ -23,30 +31,34 @@ typedef struct {
     uint64_t names;  // that were given
 } Pages;
 
-static int *pages_bucket(const Pages *p, uint64_t before, const int *tokens) {
-    uint64_t hash = before;
-    for (int i = 0; i < KV_PAGE; i++) hash = rand_mix(hash + (uint64_t)tokens[i] + 1);
+static int *pages_bucket(const Pages *p, PageTokens x) {
+    uint64_t hash = x.before;
+    for (int i = 0; i < x.count; i++) hash = rand_mix(hash + (uint64_t)x.tokens[i] + 1);
     return &p->bucket[hash % (uint64_t)p->count];
 }
-// The page that has these tokens behind those of the page named `before`, or NO_PAGE.
-static int pages_find(const Pages *p, uint64_t before, const int *tokens) {
-    int at = *pages_bucket(p, before, tokens);
-    for (; at != NO_PAGE; at = p->page[at].next)
-        if (p->page[at].before == before && !memcmp(p->page[at].tokens, tokens, sizeof p->page[at].tokens)) break;
+// The page that has these tokens, or NO_PAGE.
+static int pages_find(const Pages *p, PageTokens x) {
+    int at = *pages_bucket(p, x);
+    for (const CachePage *c; at != NO_PAGE; at = c->next) {
+        c = &p->page[at];
+        const int same = c->of.before == x.before && c->of.count == x.count;
+        if (same && !memcmp(c->tokens, x.tokens, x.count * sizeof(int))) break;
+    }
     return at;
 }
-static void pages_name(Pages *p, int at, uint64_t before, const int *tokens) {
+static void pages_name(Pages *p, int at, PageTokens x) {
     CachePage *c = &p->page[at];
-    int *bucket = pages_bucket(p, before, tokens);
+    int *bucket = pages_bucket(p, x);
     assert(!c->name && c->users > 0);
     c->name = ++p->names;
-    c->before = before;
-    memcpy(c->tokens, tokens, sizeof c->tokens);
+    c->of = x;
+    c->of.tokens = c->tokens;
+    memcpy(c->tokens, x.tokens, x.count * sizeof(int));
     c->next = *bucket;
     *bucket = at;
 }
 static void pages_take_name(Pages *p, int at) {
-    int *from = pages_bucket(p, p->page[at].before, p->page[at].tokens);
+    int *from = pages_bucket(p, p->page[at].of);
     while (*from != at) from = &p->page[*from].next;
     *from = p->page[at].next;
     p->page[at].name = 0;
