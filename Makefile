@@ -56,9 +56,10 @@ CU := $(BUILD)/$(if $(QUICK),quick-)$(if $(filter FP32,$(PRECISION)),fp32,bf16)-
 PTX := $(lastword $(filter-out %a,$(ARCHS)))
 GENCODE := $(foreach a,$(ARCHS),-gencode arch=compute_$a,code=sm_$a) $(if $(PTX),-gencode arch=compute_$(PTX)$(comma)code=compute_$(PTX))
 # ptxas compiles kernels beside each other where it can: the same machine code. OpenMP: for a large model's random weights.
-# QUICK: ptxas -O1 does not end on products of wgmma whose loops cicc -O1 did not unroll.
+# QUICK: ptxas -O1 does not end on products of wgmma whose loops cicc -O1 did not unroll; the host's code would take as long as
+# the GPU's if it were optimised.
 SPLIT := $(if $(QUICK),-Xcicc -O1 -Xptxas -O2,$(if $(NVCC),$(if $(findstring --split-compile,$(shell $(NVCC) --help)),-Xptxas -split-compile=0)))
-NVFLAGS := -std=c++17 -O3 --threads 0 $(SPLIT) $(if $(OPENMP),-Xcompiler $(OPENMP)) $(GENCODE) $(if $(filter FP32,$(PRECISION)),-DPRECISION_FP32) -I. $(CUDA_CFLAGS)
+NVFLAGS := -std=c++17 $(if $(QUICK),-O0,-O3) --threads 0 $(SPLIT) $(if $(OPENMP),-Xcompiler $(OPENMP)) $(GENCODE) $(if $(filter FP32,$(PRECISION)),-DPRECISION_FP32) -I. $(CUDA_CFLAGS)
 
 RANKED := dev/cuda/p2p.cu dev/cuda/tp.cu dev/cuda/decode.cu
 nvflags = $(NVFLAGS) $(if $(filter-out $(RANKED),$(filter dev/cuda/%,$<)),,$(GPU_RANKS)) $(REVISION_FLAGS)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import launcher
+import loaded
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -63,8 +64,8 @@ def logits(folder):
 def test_both_are_those_of_pytorch(words, train, data, tmp_path, model, more):  # noqa: F811
     more = [*more, "--ema", F, "--qk-clip", "0.2", "-v", "10", "-m", "2", "-n", "20"]
     succeeds(train(model, "ours", *more))
-    theirs = [sys.executable, ROOT / "train_gpt2.py", "--device", "cpu", *words(model, "theirs", *more)]
-    run = subprocess.run([str(w) for w in theirs], cwd=data, capture_output=True, text=True, env=ENVIRONMENT)
+    theirs = [ROOT / "train_gpt2.py", "--device", "cpu", *words(model, "theirs", *more)]
+    run = loaded.run(theirs, data, ENVIRONMENT)
     assert run.returncode == 0, run.stderr
     bound = 1e-3 if "muon" in more else 1e-4
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
@@ -84,8 +85,8 @@ def test_the_average_is_that_of_the_formula(train, words, tmp_path):
     """Every eighth step takes 1 - F^8; the weights are those of a run without it."""
     succeeds(train(GPT2, "run", "--ema", F, "-n", "8", "-v", "8"))
     succeeds(train(GPT2, "plain", "-n", "8", "-v", "8"))
-    first = [sys.executable, ROOT / "train_gpt2.py", "-e", GPT2, "--device", "cpu"]
-    subprocess.run([*first, "--write-weights", tmp_path / "first"], check=True, capture_output=True)
+    first = [ROOT / "train_gpt2.py", "-e", GPT2, "--device", "cpu", "--write-weights", tmp_path / "first"]
+    assert loaded.run(first, ROOT).returncode == 0
     average = load_file(tmp_path / "first/model.safetensors")
     assert curve(tmp_path / "run") == curve(tmp_path / "plain")
     for step in (8, 16, 20):

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import launcher
+import loaded
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,12 +70,9 @@ def ladder(tmp_path):
 
 
 def run(tmp_path, *options):
-    return subprocess.run(
-        [sys.executable, ROOT / "dev/bench/kernels.py", "--build", tmp_path, *options],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-    )
+    """The program loads torch."""
+    words = [ROOT / "dev/bench/kernels.py", "--build", tmp_path, *options]
+    return loaded.run(words, os.getcwd(), os.environ | {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def test_lines_of_a_ladder():

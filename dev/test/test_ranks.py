@@ -1063,13 +1063,13 @@ def test_ranks_go_back_to_what_is_whole(train, tmp_path, ranks):
 def test_a_full_disk_during_a_save(train, tmp_path, rank, save_async):
     """One rank may not write beyond a size, as on a full disk: a clear message, training goes on, nothing is left of
     what failed, the older checkpoint is as it was; with room again the next save works."""
-    job = train(3, "run", *LONG, "-n", "50", "--debug", f"save-async={save_async}").wait_for("checkpoint ")
-    before = checkpoint(tmp_path / "run", 50)
+    job = train(3, "run", *LONG, "-n", "20", "--debug", f"save-async={save_async}").wait_for("checkpoint ")
+    before = checkpoint(tmp_path / "run", 20)
     full = lambda size: resource.prlimit(job.ranks()[rank], resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
     full(50000)
     job.wait_for("FAILED: File too large" if rank == 0 else "FAILED: another rank could not write its part")
     assert re.search(rf"\[rank {rank}\] warning: cannot write '.*\.safetensors': File too large", job.text())
-    assert checkpoint(tmp_path / "run", 50) == before
+    assert checkpoint(tmp_path / "run", 20) == before
     full(resource.RLIM_INFINITY)
     failed = int(re.findall(r"step_(\d+) \| FAILED", job.text())[-1])
     while not steps_saved(tmp_path / "run")[-1] > failed:
@@ -1083,11 +1083,11 @@ def test_a_full_disk_during_a_save(train, tmp_path, rank, save_async):
         and failed not in steps_saved(tmp_path / "run")
         and "watchdog" not in text
     )
-    assert f"step {newest + 1:6d}/" in succeeds(train(3, "run", *LONG, "-n", "50", "-y", "1", "-x", str(newest + 1)))
+    assert f"step {newest + 1:6d}/" in succeeds(train(3, "run", *LONG, "-n", "20", "-y", "1", "-x", str(newest + 1)))
 
 
 def test_a_last_save_that_fails(train, tmp_path):
-    job = train(3, "run", *LONG, "-n", "50").wait_for("checkpoint ")
+    job = train(3, "run", *LONG, "-n", "20").wait_for("checkpoint ")
     resource.prlimit(job.ranks()[2], resource.RLIMIT_FSIZE, (50000, resource.RLIM_INFINITY))
     job.wait_for("FAILED")
     os.kill(job.ranks()[1], signal.SIGTERM)

@@ -58,6 +58,45 @@ def test_files_run_as_if_alone(worker, tmp_path):
     assert answers["test_d.py"]["cpu"] > answers["test_a.py"]["cpu"] > 0
 
 
+PROGRAM = """
+import os, sys, time
+print(sys.argv[1:], os.environ.get("MARK"), os.getcwd(), __name__)
+if "stay" in sys.argv:
+    with open("pid", "w") as f:
+        f.write(str(os.getpid()))
+    time.sleep(600)
+if "fail" in sys.argv:
+    sys.exit("wrong")
+"""
+STARTS = """
+import loaded, os, time
+def test(tmp_path):
+    folder, environment = {folder!r}, {{"MARK": "m"}}
+    assert loaded.asks
+    done = loaded.run(["program.py", "fail"], folder, environment)
+    assert (done.returncode, done.stderr) == (1, "wrong\\n") and done.stdout == f"['fail'] m {{folder}} __main__\\n"
+    assert loaded.run(["program.py"], folder, environment).returncode == 0
+    assert "No module" in loaded.run(["-m", "no_such_module"], folder, environment).stderr
+    begin, end = os.pipe()
+    with open(tmp_path / "said", "w") as said:
+        os.close(begin)  # nobody reads
+        assert loaded.Program(["program.py"], end, said.fileno(), folder, environment).wait() == 120
+        os.close(end)
+        loaded.Program(["program.py", "stay"], said.fileno(), said.fileno(), folder, environment)
+    while not os.path.exists(os.path.join(folder, "pid")):
+        time.sleep(0.01)
+"""
+
+
+def test_programs_begin_in_copies_of_the_worker(worker, tmp_path):
+    """With status, output and folder of a start of their own; those that are left end with the file."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    answer = worker({"test_a.py": STARTS.format(folder=str(tmp_path))})["test_a.py"]
+    assert answer["status"] == 0, (tmp_path / "test_a.py.log").read_text()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
 def test_a_worker_that_ends_fails_its_files(tmp_path, monkeypatch):
     """Those that it has, and those that come later."""
     (tmp_path / "python").write_text("#!/bin/sh\nread line\n")

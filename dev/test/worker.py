@@ -11,9 +11,13 @@ import importlib
 import json
 import os
 import re
+import resource
 import signal
+import socket
 import sys
 from pathlib import Path
+
+import loaded
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = ("numpy", "pytest", "safetensors.numpy", "safetensors.torch", "torch", "transformers")
@@ -86,19 +90,24 @@ def serve(request, answers):
     tell = lambda **what: os.write(answers, (json.dumps({"name": request["name"], **what}) + "\n").encode())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     told, tells = os.pipe()
+    asked, asks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
         os.setsid()  # all that tests start is ended with their group
         os.close(answers)
         os.close(told)
+        asked.close()
+        loaded.asks = asks
         reads = Reads(set(request["own"]))
         sys.addaudithook(reads)
         status = run_pytest(request, reads)
         os.write(tells, b"1" if reads.wide else b"0")
         sys.exit(status)
     os.close(tells)
+    asks.close()
     tell(pid=pid)
-    _, status, usage = os.wait4(pid, 0)
+    status = loaded.serve(asked, pid)
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     os.set_blocking(told, False)  # what tests left running may hold the other end
     try:
         wide = os.read(told, 1) != b"0"
