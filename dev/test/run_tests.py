@@ -658,8 +658,7 @@ def run_all(config, args):
                 "parity",
                 test,
                 "parity",
-                # as many show what a difference of one in a hundred of the learning rate does; a GPU's bf16 takes more
-                [PYTHON, "dev/test/parity.py", *([] if gpus else ["--steps", "20"])],
+                [PYTHON, "dev/test/parity.py", *([] if whole else ["--steps", "20"])],
                 None,
                 unchanged,
             )
