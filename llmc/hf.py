@@ -175,7 +175,7 @@ def add_tokenizer(folder, given, source):
         except SystemExit as e:
             if given != own:
                 raise
-            problem = str(e).removeprefix("error: ").splitlines()[0]
+            tokenizer, problem = None, str(e).removeprefix("error: ").splitlines()[0]
             missing = f"no tokenizer.bin, so the trainers know ids only: {problem}"
         if tokenizer:
             missing = write_tokenizer(tokenizer, folder, given, config["model_type"], positions(config)) or missing

@@ -124,10 +124,18 @@ class Scorer:
         # what a document begins with
         self.begin = self.first if len(self.first) else np.array([self.tokenizer.eot], np.int64)
         self.model = (Engine if way == "engine" else Transformers)(folder, self.seq_len, batch_size, program)
-        self.logp, self.follows, self.close = self.model.logp, self.model.follows, self.model.close
 
     def encode(self, text):
         return self.tokenizer.encode(text.encode()).astype(np.int64)
+
+    def logp(self, tokens, targets):
+        return self.model.logp(tokens, targets)
+
+    def follows(self, context, continuation):
+        return self.model.follows(context, continuation)
+
+    def close(self):
+        self.model.close()
 
     def means(self, context, continuation):
         """Lists of arrays -> (R) float64: the mean log-probability of each continuation's tokens. Rows of like length
