@@ -12,26 +12,13 @@ from llmc.tool_output import end_with_reader, fail
 
 COMMANDS = {  # name: (module, first words of its command line)
     "train": (None, []),
-    "finetune": ("finetune", []),
     "generate": (None, ["--generate"]),
-    "chat": ("chat", []),
-    "serve": ("serve", []),
-    "prepare": ("prepare", []),
     "tokenizer": ("train_tokenizer", []),
-    "import": ("hf", ["import"]),
-    "export": ("hf", ["export"]),
-    "check": ("hf", ["check"]),
-    "merge": ("hf", ["merge"]),
-    "eval": ("perplexity", []),
-    "dpo": ("dpo", []),
-    "rl": ("rl", []),
-    "distill": ("distill", []),
-    "plot": ("plot", []),
-    "watch": ("watch", []),
     "log": ("export_log", []),
-    "fits": ("fits", []),
-    "doctor": ("doctor", []),
 }
+COMMANDS |= {name: ("hf", [name]) for name in ("import", "export", "check", "merge")}
+OWN_MODULES = "finetune chat serve prepare eval dpo rl distill plot watch fits doctor"  # eval: SCORES names it
+COMMANDS |= {name: (name, []) for name in OWN_MODULES.split()}
 SETS = {"chat": "chat_data", "choices": "multiple_choice", "fineweb": "fineweb"}  # of prepare: name: module
 SETS |= {"tinystories": "tinystories", "tinyshakespeare": "tinyshakespeare", "tiny-chats": "tiny_chats"}
 SETS |= {"hellaswag": "hellaswag", "mmlu": "mmlu"}
@@ -97,18 +84,10 @@ def with_model(name, arguments):
     return arguments
 
 
-def print_help(command):
-    """The help of the trainer, which speaks of itself as ./NAME."""
-    text = subprocess.run(command, capture_output=True, text=True)
-    print(text.stdout.replace(f"./{os.path.basename(command[0])}", "llmc train"), end="")
-    sys.exit(text.stderr or text.returncode)
-
-
 def become_program(name, first, arguments):
     """exec of the trainer; with --ranks or --hostfile under mpirun. Does not return."""
     from llmc.program import command_line
 
-    end_with_reader()
     asks = arguments[:1] in (["-h"], ["--help"])
     if asks and name != "train":
         sys.exit(print(GENERATE, end=""))
@@ -116,8 +95,10 @@ def become_program(name, first, arguments):
     ranks = any(word.split("=")[0] in ("--ranks", "--hostfile") for word in arguments)
     command, environment = command_line([*arguments, *first])
     if asks:
-        print(TRAIN if len(arguments) == 1 else "", end="", flush=True)
-        print_help(command)
+        said = subprocess.run(command, capture_output=True, text=True)
+        print(TRAIN if len(arguments) == 1 else "", end="")
+        print(said.stdout.replace(f"./{os.path.basename(command[0])}", "llmc train"), end="")  # as it is called here
+        sys.exit(said.stderr or said.returncode)
     sys.stdout.flush()
     try:  # the program's messages name it as it was called
         os.execvpe(command[0], [command[0] if ranks else f"llmc {name}", *command[1:]], environment)
@@ -126,16 +107,15 @@ def become_program(name, first, arguments):
 
 
 def main():
+    end_with_reader()  # modules that outlive theirs say so
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        end_with_reader()
         print(USAGE, end="")
         return
     name, rest = arguments[0], arguments[1:]
     if name == "--version":
         become_program("train", [], ["--version"])
     if name not in COMMANDS:
-        end_with_reader()
         fail(f"there is no command '{name}'", "llmc --help lists them")
     module, first = COMMANDS[name]
     if module is None:
@@ -143,15 +123,13 @@ def main():
     called = f"llmc {name}"
     if name == "prepare" and rest and not rest[0].startswith("-"):
         if rest[0] not in SETS:
-            end_with_reader()
             fail(f"'{rest[0]}' is no data set", f"{', '.join(SETS)}; or texts of your own: llmc prepare --input PATH")
         module, called, rest = SETS[rest[0]], f"{called} {rest[0]}", rest[1:]
     if name == "eval":
         kind, rest = "".join(rest[:1]), rest[1:]
+        if kind in ("", "-h", "--help"):
+            return print(EVAL, end="")
         if kind not in SCORES:
-            end_with_reader()
-            if kind in ("", "-h", "--help"):
-                sys.exit(print(EVAL, end=""))
             fail(f"there is no evaluation '{kind}'", f"give one of {', '.join(SCORES)}")
         module, called = SCORES[kind], f"{called} {kind}"
     if name == "tokenizer" and rest and not rest[0].startswith("-"):  # a folder that lacks one

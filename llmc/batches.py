@@ -13,10 +13,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from llmc.data_common import KINDS, MARKED, TOKEN_SPECIAL, UserError, find_files
-
+from llmc.data_common import KINDS, MARKED, TOKEN_SPECIAL, UserError, find_files, tokenizer_parts
 
 __all__ = ["open_shards", "read_tokenizer", "row_stream", "rows"]
+Shards = Sequence[np.ndarray]
+Row = tuple[np.ndarray, np.ndarray]  # inputs and targets
+Rows = Iterator[Row]
+PACKS = ("auto", "no", "whole", "cut")
 
 
 def require(condition: object, what: str, hint: str) -> None:
@@ -57,10 +60,8 @@ def rand_u64(seed: int, stream: int, counters: np.ndarray) -> np.ndarray:
 def rand_normal(seed: int, stream: int, counters: np.ndarray) -> np.ndarray:
     """counters: an array of ints; returns float32 of its shape, of mean 0 and deviation 1."""
     r = rand_u64(seed, stream, counters)
-    u, v = (
-        ((r >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32,
-        (r & np.uint64(0xFFFFFFFF)).astype(np.float64) * 2.0**-32,
-    )
+    u = ((r >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32
+    v = (r & np.uint64(0xFFFFFFFF)).astype(np.float64) * 2.0**-32
     return (np.sqrt(-2.0 * np.log(u)) * np.cos(6.283185307179586 * v)).astype(np.float32)
 
 
@@ -76,12 +77,10 @@ def row_kind(shard: np.ndarray, pack: str, documents: int = -1) -> tuple[str, in
     """--pack and --documents where they are auto and -1: whether the shard holds conversations decides."""
     marked = isinstance(shard, Conversations)
     pack = ("whole" if marked else "no") if pack == "auto" else pack
-    check(
-        not marked or pack != "no",
-        f"'{shard.filename}' holds conversations: rows cannot be cut from it as from a text",
-        'give open_shards and rows pack="whole" or pack="cut", and Trainer documents=1',
-        "use --pack whole or --pack cut",
-    )
+    if marked and pack == "no":
+        what = f"'{shard.filename}' holds conversations: rows cannot be cut from it as from a text"
+        hint = 'give open_shards and rows pack="whole" or pack="cut", and Trainer documents=1'
+        raise UserError(what, hint, "use --pack whole or --pack cut")
     return pack, int(marked) if documents < 0 else documents
 
 
@@ -91,51 +90,36 @@ def open_shards(
     """llm.c's files: 256 int32 of header, then tokens. Returns (the shards' tokens in the order of their names, each
     (n) uint16 or uint32 and mapped; the first header, (256) int32). Errors: ValueError."""
     paths, shards, headers = find_files(os.fspath(pattern)), [], []
-    check(
-        paths,
-        f"no file matches '{pattern}'",
-        "make shards with: llmc prepare tinyshakespeare, or of your own text: llmc prepare",
-    )
+    hint = "make shards with: llmc prepare tinyshakespeare, or of your own text: llmc prepare"
+    check(paths, f"no file matches '{pattern}'", hint)
     for path in paths:
-        headers.append(np.fromfile(path, "<i4", 256))
-        dtype = {(20240520, 1): "<u2", (20240801, 7): "<u4", MARKED: "<u4"}.get(tuple(headers[-1][:2].tolist()))
-        check(len(headers[-1]) == 256 and dtype, f"'{path}' is not a token shard", "make shards with llmc prepare")
-        check(
-            headers[-1][1] == headers[0][1],
-            f"'{path}' and '{paths[0]}' are shards of different kinds",
-            "name shards of one kind only",
-        )
-        n = int(headers[-1][2])
-        check(
-            os.path.getsize(path) == 1024 + n * np.dtype(dtype).itemsize,
-            f"'{path}' has not the size that its header states",
-            "make it again",
-        )
-        kind = Conversations if tuple(headers[-1][:2].tolist()) == MARKED else np.memmap
+        headers.append(header := np.fromfile(path, "<i4", 256))
+        begin, again = tuple(header[:2].tolist()), "make shards with llmc prepare"
+        dtype = {(20240520, 1): "<u2", (20240801, 7): "<u4", MARKED: "<u4"}.get(begin)
+        check(len(header) == 256 and dtype, f"'{path}' is not a token shard", again)
+        of_one_kind, different = header[1] == headers[0][1], f"'{path}' and '{paths[0]}' are shards of different kinds"
+        check(of_one_kind, different, "name shards of one kind only")
+        n = int(header[2])
+        whole = os.path.getsize(path) == 1024 + n * np.dtype(dtype).itemsize
+        check(whole, f"'{path}' has not the size that its header states", "make it again")
+        kind = Conversations if begin == MARKED else np.memmap
         shards.append(kind(path, dtype, "r", 1024, (n,)) if n else np.zeros(0, dtype))
         pack, documents = row_kind(shards[-1], pack, documents)
-        check(
-            n > (T if pack == "no" else 0),
-            f"'{path}' has {n} tokens: too few for one row of {T} + 1",
-            "give shorter rows, or more text",
-            "use a shorter --seq-len, or more text",
-        )
-        check(
-            headers[-1][3] > 0 or (pack == "no" and not documents),
-            f"'{path}' does not say which token ends a text: nobody knows where its documents begin",
-            "make shards with llmc prepare, or leave documents and pack out",
-            "make shards with llmc prepare, or leave --documents and --pack out",
-        )
+        few = f"'{path}' has {n} tokens: too few for one row of {T} + 1"
+        enough = n > (T if pack == "no" else 0)
+        check(enough, few, "give shorter rows, or more text", "use a shorter --seq-len, or more text")
+        if header[3] <= 0 and (pack != "no" or documents):
+            what = f"'{path}' does not say which token ends a text: nobody knows where its documents begin"
+            leave = "or leave documents and pack out", "or leave --documents and --pack out"
+            raise UserError(what, *(f"{again}, {out}" for out in leave))
     return shards, headers[0]
 
 
 def row_order(n: int, seed: int | None, part: int) -> np.ndarray:
     """The n places of a shard's rows, or of shards, in the order in which they come: (n) int64."""
-    return (
-        np.arange(n)
-        if seed is None
-        else np.argsort(rand_u64(seed, rand_stream(RAND_SHUFFLE, part), np.arange(n)), kind="stable")
-    )
+    if seed is None:
+        return np.arange(n)
+    return np.argsort(rand_u64(seed, rand_stream(RAND_SHUFFLE, part), np.arange(n)), kind="stable")
 
 
 def best_fit(lengths: Sequence[int], T: int) -> list[list[int]]:
@@ -181,25 +165,20 @@ def pieces_of(tokens: np.ndarray, T: int, pack: str, eot: int) -> Sequence[list[
         return CutRows((n - 1) // T, T)
     begins = np.union1d([0], np.flatnonzero(begins_document(tokens, eot))).tolist()
     documents = list(zip(begins, begins[1:] + [n]))
-    longest = max(documents, key=lambda d: d[1] - d[0])
-    check(
-        pack == "cut" or longest[1] - longest[0] <= T,
-        f"'{tokens.filename}': the document at token {longest[0]} has {longest[1] - longest[0]} tokens, a row {T}",
-        'give longer rows, or pack="cut", which cuts such a document into rows',
-        "use a longer --seq-len, or --pack cut, which cuts such a document into rows",
-    )
+    begin, end = max(documents, key=lambda d: d[1] - d[0])
+    what = f"'{tokens.filename}': the document at token {begin} has {end - begin} tokens, a row {T}"
+    ways = 'give longer rows, or pack="cut"', "use a longer --seq-len, or --pack cut"
+    check(pack == "cut" or end - begin <= T, what, *(f"{way}, which cuts such a document into rows" for way in ways))
     pieces = [(at, min(T, end - at)) for begin, end in documents for at in range(begin, end, T)]
     return [[pieces[i] for i in row] for row in best_fit([length for _, length in pieces], T)]
 
 
-def places(shards: Sequence[np.ndarray], T: int, pack: str, eot: int) -> int:
+def places(shards: Shards, T: int, pack: str, eot: int) -> int:
     """Of tokens in an epoch, padding included."""
     return sum(len(s) if row_kind(s, pack)[0] == "no" else T * len(pieces_of(s, T, pack, eot)) for s in shards)
 
 
-def read_row(
-    tokens: np.ndarray, pieces: list[tuple[int, int]], T: int, pack: str, documents: int, eot: int
-) -> tuple[np.ndarray, np.ndarray]:
+def read_row(tokens: np.ndarray, pieces: list[tuple[int, int]], T: int, pack: str, documents: int, eot: int) -> Row:
     """Inputs and targets of a row, (T) int64 each: see llmc/data/dataloader.h. Targets are -1 where nothing is learned,
     and -2 in padding."""
     pack, documents = row_kind(tokens, pack, documents)
@@ -220,14 +199,8 @@ def read_row(
 
 
 def row_stream(
-    shards: Sequence[np.ndarray],
-    T: int,
-    seed: int | None = None,
-    pack: str = "no",
-    documents: int = 0,
-    eot: int = 0,
-    first: int = 0,
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    shards: Shards, T: int, seed: int | None = None, pack: str = "no", documents: int = 0, eot: int = 0, first: int = 0
+) -> Rows:
     """Inputs and targets of rows as read_row has them, epoch after epoch without end; seed None: in the files' order.
     first: so many rows are left out, without being read."""
     made = [pieces_of(tokens, T, pack, eot) for tokens in shards]
@@ -242,9 +215,6 @@ def row_stream(
             skip = 0
 
 
-PACKS = ("auto", "no", "whole", "cut")
-
-
 def rows(
     pattern: str | os.PathLike[str],
     batch_size: int,
@@ -255,7 +225,7 @@ def rows(
     pack: str = "auto",
     documents: int = -1,
     padding: int = -1,
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+) -> Rows:
     """Batches of the rows of token shards, epoch after epoch without end, in the order of the trainers.
 
     pattern: a shard, or a quoted glob. seed: that of the trainer's --seed; None: in the files' order. start: so many
@@ -288,39 +258,28 @@ def rows(
 def read_tokenizer(path: str | os.PathLike[str]) -> tuple[list[bytes], int, bytes, list[int]]:
     """tokenizer.bin of version 2, llm.c's, or 3 -> (bytes of each token, id of end-of-text, the file behind its header,
     whose hash the shards carry; ids that stand for no text: end-of-text and the special tokens)."""
+    try:
+        header, tokens, flags = tokenizer_parts(path)
+        eot, kind = header[3:5].tolist()
+    except ValueError:
+        hint = "make it with the script that made the shards"
+        raise UserError(f"'{path}' is not a whole tokenizer file", hint) from None
     with open(path, "rb") as f:
-        header, body = np.frombuffer(f.read(1024).ljust(20, b"\0"), "<i4", 5).tolist(), f.read()
-    tokens, at = [], 0
-    while at < len(body) and len(tokens) < header[2]:
-        tokens.append(body[at + 1 : at + 1 + body[at]])
-        at += 1 + body[at]
-    check(
-        header[0] == 20240328
-        and header[1:3] in ([2, len(tokens)], [3, len(tokens)])
-        and at <= len(body)
-        and (header[1] == 3 or at == len(body)),
-        f"'{path}' is not a whole tokenizer file",
-        "make it with the script that made the shards",
-    )
-    special = range(256 if header[4] == KINDS["bytes"] else header[3], len(tokens))
-    if header[1] == 3:
-        special = [i for i, flags in enumerate(body[at : at + len(tokens)]) if flags & TOKEN_SPECIAL]
-    return tokens, header[3], body, [header[3], *special]
+        body = f.read()[1024:]
+    special = range(256 if kind == KINDS["bytes"] else eot, len(tokens))
+    if flags:
+        special = [i for i, flag in enumerate(flags[: len(tokens)]) if flag & TOKEN_SPECIAL]
+    return tokens, eot, body, [eot, *special]
 
 
-def bytes_per_token(
-    stream: Iterator[tuple[np.ndarray, np.ndarray]], count: int, names: Sequence[bytes], silent: Sequence[int]
-) -> float:
+def bytes_per_token(stream: Rows, count: int, names: Sequence[bytes], silent: Sequence[int]) -> float:
     """Of the text that the targets of the first `count` rows stand for. silent: ids that have none."""
     lengths, total, learned = np.array([len(name) for name in names]), 0, 0
     lengths[silent] = 0
     for _, (_, targets) in zip(range(count), stream):
         targets = targets[targets >= 0]
-        check(
-            targets.max(initial=0) < len(names),
-            f"the data holds token {targets.max(initial=0)} and the tokenizer has {len(names)}",
-            "give the data's own tokenizer",
-            "give the data's own --tokenizer",
-        )
+        last = targets.max(initial=0)
+        what = f"the data holds token {last} and the tokenizer has {len(names)}"
+        check(last < len(names), what, "give the data's own tokenizer", "give the data's own --tokenizer")
         total, learned = total + int(lengths[targets].sum()), learned + len(targets)
     return total / max(learned, 1)

@@ -19,13 +19,7 @@ from llmc.chat_template import Renderer, Task, TemplateError, ends_of_folder, re
 from llmc.checked_json import BadFile
 from llmc.places import that_brings
 from llmc.program import NoProgram, command_line
-from llmc.tool_output import Parser, end_with_reader, whole_from
-
-MOST_SEED = 1 << 53
-
-
-def fail(what, hint):
-    sys.exit(f"error: {what}\n  hint: {hint}")
+from llmc.tool_output import Parser, end_with_reader, fail, whole_from
 
 
 def shown(text):
@@ -105,7 +99,7 @@ class Conversation:
         self.asked += 1
         args, context = self.args, self.program.facts["context"]
         draw = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
-        draw["seed"] = (args.seed + self.asked) % MOST_SEED
+        draw["seed"] = (args.seed + self.asked) % (1 << 53)  # the program reads numbers as doubles
         self.program.send(id=str(self.asked), **fields, **draw, ends=self.ends)
         event = self.program.read()
         if event["event"] == "error":
@@ -125,22 +119,19 @@ class Conversation:
     def ask(self, question):
         """Whether the model is at work on a question."""
         self.messages.append({"role": "user", "content": question})
-        forgotten = False
-        while True:
-            try:
-                if self.is_taken(self.request(question)):
-                    break
-            except TemplateError as e:
-                print(f"(this cannot be written as a conversation: {e})")
-                self.messages.pop()
-                return False
-            if len(self.messages) - self.begin <= 1 or not self.renderer:
-                print(f"(this is too long for the context of {self.program.facts['context']} tokens, --seq-len)")
-                del self.messages[self.begin :]
-                return False
-            del self.messages[self.begin : self.begin + 2]
-            forgotten = True
-        if forgotten:
+        count = len(self.messages)
+        try:
+            while not self.is_taken(self.request(question)):
+                if len(self.messages) - self.begin <= 1 or not self.renderer:
+                    print(f"(this is too long for the context of {self.program.facts['context']} tokens, --seq-len)")
+                    del self.messages[self.begin :]
+                    return False
+                del self.messages[self.begin : self.begin + 2]
+        except TemplateError as e:
+            print(f"(this cannot be written as a conversation: {e})")
+            self.messages.pop()
+            return False
+        if len(self.messages) < count:
             print("(the beginning of the conversation no longer fits into the context)")
         return True
 
@@ -151,22 +142,21 @@ class Conversation:
         print(shown(question) if not self.renderer else "", end="", flush=True)
         choice, said = Choice(0, self.stops), ""
         before = signal.signal(signal.SIGINT, self.cancel)
-        while (event := self.program.read())["event"] == "token":
+        kind = "token"
+        while kind == "token":
+            kind = (event := self.program.read())["event"]
+            if kind == "error":
+                fail(event["message"], event["hint"])
             if not choice.finish:
                 choice.add(event)
-                if choice.finish:
+                if choice.finish and kind == "token":
                     self.cancel()
             text = choice.take()[0]
             said += text
             print(shown(text), end="", flush=True)
         signal.signal(signal.SIGINT, before)
-        if event["event"] == "error":
-            fail(event["message"], event["hint"])
-        if not choice.finish:
-            choice.add(event)
-        text = choice.take()[0]
-        print(shown(text))
-        self.messages.append({"role": "assistant", "content": said + text})
+        print()
+        self.messages.append({"role": "assistant", "content": said})
 
 
 def number_from(low, high):
@@ -183,8 +173,7 @@ def number_from(low, high):
 
 def parse(arguments):
     """-> (what is listed here, the trainer's own options). The model may stand first."""
-    p = Parser(prog="llmc chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-               usage="llmc chat MODEL [options]", allow_abbrev=False)  # fmt: skip
+    p = Parser(prog="llmc chat", description=__doc__, usage="llmc chat MODEL [options]", allow_abbrev=False)
     p.add_argument("-e", "--model", help=argparse.SUPPRESS)
     p.add_argument("--system", default="", help="what the conversation begins with")
     p.add_argument("-g", "--sample-tokens", type=whole_from(1), default=64,
@@ -207,7 +196,7 @@ def main():
     try:
         program = Program(["--model", args.model, *options])
     except NoProgram as e:
-        sys.exit(e.of_tool)
+        fail(*e.args)
     talk = Conversation(program, args)
     what = "Talk to the model" if talk.renderer else "The model continues your text"
     print(f"{what}. Ctrl-C stops an answer, Ctrl-D ends.", flush=True)

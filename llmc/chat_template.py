@@ -1,14 +1,8 @@
 """How a model's folder writes a conversation: its chat template, as transformers reads it; and what ends an answer.
 
-    text, tokens = read_template(folder)              text is None where the folder has no chat template
-    renderer = Renderer(text, tokens)
-    renderer.render(messages)                         the text that the model is to continue
-    renderer.write([Task(messages), ...])             whole conversations, and what is learned of each
-    names = special_names(folder)                     {"<|im_start|>", "<|im_end|>", ...}
-    renderer.ask(Task(messages), names)               Written: the text that the model is to continue, and its parts
-    renderer.write_plain([Task(messages), ...], names)    Written, of whole conversations
-    end_of_turn(renderer)                             "<|im_end|>"
-    ends_of_folder(folder, renderer)                  ([2, 7], ["</s>"]): token ids, and texts that are no token
+    renderer = Renderer(*read_template(folder))
+    asked = renderer.ask(Task(messages), special_names(folder))     the text that the model is to continue: asked.text
+    ids, texts = ends_of_folder(folder, renderer)                   [2, 7], ["</s>"]: tokens, and texts that are none
 
 Names of special tokens in messages, tools and other values are text, and only those that the template writes are
 tokens: the parts of a Written say which names count. A template that does not pass such a name on as it is, is refused.
@@ -20,12 +14,12 @@ Only a Renderer needs jinja2, which llmc/chat_writer.py calls in the child.
 
 import bisect
 import collections
+import contextlib
 import functools
 import itertools
 import json
 import os
 import re
-import struct
 from importlib import import_module
 
 from llmc.checked_json import BadFile, Object, open_regular, read_object
@@ -33,6 +27,7 @@ from llmc.limited import Exceeded, Failed, Limited
 
 MOST_BYTES = 1 << 24  # of a template
 PROBE = "This is an answer."
+QUESTION, ANSWER = {"role": "user", "content": "This is a question."}, {"role": "assistant", "content": PROBE}
 
 
 class TemplateError(Exception):
@@ -58,11 +53,9 @@ def with_end(text, end):
     """A template that also writes `end` behind what the assistant says."""
     if not end:
         return text
-    return (
-        "{%- set added = namespace(turns=[]) -%}{%- for m in messages -%}{%- set added.turns = added.turns + "
-        "[dict(m, content=(m.content or '') + " + repr(end) + ") if m.role == 'assistant' else m] -%}{%- endfor -%}"
-        "{%- set messages = added.turns -%}" + text
-    )
+    turn = f"dict(m, content=(m.content or '') + {end!r}) if m.role == 'assistant' else m"
+    begin = "{%- set added = namespace(turns=[]) -%}{%- for m in messages -%}{%- set added.turns = added.turns + "
+    return begin + "[" + turn + "] -%}{%- endfor -%}{%- set messages = added.turns -%}" + text
 
 
 class Renderer:
@@ -104,10 +97,7 @@ class Renderer:
     def render(self, messages, tools=None, prompt=True, **more):
         """The text of a conversation. prompt: with the generation prompt. more: other values for the template, such as
         enable_thinking."""
-        [result] = self.results([[prompt, messages, tools, more]])
-        if isinstance(result, TemplateError):
-            raise result
-        return result
+        return only(self.results([[prompt, messages, tools, more]]))
 
     def write(self, tasks):
         """Of each Task (text, [(begin, end)] of what is learned, in characters), or a TemplateError."""
@@ -116,10 +106,7 @@ class Renderer:
     def ask(self, task, names=(), prompt=True):
         """The Written text that the model is to continue, without spans. names: of special tokens, which are text in
         the messages. prompt: with the generation prompt. TemplateError."""
-        [result] = self.with_names([task], names, prompt)
-        if isinstance(result, TemplateError):
-            raise result
-        return result
+        return only(self.with_names([task], names, prompt))
 
     def write_plain(self, tasks, names=()):
         """Of each Task a Written, or a TemplateError. names: as of ask()."""
@@ -140,6 +127,14 @@ class Renderer:
 
     def close(self):
         self.child.close()
+
+
+def only(results):
+    """The one that is there; a TemplateError is raised."""
+    [result] = results
+    if isinstance(result, TemplateError):
+        raise result
+    return result
 
 
 # ---- names of special tokens that are text
@@ -212,27 +207,20 @@ def special_names(folder):
 
 def names_of_own(path):
     """Those of a tokenizer.bin (doc/formats.md); none of a file that is damaged, of which the program says it."""
-    with open_regular(path) as f:
-        data = f.read()
+    from llmc.batches import read_tokenizer  # it needs numpy
+
     try:
-        _, version, count, end, kind = struct.unpack_from("=5i", data)
-        tokens, at = [], 1024
-        for _ in range(count):
-            tokens.append(data[at + 1 : at + 1 + data[at]])
-            at += 1 + data[at]
-        first = 256 if kind == 1 else end  # of the special ones, where no flags say it
-        special = [data[at + i] & 4 if version == 3 else i >= first for i in range(count)]
-        return {token.decode() for token, is_special in zip(tokens, special) if is_special}
-    except (struct.error, IndexError, UnicodeDecodeError):
+        tokens, _, _, (_, *special) = read_tokenizer(path)
+        return {tokens[i].decode() for i in special}
+    except ValueError:
         return set()
 
 
 def read_template(folder):
     """(the text of a folder's chat template or None, {"eos_token": "</s>", ...}). BadFile, OSError."""
     config = read_object(os.path.join(folder, "tokenizer_config.json"))
-    text, path = None, os.path.join(folder, "chat_template.jinja")
-    if os.path.lexists(path):
-        text = read_text(path)
+    path = os.path.join(folder, "chat_template.jinja")
+    text = read_text(path) if os.path.lexists(path) else None
     if not text and isinstance(config.get("chat_template"), list):  # several, by name
         named = [(t.read("name", str), t.read("template", str)) for t in config.read_list("chat_template", dict)]
         text = dict(named).get("default")
@@ -262,37 +250,26 @@ def read_text(path):
 
 def end_of_turn(renderer):
     """What is learned behind an answer: a model that does not learn it never stops. TemplateError: nothing is."""
-    question = [{"role": "user", "content": "This is a question."}]
-    [written] = renderer.write([Task([*question, {"role": "assistant", "content": PROBE}])])
-    if isinstance(written, TemplateError):
-        written.broken = True
-        raise written
-    text, spans = written
+    try:
+        text, spans = only(renderer.write([Task([QUESTION, ANSWER])]))
+    except TemplateError as e:
+        e.broken = True
+        raise
     before, found, after = "".join(text[begin:end] for begin, end in spans).partition(PROBE)
     if not found:
-        hint = "put {% generation %} tags around it"
-        raise TemplateError("the chat template has no answer to learn", hint, True)
-    if before.strip() and renderer.render(question) == renderer.render(question, prompt=False):
-        raise TemplateError(
-            f"the chat template has no generation prompt: {before!r} would be learned",
-            "write it under {% if add_generation_prompt %}, or put {% generation %} tags around the answer",
-            True,
-        )
+        raise TemplateError("the chat template has no answer to learn", "put {% generation %} tags around it", True)
+    if before.strip() and renderer.render([QUESTION]) == renderer.render([QUESTION], prompt=False):
+        hint = "write it under {% if add_generation_prompt %}, or put {% generation %} tags around the answer"
+        raise TemplateError(f"the chat template has no generation prompt: {before!r} would be learned", hint, True)
     if not after.strip():
-        raise TemplateError(
-            "the chat template does not know its own end of turn: nothing learned follows the answer",
-            "name what ends a turn of this model, as in --end-of-turn '<|im_end|>'",
-            True,
-        )
+        problem = "the chat template does not know its own end of turn: nothing learned follows the answer"
+        raise TemplateError(problem, "name what ends a turn of this model, as in --end-of-turn '<|im_end|>'", True)
     return after.strip().splitlines()[0]
 
 
 def probe(renderer):
     """(the text of a question with the generation prompt, that of the question and its answer)."""
-    question = [{"role": "user", "content": "This is a question."}]
-    return renderer.render(question), renderer.render(
-        [*question, {"role": "assistant", "content": PROBE}], prompt=False
-    )
+    return renderer.render([QUESTION]), renderer.render([QUESTION, ANSWER], prompt=False)
 
 
 def first_token(text, added):
@@ -301,33 +278,32 @@ def first_token(text, added):
     return added[max(found, key=len)] if found else None
 
 
+def one_or_more(source, name, kind):
+    """The values of a field that is one, a list of them, or absent."""
+    if isinstance(source.get(name), list):
+        return source.read_list(name, kind)
+    value = source.read(name, (kind, list))
+    return [] if value is None else [value]
+
+
 def ends_of_folder(folder, renderer=None):
     """What ends an answer: (token ids, texts that are no token), each once. renderer: in a conversation, which is
     written by it; None: in a text that is none. A renderer without an end of turn adds nothing. BadFile, OSError."""
     generation, config = (read_object(os.path.join(folder, f"{name}.json")) for name in ("generation_config", "config"))
     source = generation if os.path.lexists(os.path.join(folder, "generation_config.json")) else config
-    of = lambda source, name, kind: (
-        source.read_list(name, kind)
-        if isinstance(source.get(name), list)
-        else [v for v in [source.read(name, (kind, list))] if v is not None]
-    )
-    ids, texts = of(source, "eos_token_id", int), [text for text in of(generation, "stop_strings", str) if text]
+    ids, texts = one_or_more(source, "eos_token_id", int), one_or_more(generation, "stop_strings", str)
     _, tokens = read_template(folder)
-    names = []
-    if tokens.get("eos_token"):
-        names.append(tokens["eos_token"])
+    names = [tokens["eos_token"]] if "eos_token" in tokens else []
     if renderer:
-        try:
+        with contextlib.suppress(TemplateError):
             names.append(end_of_turn(renderer))
-        except TemplateError:
-            pass
     if names:
         added, vocabulary = tokens_of_folder(folder)
         for name in names:
             number = first_token(name, added)
             number = vocabulary.get(name) if number is None else number
             (texts if number is None else ids).append(name if number is None else number)
-    return list(dict.fromkeys(i for i in ids if i >= 0)), list(dict.fromkeys(texts))
+    return list(dict.fromkeys(i for i in ids if i >= 0)), list(dict.fromkeys(filter(None, texts)))
 
 
 def tokens_of_folder(folder):
@@ -342,7 +318,5 @@ def tokens_of_folder(folder):
     for token in tokenizer.read_list("added_tokens", dict):
         added[token.read("content", str, "")] = token.read("id", int, -1)
     model = tokenizer.read("model", dict, Object({}, tokenizer.where))
-    vocabulary = model.get("vocab")
-    if not isinstance(vocabulary, dict):  # Unigram has a list of [text, score]
-        vocabulary = {}
+    vocabulary = model["vocab"] if isinstance(model.get("vocab"), dict) else {}  # Unigram has [text, score]
     return added, {text: number for text, number in vocabulary.items() if type(number) is int}

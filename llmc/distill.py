@@ -24,11 +24,8 @@ import llmc.missing_package  # noqa: F401, before numpy
 import numpy as np
 
 import llmc
-from llmc.chat_template import TemplateError
-from llmc.checked_json import BadFile
-from llmc.post_training import add_schedule, end_of, make_steps, of_step, parse, rate_of, read_prompts
-from llmc.post_training import require_same_tokenizer, rows_of, stops_of, tokenised, trainer_options
-from llmc.post_training import write_messages
+from llmc.post_training import DATA, SCHEDULE, main_of, make_steps, of_step, rate_of, read_prompts
+from llmc.post_training import require_same_tokenizer, rows_of, stops_of, tokenised, trainer_options, write_messages
 
 
 def baselines(ahead, mask, total, count):
@@ -67,27 +64,26 @@ def make_step(t, teacher, a, prompts, step, stop=()):
 
 def add_arguments(p):
     p.add_argument("--teacher", required=True, help="a model's folder, with the student's tokenizer")
-    p.add_argument("--prompts", required=True, help="a .jsonl, .json or .parquet file, also packed")
-    add_schedule(p)
+    p.add_argument("--prompts", **DATA)
+    p.add_argument("--schedule", **SCHEDULE)
+
+
+def run(a, options):
+    prompts = write_messages(read_prompts(a.prompts), a.model)
+    size = dict(batch_size=a.batch_size, seq_len=a.seq_len, samples=1, lora=1)  # lora: it needs no optimiser
+    size |= {k: options[k] for k in ("program", "threads") if k in options}
+    own = trainer_options(a, options, a.batch)
+    with llmc.Trainer(a.teacher, **size) as teacher, llmc.Trainer(a.model, **own) as t:
+        require_same_tokenizer(t, teacher, (a.model, a.teacher), ("student", "teacher"), llmc.Error)
+        ready = tokenised(t, prompts, a.max_tokens, a.model)
+        stop = stops_of(t, ready, a.model)
+        make_steps(a, t, lambda step: make_step(t, teacher, a, ready, step, stop))
 
 
 def main(argv=None):
     numbers = (("batch", 32, 1, "prompts of a step"), ("max-tokens", 256, 1, "that the student writes"),
                ("temperature", 1.0, 1e-3, "at which it draws"))  # fmt: skip
-    a, options = parse(sys.argv[1:] if argv is None else argv, __doc__, add_arguments, numbers)
-
-    def run():
-        prompts = write_messages(read_prompts(a.prompts), a.model)
-        size = dict(batch_size=a.batch_size, seq_len=a.seq_len, samples=1, lora=1)  # lora: it needs no optimiser
-        size |= {k: options[k] for k in ("program", "threads") if k in options}
-        with llmc.Trainer(a.teacher, **size) as teacher, \
-                llmc.Trainer(a.model, **trainer_options(a, options, a.batch)) as t:  # fmt: skip
-            require_same_tokenizer(t, teacher, (a.model, a.teacher), ("student", "teacher"), llmc.Error)
-            ready = tokenised(t, prompts, a.max_tokens, a.model)
-            stop = stops_of(t, ready, a.model)
-            make_steps(a, t, lambda step: make_step(t, teacher, a, ready, step, stop))
-
-    return end_of(run, a.output, llmc.Error, BadFile, TemplateError, OSError)
+    return main_of(argv, __doc__, add_arguments, numbers, run)
 
 
 if __name__ == "__main__":

@@ -26,10 +26,8 @@ import llmc.missing_package  # noqa: F401, before numpy
 import numpy as np
 
 import llmc
-from llmc.chat_template import TemplateError
-from llmc.checked_json import BadFile
-from llmc.post_training import add_schedule, end_of, has_adapters, make_steps, of_step, parse, rate_of
-from llmc.post_training import refuse_idle, trainer_options
+from llmc.post_training import DATA, SCHEDULE, has_adapters, main_of, make_steps, of_step, rate_of, refuse_idle
+from llmc.post_training import trainer_options
 from llmc.preference_file import arrays, read_pairs, read_texts
 from llmc.tool_output import plural
 
@@ -124,35 +122,32 @@ def make_step(t, a, pairs, reference, adapters, step):
 
 
 def add_arguments(p):
-    p.add_argument("--data", required=True, help="a .jsonl, .json or .parquet file, also packed")
+    p.add_argument("--data", **DATA)
     p.add_argument("--loss", choices=BETAS, default="dpo")
-    add_schedule(p)
+    p.add_argument("--schedule", **SCHEDULE)
+
+
+def run(a, options):
+    if a.epochs:
+        refuse_idle(a, "steps", "--epochs", "give one of the two")
+    if a.loss != "simpo":
+        refuse_idle(a, "gamma", f"--loss {a.loss}", "it is SimPO's margin: leave it out")
+    a.beta, texts = a.beta or BETAS[a.loss], read_texts(a.data, a.model)
+    steps_of = lambda count: math.ceil(a.epochs * count / a.batch) if a.epochs else a.steps
+    a.steps = steps_of(len(texts))
+    per_step = math.ceil(a.batch / (a.batch_size // 2)) * a.batch_size
+    with llmc.Trainer(a.model, **trainer_options(a, options, per_step)) as t:
+        pairs, adapters = read_pairs(a.data, t, a.model, texts), has_adapters(t)
+        a.steps = steps_of(len(pairs))  # without those that are left out
+        reference = None if adapters or a.loss in ALONE else reference_of(t, a, pairs)
+        make_steps(a, t, lambda step: make_step(t, a, pairs, reference, adapters, step))
 
 
 def main(argv=None):
     numbers = (("batch", 32, 1, "pairs of a step"), ("batch-size", 8, 2, "rows of a micro-step on a GPU, two a pair"),
                ("epochs", 0.0, 0, "of the data, instead of --steps"), ("gamma", 0.5, 0, "SimPO's margin"),
                ("beta", 0.0, 0, "0: by --loss: 0.1, SimPO 2"))  # fmt: skip
-    a, options = parse(sys.argv[1:] if argv is None else argv, __doc__, add_arguments, numbers)
-    a.beta = a.beta or BETAS[a.loss]
-
-    steps_of = lambda count: math.ceil(a.epochs * count / a.batch) if a.epochs else a.steps
-
-    def run():
-        if a.epochs:
-            refuse_idle(a, "steps", "--epochs", "give one of the two")
-        if a.loss != "simpo":
-            refuse_idle(a, "gamma", f"--loss {a.loss}", "it is SimPO's margin: leave it out")
-        texts = read_texts(a.data, a.model)
-        a.steps = steps_of(len(texts))
-        per_step = math.ceil(a.batch / (a.batch_size // 2)) * a.batch_size
-        with llmc.Trainer(a.model, **trainer_options(a, options, per_step)) as t:
-            pairs, adapters = read_pairs(a.data, t, a.model, texts), has_adapters(t)
-            a.steps = steps_of(len(pairs))  # without those that are left out
-            reference = None if adapters or a.loss in ALONE else reference_of(t, a, pairs)
-            make_steps(a, t, lambda step: make_step(t, a, pairs, reference, adapters, step))
-
-    return end_of(run, a.output, llmc.Error, BadFile, TemplateError, OSError)
+    return main_of(argv, __doc__, add_arguments, numbers, run)
 
 
 if __name__ == "__main__":

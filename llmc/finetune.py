@@ -19,6 +19,7 @@ import shlex
 import subprocess
 import sys
 import zlib
+from pathlib import Path
 
 from llmc.checked_json import BadFile, read_object
 from llmc.doctor import gpus
@@ -39,8 +40,7 @@ SIZES = [  # weights above which: rows of a micro-step, the rate (a tenth of an 
 
 def find_model(given):
     """-> (the folder that is opened, what the run's folder is named after)."""
-    model = given.rstrip("/") or given
-    called = model
+    model = called = given.rstrip("/") or given
     if not os.path.isfile(os.path.join(model, "config.json")) and os.path.isdir(model):
         steps = [n for n in os.listdir(model) if re.fullmatch(r"step_\d+", n)]
         whole = [n for n in steps if not os.path.exists(os.path.join(model, n, "diverged"))]
@@ -87,12 +87,10 @@ def made_of(model, chats, chat_options, T):
     lines = [f"CHAT={' '.join(chat_options)} --seq-len {T}"]
     for path in [chats, *chat_options]:
         lines += stamps(path) if os.path.exists(path) else []
-    for name in TEXT_FILES:
-        path = os.path.join(model, name)
-        if os.path.exists(path):
-            with open(path, "rb") as f:
-                data = f.read()
-            lines.append(f"{name} {zlib.crc32(data)} {len(data)}")
+    for path in (Path(model, name) for name in TEXT_FILES):
+        if path.exists():
+            data = path.read_bytes()
+            lines.append(f"{path.name} {zlib.crc32(data)} {len(data)}")
     return lines
 
 
@@ -106,25 +104,22 @@ def make_shards(model, chats, name, out, T, has_val):
     chat_options = shlex.split(os.environ.get("CHAT", ""))
     data = os.path.join(out, "data")
     stays = [folder for folder in (out, data) if os.path.exists(folder)]
-    made = os.path.join(data, "shards.made")
+    made, new = Path(data, "shards.made"), Path(data, "shards.made.new")
     make_folder(data)
     lines = made_of(model, chats, chat_options, T)
-    before = open(made).read().splitlines() if os.path.exists(made) else None
+    before = made.read_text().splitlines() if made.exists() else None
     if before == lines:
         return
-    with open(made + ".new", "w") as f:
-        f.write("\n".join(lines) + "\n")
+    new.write_text("\n".join(lines) + "\n")
     if before is not None and newest_checkpoint(out):
         changed = next((x for x in [*before, *lines] if (x in before) != (x in lines)), lines[0])
-        go_on = f"mv {shlex.quote(made + '.new')} {shlex.quote(made)}"
+        go_on = shlex.join(["mv", str(new), str(made)])
         hint = f"another -o trains on what there is now; or: {go_on}, and this run goes on with its shards"
         fail(f"the shards in '{data}' were made of something else: {changed}", hint)
-
-    if before is not None:
-        os.remove(made)
+    made.unlink(missing_ok=True)
     options = ["--input", chats, "--model", model, "--output", data, "--name", name, "--seq-len", str(T)]
     if tool("prepare", "chat", *options, "--overwrite", *chat_options).returncode:
-        os.remove(made + ".new")
+        new.unlink()
         for folder in (data, out):
             if folder not in stays and not os.listdir(folder):
                 os.rmdir(folder)
@@ -132,10 +127,10 @@ def make_shards(model, chats, name, out, T, has_val):
     if not glob.glob(f"{glob.escape(data)}/{name}_val_*.bin") and not has_val:
         looked = tool("prepare", "--check", f"{glob.escape(data)}/{name}_train_*.bin", capture_output=True).stdout
         hint = "hold out more with CHAT='--validation 0.3', or give more conversations"
-        os.remove(made + ".new")
+        new.unlink()
         one = " 1 conversation," in looked
         fail("none of so few conversations is held out", "give at least two: one is held out" if one else hint)
-    os.replace(made + ".new", made)
+    new.replace(made)
 
 
 def total_batch_before(out):
@@ -150,8 +145,7 @@ def total_batch_before(out):
 def main():
     words = sys.argv[1:]
     if words[:1] in (["-h"], ["--help"]):
-        print(__doc__)
-        return
+        return print(__doc__)
     if len(words) < 2:
         hint = "llmc finetune MODEL CONVERSATIONS [options]; llmc finetune --help explains them"
         fail("a model and conversations are needed", hint)

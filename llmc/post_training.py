@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from llmc.chat_template import special_names
 from llmc.checked_json import BadFile, open_regular, parse_object, read_object
 from llmc.conversations import Bad, forbidden, question_of, require_text, tell_unread
 from llmc.tool_output import Parser, outlive_reader, plural, warn
+from llmc.trainer import Error
 
 NUMBERS = (  # name, default, least, what it is
     ("steps", 100, 1, "in all, with those that --resume finds"),
@@ -32,23 +34,18 @@ NUMBERS = (  # name, default, least, what it is
     ("seed", 1337, 0, "of all that is random"),
     ("save-every", 0, 0, "steps; 0: at the end alone"),
 )
-
 MOST = 1e12  # of a number, so that products of some can be counted
-
-OURS = {
-    "max_steps": "give --steps before it",
-    "total_batch": "it follows from the rows of a step",
-    "verbose": "it is on",
-}
-OURS |= dict.fromkeys(
-    ("model", "output", "resume", "seed", "batch_size", "seq_len", "learning_rate"), "give it before --"
-)
+OURS = dict(max_steps="give --steps before it", total_batch="it follows from the rows of a step", verbose="it is on")
+BEFORE = "model", "output", "resume", "seed", "batch_size", "seq_len", "learning_rate"
+OURS |= dict.fromkeys(BEFORE, "give it before --")
+SCHEDULE = dict(choices=("linear", "constant"), default="linear", help="of the rate after --warmup")  # of --schedule
+DATA = dict(required=True, help="a .jsonl, .json or .parquet file, also packed")  # of an option that names one
 
 
 def parse(argv, doc, add, numbers):
     """-> the options, and those of llmc.Trainer behind --. add(parser): adds options that are no numbers."""
     outlive_reader()
-    p = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=doc)
     p.add_argument("--model", required=True, help="what the trainer's --model takes: a Hugging Face folder, a run's")
     p.add_argument("--output", default="", help="folder of log and checkpoints")
     p.add_argument("--resume", action="store_true", help="go on from --output's newest checkpoint")
@@ -60,23 +57,22 @@ def parse(argv, doc, add, numbers):
     a, options, name = p.parse_args(argv[:at], argparse.Namespace(given=set())), {}, ""
     again = [*argv[:at], *([] if a.resume else ["--resume"]), *argv[at:]]
     a.again = shlex.join([sys.orig_argv[0], sys.argv[0], *again])  # the command that goes on
-    for name, default, _, _ in numbers:
-        if getattr(a, (field := name.replace("-", "_"))) is not None:
-            a.given.add(name)
-        elif field != "seq_len":
-            setattr(a, field, default)
-    if "save-every" in a.given and a.save_every and not a.output:
+    if a.save_every and not a.output:
         p.error("--save-every does nothing without --output: give a folder")
     models = [a.model, *filter(None, (getattr(a, name, None) for name in ("teacher", "reference")))]
-    a.seq_len = min(1024, *map(context_of, models)) if a.seq_len is None else a.seq_len
-    for number, _, least, _ in numbers:
-        value = getattr(a, number.replace("-", "_"))
+    for name, default, least, _ in numbers:
+        value = getattr(a, (field := name.replace("-", "_")))
+        if value is not None:
+            a.given.add(name)
+        else:
+            value = min(default, *map(context_of, models)) if name == "seq-len" else default
+            setattr(a, field, value)
         if not value >= least:
-            p.error(f"--{number} is less than {least:g}: give more")
+            p.error(f"--{name} is less than {least:g}: give more")
         if not math.isfinite(value):
-            p.error(f"--{number} is {value}: give a number")
-        if value > MOST and number != "seed":
-            p.error(f"--{number} is {value:g}: give at most {MOST:g}")
+            p.error(f"--{name} is {value}: give a number")
+        if value > MOST and name != "seed":
+            p.error(f"--{name} is {value:g}: give at most {MOST:g}")
     for word in argv[at + 1 :]:
         name, _, value = word[2:].partition("=") if word.startswith("--") else (name, "", word)
         options[name.replace("-", "_")] = int(value) if value.isdecimal() else value or True
@@ -121,16 +117,13 @@ def refuse_idle(a, name, where, hint):
         raise BadFile(f"--{name} does nothing with {where}\n  hint: {hint}")
 
 
-TOKENIZERS = ("tokenizer.bin", "tokenizer.json")
-
-
 def require_same_tokenizer(t, other, folders, names, error):
     """Ids must mean the same to two trainers, of the models in `folders`. names: of the two, for errors."""
     hint = f"a {names[1]} needs the {names[0]}'s own tokenizer"
     own, theirs = (x.facts["known"] for x in (t, other))  # a model may have more ids
     if own != theirs:
         raise error(f"the {names[0]} has {own} tokens, the {names[1]} {theirs}\n  hint: {hint}")
-    for name in TOKENIZERS:
+    for name in ("tokenizer.bin", "tokenizer.json"):
         paths = [os.path.join(model_folder(folder), name) for folder in folders]
         if all(map(os.path.isfile, paths)) and len({open(p, "rb").read() for p in paths}) > 1:
             raise error(f"'{paths[0]}' and '{paths[1]}' differ\n  hint: {hint}")
@@ -148,10 +141,6 @@ def of_step(items, count, seed, step):
     return [items[orders[i][place]] for i, place in zip(passes.tolist(), places)]
 
 
-def add_schedule(p):
-    p.add_argument("--schedule", choices=("linear", "constant"), default="linear", help="of the rate after --warmup")
-
-
 def rate_of(a, t):
     """The learning rate of the update that comes."""
     falls = getattr(a, "schedule", "constant") == "linear"
@@ -161,13 +150,10 @@ def rate_of(a, t):
 
 def steps_left(a, t, updates=1):
     """Those that --resume leaves to do, each of so many updates."""
-    left = range(t.steps_done // updates, a.steps)
-    if not left:
-        print(
-            f"nothing is left to do: '{a.output}' is at step {t.steps_done // updates} of {a.steps}; give more --steps",
-            flush=True,
-        )
-    return left
+    done = t.steps_done // updates
+    if done >= a.steps:
+        print(f"nothing is left to do: '{a.output}' is at step {done} of {a.steps}; give more --steps", flush=True)
+    return range(done, a.steps)
 
 
 class Stopped(Exception):
@@ -212,15 +198,11 @@ def make_steps(a, t, make, updates=1):
                 make(step)
             except BaseException:  # the next step is not made: what there is is kept
                 if step > saved:
-                    print(keep(a, t, step, saved, updates), flush=True)
+                    keep(a, t, step, saved, updates)
                 raise
             done, stopped = step + 1, signals.name
             if a.output and (done == a.steps or a.save_every and done % a.save_every == 0 or stopped):
-                try:
-                    t.save()
-                except RuntimeError:  # llmc.Error
-                    print(f"step {done} cannot be saved: {lost(done - saved)}", flush=True)
-                    raise
+                save(t, done, saved)
                 saved = done
             if stopped and done < a.steps:
                 how = f"this goes on: {a.again}" if a.output else f"{lost(done - saved)} (no --output)"
@@ -233,17 +215,24 @@ def lost(count):
     return plural(count, "step") + (" is lost" if count == 1 else " are lost")
 
 
+def save(t, done, saved):
+    try:
+        t.save()
+    except Error:
+        print(f"step {done} cannot be saved: {lost(done - saved)}", flush=True)
+        raise
+
+
 def keep(a, t, done, saved, updates):
     """Saves the steps that were done before one that failed, and says it."""
     if not a.output:
-        return f"{lost(done - saved)} (no --output)"
-    if t.steps_done != done * updates:  # the weights have a part of its updates
-        return f"step {done + 1} was half made: {lost(done - saved)}"
-    try:
-        t.save()
-    except RuntimeError:  # llmc.Error
-        return f"step {done} cannot be saved: {lost(done - saved)}"
-    return f"step {done} is saved; this goes on: {a.again}"
+        print(f"{lost(done - saved)} (no --output)", flush=True)
+    elif t.steps_done != done * updates:  # the weights have a part of its updates
+        print(f"step {done + 1} was half made: {lost(done - saved)}", flush=True)
+    else:
+        with contextlib.suppress(Error):
+            save(t, done, saved)
+            print(f"step {done} is saved; this goes on: {a.again}", flush=True)
 
 
 # ---- prompts
@@ -265,24 +254,23 @@ class Prompt:
 def read_lines(path, expected):
     """(file:line, object) of each line that has one; of a .json, .parquet or packed file (where, object) of each row.
     expected: what a line is, for errors. BadFile, OSError."""
-    if os.path.splitext(path)[1].lower() in (".json", ".parquet", ".gz", ".bz2", ".xz", ".zst"):
-        yield from read_rows(path, expected)
-        return
+    packed = os.path.splitext(path)[1].lower() in (".json", ".parquet", ".gz", ".bz2", ".xz", ".zst")
+    for where, text in (read_rows if packed else number_lines)(path):
+        with expecting(expected):
+            yield where, parse_object(text, where)
+
+
+def number_lines(path):
     with open_regular(path) as f:
-        for i, line in enumerate(f, 1):
-            if line.strip():
-                with expecting(expected):
-                    yield f"{path}:{i}", parse_object(line.strip(), f"{path}:{i}")
+        yield from ((f"{path}:{i}", line.strip()) for i, line in enumerate(f, 1) if line.strip())
 
 
-def read_rows(path, expected):
-    """read_lines() of what prepare.py's reader opens."""
+def read_rows(path):
+    """Of what prepare.py's reader opens."""
     from llmc.reader import rows
 
     try:
-        for record, where in rows(path):
-            with expecting(expected):
-                yield where, parse_object(json.dumps(record, default=str), where)
+        yield from ((where, json.dumps(record, default=str)) for record, where in rows(path))
     except SystemExit as e:
         raise BadFile(str(e.code).removeprefix("error: ")) from None
 
@@ -319,7 +307,7 @@ class Chats:
 
     def __init__(self, model):
         self.model, self.folder = model, model_folder(model)
-        self.names = special_names(self.folder) if os.path.isdir(self.folder) else frozenset()
+        self.names = special_names(self.folder)
         self.unread = collections.Counter()
 
     @functools.cached_property
@@ -366,8 +354,6 @@ class Chats:
 
     def ends(self, chat):
         """(ids, texts) that end a text. chat: an answer in a conversation, too."""
-        if not os.path.isdir(self.folder):
-            return [], []
         return ends_of_folder(self.folder, self.renderer if chat else None)
 
 
@@ -450,20 +436,24 @@ def rows_of(prompts, completions, values):
 
 def remove_if_no_run(output):
     """A folder that holds nothing but the program's lock and a log without a step."""
-    paths = [os.path.join(output, name) for name in (".lock.train", "main.jsonl")]
+    has_step = lambda path: path.name != ".lock.train" and b'"event":"step"' in path.read_bytes()
     with contextlib.suppress(OSError):
-        if set(os.listdir(output)) <= {".lock.train", "main.jsonl"}:
-            if os.path.exists(paths[1]):
-                with open(paths[1]) as f:
-                    if any('"event":"step"' in line for line in f):
-                        return
-            for path in filter(os.path.exists, paths):
-                os.remove(path)
+        files = list(Path(output).iterdir())
+        if {path.name for path in files} <= {".lock.train", "main.jsonl"} and not any(map(has_step, files)):
+            for path in files:
+                path.unlink()
             os.rmdir(output)
 
 
 def interrupt(number, _):
     raise KeyboardInterrupt(number)
+
+
+def main_of(argv, doc, add, numbers, run, *errors):
+    """The exit status of a program: run(options, those of llmc.Trainer behind --). add, numbers: as of parse(); errors:
+    others than those of files, templates and trainers."""
+    a, options = parse(sys.argv[1:] if argv is None else argv, doc, add, numbers)
+    return end_of(lambda: run(a, options), a.output, Error, BadFile, TemplateError, OSError, *errors)
 
 
 def end_of(run, output, *errors):

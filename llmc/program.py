@@ -10,6 +10,8 @@ from pathlib import Path
 from llmc.doctor import gpus
 from llmc.places import CHECKOUT, PROGRAMS, ROOT
 
+PIP = "pip install --force-reinstall --no-deps FOLDER_OF_LLM.CU"
+INSTALL_AGAIN = f"install the package where there is a C compiler: {PIP}"
 # of x86-64-v3, as /proc/cpuinfo names them: what a wheel's program needs
 V3 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
 
@@ -45,15 +47,10 @@ def require_cpu(cpuinfo="/proc/cpuinfo"):
     flags = re.search(r"^flags\s*:(.*)$", Path(cpuinfo).read_text(), re.M)
     missing = V3 - set(flags[1].split()) if flags else set()
     if missing:
-        raise NoProgram(
-            f"the program is compiled for x86-64-v3, and this processor has no {', '.join(sorted(missing))}",
-            "compile it for this machine: MARCH=native pip install --force-reinstall --no-deps FOLDER_OF_LLM.CU",
-        )
+        what = f"the program is compiled for x86-64-v3, and this processor has no {', '.join(sorted(missing))}"
+        raise NoProgram(what, f"compile it for this machine: MARCH=native {PIP}")
 
 
-INSTALL_AGAIN = (
-    "install the package where there is a C compiler: pip install --force-reinstall --no-deps FOLDER_OF_LLM.CU"
-)
 INSTALL_MPI = "install Open MPI (Debian, Ubuntu: apt install libopenmpi-dev openmpi-bin), then this package again"
 KEEPALIVE = {"time": "30", "intvl": "5", "probes": "3"}  # seconds until mpirun asks whether a host is there; tries
 # As root Open MPI starts nothing without both; in a container there is often no other user.
@@ -84,11 +81,9 @@ def said_by_mpirun(lines, ranks):
     """(what, hint) of an error of Open MPI's own that users meet, from its lines; None of another."""
     if not any("not enough slots available" in line for line in lines):
         return None
-    return (
-        f"mpirun has no {ranks} places for ranks here: one for each core, or those that a batch system gave",
-        "use fewer ranks, or let some share a core: PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe (Open MPI 4: "
-        "OMPI_MCA_rmaps_base_oversubscribe=1)",
-    )
+    what = f"mpirun has no {ranks} places for ranks here: one for each core, or those that a batch system gave"
+    share = "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe (Open MPI 4: OMPI_MCA_rmaps_base_oversubscribe=1)"
+    return what, f"use fewer ranks, or let some share a core: {share}"
 
 
 def take(words, name):
@@ -121,8 +116,8 @@ def slots_of(hostfile):
 def over_hosts(hostfile, ranks, command, environment):
     """The command as ranks on the hosts of a file, by ssh, with what scripts/multi_node/mpirun.sh sets. Errors:
     NoProgram."""
-    command, environment = under_mpirun(ranks or slots_of(hostfile), command, environment)
-    slots_of(hostfile)
+    slots = slots_of(hostfile)
+    command, environment = under_mpirun(ranks or slots, command, environment)
     ssh = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=3"
     surroundings = {"PRTE_MCA_plm_ssh_agent": ssh, "OMPI_MCA_plm_rsh_agent": ssh}  # Open MPI 5 and 4
     for name in ("PRTE", "OMPI"):

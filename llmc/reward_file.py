@@ -1,10 +1,6 @@
 """Reward functions of a file of Python, which are called in a process of their own: one that hangs or crashes does no
 harm. Only Python's standard library, so that this process starts soon.
 
-    rewards = Rewards("rewards.py", weights=[1, 0.5], seconds=10)
-    rewards(prompt, completion, fields)         {"reward_a": 1.0, "reward_b": 0.0}, or BadReward: why there is none
-    rewards.sum({"reward_a": 1.0, ...})         with weights
-
 The descriptors of that process are its own (llmc/limited.py): what a function runs, such as a completion, neither reads
 nor makes its answers by accident. That is no sandbox: code of a completion that is to do harm needs one of its own.
 """
@@ -17,7 +13,6 @@ import sys
 
 from llmc.limited import Failed, Limited
 from llmc.tool_output import plural, warn
-
 
 MOST = 1e15  # of a reward: squares are summed in float32
 
@@ -73,9 +68,8 @@ class Rewards:
         warn([f"{path}: {name} is a class, and no reward; call what it makes so" for name in classes])
         self.weights = weights or [1.0] * len(self.names)
         if not self.names:
-            raise BadReward(
-                f"{path} has no reward function\n  hint: def reward(prompt, completion, **fields): return ..."
-            )
+            hint = "def reward(prompt, completion, **fields): return ..."
+            raise BadReward(f"{path} has no reward function\n  hint: {hint}")
         if len(self.weights) != len(self.names):
             given = plural(len(self.weights), "weight")
             raise BadReward(f"{given} for {', '.join(self.names)}\n  hint: give one for each")
@@ -89,6 +83,7 @@ class Rewards:
               if field in fields])  # fmt: skip
 
     def __call__(self, prompt, completion, fields):
+        """-> {"reward_a": 1.0, "reward_b": 0.0}. BadReward: why there is none."""
         values = {}
         for name in self.names:
             others = {k: v for k, v in fields.items() if k not in self.taken[name]}
@@ -126,10 +121,8 @@ class Rewards:
 
 def completion_of(t, tokens, ended, texts):
     """What is drawn without what ended it, one of the texts or a token: a text, or ids without a tokenizer."""
-    if t.facts["tokenizer"] and ended:
-        text = t.decode(tokens)
-        places = [at for at in (text.find(end) for end in texts) if at >= 0]
-        if places:
-            return text[: min(places)]
-    tokens = tokens[: len(tokens) - ended]
-    return t.decode(tokens) if t.facts["tokenizer"] else tokens.tolist()
+    if not t.facts["tokenizer"]:
+        return tokens[: len(tokens) - ended].tolist()
+    text = t.decode(tokens)
+    places = [text.find(end) for end in texts if ended and end in text]
+    return text[: min(places)] if places else t.decode(tokens[: len(tokens) - ended])

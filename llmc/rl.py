@@ -18,6 +18,7 @@ temperature 1. The log has reward and reward_std, kl, entropy (mean -logp of the
 clipped (shares), left_out (bad samples), and logp_difference (mean, of generate's from forward's)."""
 
 import argparse
+import contextlib
 import math
 import sys
 
@@ -26,10 +27,9 @@ import llmc.missing_package  # noqa: F401, before numpy
 import numpy as np
 
 import llmc
-from llmc.chat_template import TemplateError
 from llmc.checked_json import BadFile
-from llmc.post_training import end_of, make_steps, of_step, parse, rate_of, read_prompts, rows_of
-from llmc.post_training import has_adapters, refuse_idle, require_same_tokenizer, stops_of, tokenised
+from llmc.post_training import DATA, has_adapters, main_of, make_steps, of_step, parse, rate_of  # noqa: F401
+from llmc.post_training import read_prompts, refuse_idle, require_same_tokenizer, rows_of, stops_of, tokenised
 from llmc.post_training import trainer_options, write_messages
 from llmc.reward_file import BadReward, Rewards
 
@@ -125,17 +125,15 @@ NUMBERS = (  # name, default, least, what it is
 
 
 def numbers(text):
-    try:
+    with contextlib.suppress(ValueError):
         given = [float(x) for x in text.split(",")]
-        if not all(map(math.isfinite, given)):
-            raise ValueError
-        return given
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 1,0.5") from None
+        if all(map(math.isfinite, given)):
+            return given
+    raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 1,0.5")
 
 
 def add_arguments(p):
-    p.add_argument("--prompts", required=True, help="a .jsonl, .json or .parquet file, also packed")
+    p.add_argument("--prompts", **DATA)
     p.add_argument("--rewards", required=True, help="the .py file")
     p.add_argument("--weights", type=numbers, help="of its functions: 1,0.5")
     p.add_argument("--on-bad-reward", choices=("skip", "stop"), default="skip", help="leave that sample out, or end")
@@ -143,37 +141,31 @@ def add_arguments(p):
     p.add_argument("--reference", help="folder of the policy that training began with, for --beta without adapters")
 
 
-def train(t, a, prompts, rewards, reference=None):
-    prompts = tokenised(t, prompts, a.max_tokens, a.model)
-    stop = stops_of(t, prompts, a.model)
-    make_steps(a, t, lambda step: make_step(t, a, prompts, rewards, reference, step, stop), a.iterations)
+def run(a, options):
+    if a.reference and not a.beta:
+        raise BadFile("--reference says nothing without --beta\n  hint: give --beta, such as 0.04, or leave it out")
+    if a.iterations == 1:
+        refuse_idle(a, "epsilon", "--iterations 1", "ratios are 1 in the first update: give more, or leave it out")
+    prompts = write_messages(read_prompts(a.prompts), a.model, rewards=True)
+    rewards = Rewards(a.rewards, a.weights, a.reward_timeout, a.on_bad_reward)
+    rewards.leave_out(prompts)
+    size = dict(batch_size=a.batch_size, seq_len=a.seq_len)
+    size |= {k: options[k] for k in ("ranks", "program", "threads") if k in options}
+    first = llmc.Trainer(a.reference, lora=1, **size) if a.reference else None
+    own = trainer_options(a, options, a.groups * a.samples_per_prompt, a.iterations)
+    with llmc.Trainer(a.model, **own) as t:
+        if first:
+            require_same_tokenizer(t, first, (a.model, a.reference), ("model", "reference"), llmc.Error)
+        elif a.beta and not has_adapters(t):
+            hint = "--reference FOLDER, or adapters (-- --lora 16)"
+            raise llmc.Error(f"--beta needs the first policy\n  hint: {hint}")
+        prompts = tokenised(t, prompts, a.max_tokens, a.model)
+        stop = stops_of(t, prompts, a.model)
+        make_steps(a, t, lambda step: make_step(t, a, prompts, rewards, first, step, stop), a.iterations)
 
 
 def main(argv=None):
-    a, options = parse(sys.argv[1:] if argv is None else argv, __doc__, add_arguments, NUMBERS)
-
-    def run():
-        if a.reference and not a.beta:
-            raise BadFile("--reference says nothing without --beta\n  hint: give --beta, such as 0.04, or leave it out")
-        if a.iterations == 1:
-            refuse_idle(a, "epsilon", "--iterations 1", "ratios are 1 in the first update: give more, or leave it out")
-        prompts = write_messages(read_prompts(a.prompts), a.model, rewards=True)
-        rewards = Rewards(a.rewards, a.weights, a.reward_timeout, a.on_bad_reward)
-        rewards.leave_out(prompts)
-        size = dict(batch_size=a.batch_size, seq_len=a.seq_len)
-        size |= {k: options[k] for k in ("ranks", "program", "threads") if k in options}
-        first = llmc.Trainer(a.reference, lora=1, **size) if a.beta and a.reference else None
-        own = trainer_options(a, options, a.groups * a.samples_per_prompt, a.iterations)
-        with llmc.Trainer(a.model, **own) as t:
-            if a.beta and not a.reference and not has_adapters(t):
-                hint = "--reference FOLDER, or adapters (-- --lora 16)"
-                raise llmc.Error(f"--beta needs the first policy\n  hint: {hint}")
-            if first:
-                both = (a.model, a.reference), ("model", "reference")
-                require_same_tokenizer(t, first, *both, llmc.Error)
-            train(t, a, prompts, rewards, first)
-
-    return end_of(run, a.output, llmc.Error, BadReward, BadFile, TemplateError, OSError)
+    return main_of(argv, __doc__, add_arguments, NUMBERS, run, BadReward)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Requests become lines of JSON to `train_gpt2cu --serve`, which runs many sequenc
 by token. doc/serve.md has the options, the limits and examples.
 """
 
-import argparse
 import asyncio
 import concurrent.futures
 import contextlib
@@ -38,7 +37,6 @@ import jinja2  # noqa: F401, missed before a model is loaded
 from llmc.answers import Choice, Stop, end_with_parent, is_text, merged, places_of
 from llmc.chat_template import Renderer, Task, TemplateError, ends_of_folder, read_template
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = Path(__file__).with_suffix(".html")
 KEY_VARIABLE = "SERVE_API_KEY"
 MOST_LINE = (16 << 20) - 1  # bytes of a line that the program takes
@@ -571,10 +569,8 @@ class Server:
             await runner.setup()
             try:
                 site = await loop.create_server(lambda: self.connection(runner.server()), sock=listener, backlog=1024)
-                try:
+                with contextlib.closing(site):
                     await loop.create_future()
-                finally:
-                    site.close()
             finally:
                 await runner.cleanup()
 
@@ -734,7 +730,7 @@ def commands(args, options):
 
 def parse(arguments):
     at = arguments.index("--") if "--" in arguments else len(arguments)
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description=__doc__)
     p.add_argument("model", help="a checkpoint, a folder with checkpoints, or another model folder (-e of the program)")
     p.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     p.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any that is free")
@@ -749,9 +745,8 @@ def parse(arguments):
     p.add_argument("--queue", type=whole_from(1), default=256, help="sequences that may wait (default: 256), then: 429")
     p.add_argument("--patience", type=whole_from(1), default=300,
                    help="seconds without a word of a program that has work (default: 300), then: 503")  # fmt: skip
-    p.add_argument(
-        "--max-body", type=whole_from(1), default=1 << 20, help="bytes of a request (default: 1 MiB), then: 413"
-    )
+    max_body = dict(type=whole_from(1), default=1 << 20, help="bytes of a request (default: 1 MiB), then: 413")
+    p.add_argument("--max-body", **max_body)
     p.add_argument("--gpus", type=lambda text: text.split(","), help="0,1: a copy of the model on each")
     p.add_argument("--tp", type=whole_from(1), default=1, help="GPUs (or CPU ranks) that share one copy, under mpirun")
     p.add_argument("--program", help="default: ./train_gpt2cu where there is a GPU, or else ./train_gpt2")

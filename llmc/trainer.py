@@ -1,10 +1,4 @@
-"""llm.cu from Python: the trainer's own steps, with a loss, a schedule and data of one's own.
-
-    import llmc
-    with llmc.Trainer("gpt2:124M", batch_size=8, seq_len=1024) as t:
-        for tokens, targets in rows:                # int arrays (8, 1024)
-            t.train(tokens, targets)                # the built-in loss: the mean over targets >= 0
-            norm, verdict = t.step(learning_rate=3e-4)
+"""llm.cu from Python: the trainer's own steps, with a loss, a schedule and data of one's own (llmc/__init__.py).
 
     logp = t.forward(tokens, targets)               # (8, 1024) float32: log p(target)
     t.backward(weights)                             # adds the gradient of sum weights * logp
@@ -70,6 +64,11 @@ class Ended(Error):
     def __init__(self, text: str, typed: str | None = None) -> None:
         super().__init__(text)
         self.typed = typed or text
+
+
+def require(condition, what, hint):
+    if not condition:
+        raise Error(f"{what}\n  hint: {hint}")
 
 
 class Step(tuple[float, str]):
@@ -177,15 +176,10 @@ class Channel:
 
     def read(self, count):
         data = b""
-        while len(data) < count:
-            try:
-                piece = self.connection.recv(count - len(data))
-            except OSError:
-                piece = b""
-            if not piece:
-                return None
-            data += piece
-        return data
+        with contextlib.suppress(OSError):
+            while len(data) < count and (piece := self.connection.recv(count - len(data))):
+                data += piece
+        return data if len(data) == count else None
 
     def close(self):
         with contextlib.suppress(OSError):  # for those who have it from a fork, too
@@ -258,11 +252,8 @@ def as_numpy_takes(given):
 def ids_of(given, name):
     """(n) ids, as numpy has them; none that are nested, and no floats."""
     a = array(given, name)
-    if (
-        isinstance(given, collections.abc.Mapping)
-        or a.ndim != 1
-        or not (a.size == 0 or np.issubdtype(a.dtype, np.integer))
-    ):
+    has_ids = a.size == 0 or np.issubdtype(a.dtype, np.integer)
+    if isinstance(given, collections.abc.Mapping) or a.ndim != 1 or not has_ids:
         hint = "give a list of texts, or of lists of ids: [[1, 2, 3]], or tokenizer(texts)['input_ids']"
         raise Error(f"{name} is {shown(given)}, neither a text nor a list of ids\n  hint: {hint}")
     return a
@@ -302,19 +293,17 @@ def members(fields, taken):
     """Fields of a line of the log behind others: ,"reward":0.5. Numbers that are not finite are null."""
     made = {}
     for name, x in fields.items():
-        if name in taken:
-            raise Error(f"{name} is a field of the log's own\n  hint: give it another name, such as my_{name}")
+        require(name not in taken, f"{name} is a field of the log's own", f"give it another name, such as my_{name}")
         x = x.item() if isinstance(x, np.generic) else x
-        if not isinstance(x, (int, float, str, type(None))):
-            hint = "give a number or a text: x.item(), float(x) or str(x)"
-            raise Error(f"{name} is {shown(x)}, which the log cannot hold\n  hint: {hint}")
+        hint = "give a number or a text: x.item(), float(x) or str(x)"
+        is_held = isinstance(x, (int, float, str, type(None)))
+        require(is_held, f"{name} is {shown(x)}, which the log cannot hold", hint)
         made[name] = None if isinstance(x, float) and not math.isfinite(x) else x
     return "," + json.dumps(made, ensure_ascii=False)[1:-1] if made else ""
 
 
 def fitting(text):
-    if len(encoded(text, "the text")) >= 1 << 16:
-        raise Error("a text of more than 64 KiB\n  hint: shorten it")
+    require(len(encoded(text, "the text")) < 1 << 16, "a text of more than 64 KiB", "shorten it")
     return text
 
 
@@ -334,9 +323,8 @@ def absolute(folder):
         good = "\0" not in path and len(os.fsencode(path)) <= 4000  # of 4,095, with the names of its files
     except (TypeError, UnicodeEncodeError):
         good = False
-    if not good:
-        hint = "give a str or a Path of at most 4000 bytes, without NUL"
-        raise Error(f"no folder has the name {shown(folder)}\n  hint: {hint}")
+    hint = "give a str or a Path of at most 4000 bytes, without NUL"
+    require(good, f"no folder has the name {shown(folder)}", hint)
     return path
 
 
@@ -349,29 +337,22 @@ def of_python(text):
 
 CALLERS = {  # options of the program whose work is the caller's here
     "save_every": "call save()",
-    "val_data": "call forward() with rows of them",
     "eval_every": "call forward() with rows that are not trained on",
     "sample_every": "call generate()",
-    "schedule": "give step() the rate of each step",
-    "warmup": "give step() the rate of each step",
-    "patience": "end when you like",
-    "epochs": "end when you like",
-    "final_lr_fraction": "give step() the rate of each step",
-    "decay_fraction": "give step() the rate of each step",
     "eval_steps": "call forward() with as many rows as you like",
-    "hellaswag": "call forward() with rows of them",
-    "choice_data": "call forward() with rows of them",
     "sample_tokens": "give generate() max_tokens",
-    "temperature": "give it to generate()",
-    "top_k": "give it to generate()",
-    "top_p": "give it to generate()",
 }
+CALLERS |= dict.fromkeys(("val_data", "hellaswag", "choice_data"), "call forward() with rows of them")
+RATES = "schedule", "warmup", "final_lr_fraction", "decay_fraction"
+CALLERS |= dict.fromkeys(RATES, "give step() the rate of each step")
+CALLERS |= dict.fromkeys(("patience", "epochs"), "end when you like")
+CALLERS |= dict.fromkeys(("temperature", "top_k", "top_p"), "give it to generate()")
 OWN_EVENTS = ("start", "step", "checkpoint", "end")  # of the log, which its readers go by
 
 
 def other_version(program, what):
-    again = "make it again: make train_gpt2cu, or make train_gpt2 without a GPU"
-    again = again if CHECKOUT else "install the package again: pip install --force-reinstall --no-deps FOLDER_OF_LLM.CU"
+    make = "make it again: make train_gpt2cu, or make train_gpt2 without a GPU"
+    again = make if CHECKOUT else f"install the package again: {programs.PIP}"
     return f"{program} is of another version than this package: {what}\n  hint: {again}"
 
 
@@ -402,9 +383,9 @@ def listen():
     """-> a new folder, and a socket s in it that waits for the program."""
     with no_bare_errors("set TMPDIR to a folder that you may write to, such as /tmp"):
         parent = tempfile.gettempdir()
-        if "," in parent or len(os.fsencode(parent)) > 80:  # --debug divides at commas; a socket's name has 107 bytes
-            hint = "set TMPDIR to a folder with a short name without a comma, such as /tmp"
-            raise Error(f"no socket can be in '{parent}'\n  hint: {hint}")
+        good = "," not in parent and len(os.fsencode(parent)) <= 80  # --debug divides at commas; a name has 107 bytes
+        hint = "set TMPDIR to a folder with a short name without a comma, such as /tmp"
+        require(good, f"no socket can be in '{parent}'", hint)
         folder = tempfile.mkdtemp(prefix="llmc-")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(os.path.join(folder, "s"))
@@ -424,41 +405,32 @@ def mark_left(folder):
             continue
         with no_bare_errors(f"remove {name}, or resume=1 goes on from it"), open(mark, "w") as f:
             f.write(f"the run went back and on from an earlier step; {newest} was saved later\n")
-        print(
-            f"warning: {os.path.join(output, name)} was saved before {newest} and is marked as left (diverged): "
-            "resume=1 goes on from the newest without a mark",
-            file=sys.stderr,
-        )
+        left = f"{os.path.join(output, name)} was saved before {newest} and is marked as left (diverged)"
+        print(f"warning: {left}: resume=1 goes on from the newest without a mark", file=sys.stderr)
 
 
 def words_of_options(options):
     """{name: value}, names with _ for - -> the program's command line. Errors: those whose work is the caller's."""
     words = []
-    for name in (name for name in CALLERS if options.get(name) is not None):
-        raise Error(f"{name} does nothing here\n  hint: leave it out, and {CALLERS[name]}")
     for name, value in options.items():
+        if value is None:
+            continue
+        if name in CALLERS:
+            raise Error(f"{name} does nothing here\n  hint: leave it out, and {CALLERS[name]}")
         value = int(value) if isinstance(value, bool) else value
         value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-        if value is not None:
-            words += ["--" + name.replace("_", "-"), str(value)]
+        words += ["--" + name.replace("_", "-"), str(value)]
     return words
 
 
 def start_program(command, environment, inherits):
     """inherits: its lines go where Python's go -> the process. It has a session of its own: Ctrl-C is for Python, which
     then ends it. And a reader of its lines that has gone ends nothing, as it does not end Python."""
+    pipe = subprocess.PIPE
+    how = dict(stdin=subprocess.DEVNULL, stdout=None if inherits else pipe, stderr=pipe, text=True, errors="replace")
+    how |= dict(env=environment, start_new_session=True, restore_signals=False)
     try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=None if inherits else subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-            restore_signals=False,
-        )
+        return subprocess.Popen(command, **how)
     except (OSError, ValueError) as e:  # ValueError: a NUL in an argument
         raise Error(f"cannot start {command[0]}: {e}") from None
 
@@ -530,8 +502,7 @@ class Trainer:
     ) -> None:
         environment = {**os.environ, **{name: str(value) for name, value in (environment or {}).items()}}
         ranks, before, every = whole(ranks, "ranks"), words_of(launcher), max(0, whole(verbose or 0, "verbose"))
-        if ranks < 1:
-            raise Error(f"{ranks} ranks\n  hint: give 1, or a number of GPUs")
+        require(ranks > 0, f"{ranks} ranks", "give 1, or a number of GPUs")
         try:
             self._program = str(programs.trainer(program))
             command = [*before, self._program]
@@ -605,10 +576,8 @@ class Trainer:
         if text.startswith("unknown option '--debug calls'"):
             text = other_version(self._program, "it knows no calls")
         if text.startswith("no usable GPU: ") or "error while loading shared libraries: " in text:
-            without = os.path.join(programs.PROGRAMS, "train_gpt2")
-            text = text.partition("\n  hint: ")[0] + (
-                f"\n  hint: llmc doctor says more; program={without!r} needs no GPU"
-            )
+            what, without = text.partition("\n  hint: ")[0], os.path.join(programs.PROGRAMS, "train_gpt2")
+            text = f"{what}\n  hint: llmc doctor says more; program={without!r} needs no GPU"
         if text.startswith("another run writes to "):
             text += "; a trainer of this Python, such as that of a cell that is run again, ends by t.close()"
         self.close(patience=0)
@@ -650,9 +619,8 @@ class Trainer:
         self._settle()
         size = max(1 << 20, 1 << (4 * count - 1).bit_length())
         if not hasattr(self, "_memory") or size > len(self._memory):
-            with no_bare_errors(
-                f"this call shares {size >> 20} MiB: give it less at once, or allow more (ulimit -f, -v)"
-            ):
+            hint = f"this call shares {size >> 20} MiB: give it less at once, or allow more (ulimit -f, -v)"
+            with no_bare_errors(hint):
                 os.ftruncate(self._life["file"], size)
                 self._memory = mmap.mmap(self._life["file"], size)
 
@@ -720,12 +688,11 @@ class Trainer:
             if a.min() < -(1 << 31) or a.max() >= 1 << 31:
                 raise Error(f"{name} hold {a.max()}\n  hint: give ids of the vocabulary of {self.vocab}")
             arrays.append(a)
-        if arrays[0].shape != arrays[1].shape:
-            raise Error(f"tokens are {arrays[0].shape}, targets {arrays[1].shape}\n  hint: targets are the tokens that "
-                        "follow, one for each")  # fmt: skip
-        if arrays[0].shape[1] > self.seq_len:
-            raise Error(f"rows of {arrays[0].shape[1]} tokens are longer than seq_len {self.seq_len}\n"
-                        "  hint: cut them, or start with a larger seq_len")  # fmt: skip
+        shape, other = (a.shape for a in arrays)
+        hint = "targets are the tokens that follow, one for each"
+        require(shape == other, f"tokens are {shape}, targets {other}", hint)
+        long = f"rows of {shape[1]} tokens are longer than seq_len {self.seq_len}"
+        require(shape[1] <= self.seq_len, long, "cut them, or start with a larger seq_len")
         return arrays
 
     def _put(self, tokens, targets, rows, width):
@@ -768,16 +735,15 @@ class Trainer:
         """weights: (R,T), of the last forward: adds the gradient of sum weights * logp, so that a step makes that sum
         *smaller*: weights are the derivatives of a loss by logp. Once after each forward; several calls add up, at most
         micro_steps. It is made when the next call of the model comes, which says whether it was the step's last."""
-        if self._forward is None:
-            raise Error("backward needs the activations of a forward\n  hint: call forward before each backward, with "
-                        f"at most {self.rows} rows, adapters included and nothing between")  # fmt: skip
-        kind, micro = self._made
-        if kind == "train" or micro == self.micro_steps:
-            raise Error(f"the step has gradients of {kind}() already, {micro} of {self.micro_steps}\n  hint: call step "
-                        "between train and backward; a larger total_batch allows more of them")  # fmt: skip
+        rows, (kind, micro) = self._forward, self._made
+        before = f"with at most {self.rows} rows, adapters included and nothing between"
+        hint = f"call forward before each backward, {before}"
+        require(rows, "backward needs the activations of a forward", hint)
+        what = f"the step has gradients of {kind}() already, {micro} of {self.micro_steps}"
+        hint = "call step between train and backward; a larger total_batch allows more of them"
+        require(kind != "train" and micro != self.micro_steps, what, hint)
         w = array(weights, "weights", np.float32)
-        if w.shape != self._forward:
-            raise Error(f"weights are {w.shape}, the rows of forward {self._forward}\n  hint: give one for each target")
+        require(w.shape == rows, f"weights are {w.shape}, the rows of forward {rows}", "give one for each target")
         bad = np.argwhere(~np.isfinite(w))
         if len(bad):
             raise Error(f"the weight of row {bad[0][0]}, column {bad[0][1]} is {w[tuple(bad[0])]}\n"
@@ -806,9 +772,8 @@ class Trainer:
         ints, R <= rows, T <= seq_len. A step has micro_steps of them. Returns at once: the GPU goes on."""
         self._flush(last=False)
         tokens, targets = self._rows(tokens, targets)
-        if len(tokens) > self.rows:
-            raise Error(f"{len(tokens)} rows are more than the {self.rows} of a call\n  hint: call train for each "
-                        f"{self.rows}, or start with a larger batch_size")  # fmt: skip
+        what = f"{len(tokens)} rows are more than the {self.rows} of a call"
+        require(len(tokens) <= self.rows, what, f"call train for each {self.rows}, or start with a larger batch_size")
         self._forward = None
         self._put(tokens, targets, self.rows, self.seq_len)
         with self._makes("train", self._made[1] + 1):
@@ -834,8 +799,8 @@ class Trainer:
         numbers = {"learning rate": learning_rate, "beta1": beta1, "beta2": beta2, "epsilon": eps}
         numbers |= {"weight decay": weight_decay, "gradient clip": clip}
         for name, x in numbers.items():
-            if x is not None and not 0 <= number(x, f"the {name}") < (1 if name.startswith("beta") else 1e30):
-                raise Error(f"the step has the number {x} for its {name}\n  hint: give one that an optimiser can use")
+            good = x is None or 0 <= number(x, f"the {name}") < (1 if name.startswith("beta") else 1e30)
+            require(good, f"the step has the number {x} for its {name}", "give one that an optimiser can use")
         loss, text = number(loss, "the loss"), fitting(members(fields, STEP))
         if self._pending is None and self._open:  # what came between could not know that the backward was the last
             self.forward(np.zeros((1, 1), int), np.full((1, 1), -1))
@@ -864,13 +829,9 @@ class Trainer:
         Errors: those of train() and step(), and where rows end within a step: Error."""
         rows, steps, log_every = iter(rows), whole(steps, "steps"), whole(log_every, "log_every")
         callbacks, made = list(callbacks), []
-        while len(made) < steps:
-            micro = 0
-            for tokens, targets in itertools.islice(rows, self.micro_steps):
+        while len(made) < steps and (first := next(rows, None)) is not None:
+            for tokens, targets in itertools.chain([first], itertools.islice(rows, self.micro_steps - 1)):
                 self.train(tokens, targets)
-                micro += 1
-            if micro == 0:
-                break
             step = self.step(learning_rate(len(made)) if callable(learning_rate) else learning_rate)
             made.append(step)
             ends = [f(self, step) is True for f in callbacks]
@@ -903,17 +864,17 @@ class Trainer:
         if ids.ndim > 1:
             raise Error(f"ids: {shown(ids)} is nested\n  hint: give those of one text, or one id")
         ids = ids.ravel()
-        self._room(4 * len(ids) + 1)
-        self._words(np.int32, len(ids))[:] = ids
+        room = 4 * len(ids) + 1
         while True:
+            self._room(room)
+            self._words(np.int32, len(ids))[:] = ids
             try:
                 n = int(self._ask("decode", len(ids))[0][0])
                 return self._words(np.uint8, n).tobytes().decode(errors="replace")
             except Error as e:
                 if "bytes of memory" not in str(e):
                     raise
-            self._room(len(self._memory))  # four times as long
-            self._words(np.int32, len(ids))[:] = ids
+            room = len(self._memory)  # words of four bytes
 
     def chat_tokens(self, messages: Sequence[Mapping[str, Any]], answer: bool = True, **fields: object) -> np.ndarray:
         """A conversation -> its ids, (n) int32, as the chat template in the model's folder writes it. messages: such as
@@ -1041,8 +1002,8 @@ class Trainer:
         weights that products read, of bf16 on a GPU."""
         self._flush(last=False)
         self._forward = None
-        if name is not None and (not encoded(name, "the name") or "\0" in name):
-            raise Error(f"there is no tensor {shown(name)}\n  hint: names() has them all")
+        known = name is None or encoded(name, "the name") and "\0" not in name
+        require(known, f"there is no tensor {shown(name)}", "names() has them all")
         with contextlib.ExitStack() as ends, no_bare_errors("make room, or set TMPDIR to a folder that has it"):
             here, folder = self.facts["ranks"] == self.facts["local_ranks"], ""
             if not here or not hasattr(os, "memfd_create"):  # all ranks write to it
@@ -1066,9 +1027,8 @@ class Trainer:
     @in_turn
     def log(self, event: str, **fields: float | str | None) -> None:
         """A line of main.jsonl in output, beside the program's: log("eval", loss=2.1) is drawn as a validation loss."""
-        if not isinstance(event, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", event):
-            hint = 'a name has letters of a to z, digits, "_", "." and "-", such as log("eval", loss=2.1)'
-            raise Error(f"{shown(event)} is no name of a line of the log\n  hint: {hint}")
-        if event in OWN_EVENTS:
-            raise Error(f"{event} is a line of the program's own\n  hint: take another name")
+        hint = 'a name has letters of a to z, digits, "_", "." and "-", such as log("eval", loss=2.1)'
+        good = isinstance(event, str) and re.fullmatch(r"[A-Za-z0-9_.-]+", event)
+        require(good, f"{shown(event)} is no name of a line of the log", hint)
+        require(event not in OWN_EVENTS, f"{event} is a line of the program's own", "take another name")
         self._ask("log", text=fitting(f"{event}\n{members(fields, LINE)}"))
