@@ -18,7 +18,7 @@ from llmc.trainer import CALLERS  # noqa: E402
 
 STUB = ROOT / "llmc/trainer_options.pyi"
 OWN = {"model", "samples"}  # arguments that Trainer has by name
-OTHER_RUNS = {"evaluate", "generate", "serve", "prompt", "system", "draft", "dry_run"}  # in which nothing is trained
+OTHER_RUNS = {"evaluate", "generate", "serve", "prompt", "draft", "dry_run"}  # in which nothing is trained
 REFUSED = {"qk_clip"}  # of a trainer that makes calls
 LEFT_OUT = OWN | OTHER_RUNS | REFUSED | CALLERS.keys()
 
