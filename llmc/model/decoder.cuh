@@ -118,9 +118,10 @@ static void decoder_request(const Plan *p, const Buffers *b, Decoder *d) {
     memory_request(m, &k->lse, "a prompt's lse", rows * c->num_heads);
     if (c->position == POSITION_ROPE)
         memory_request(m, &k->cos_sin, "rope table (room,HD/2,2)", (size_t)k->room * c->head_dim);
-    // of a step they are read before the next one's blocks; in front of them is a row of the head's own
+    // In a run of calls a step's logits lie in the head's, behind a row of its own: they are read before the next
+    // blocks.
     const size_t row = round_up(c->padded_vocab_size * sizeof(floatX), 512), logits = (size_t)d->most * d->width;
-    if (row + logits * sizeof(float) <= region_of(p).bytes)
+    if (*p->options.calls && row + logits * sizeof(float) <= region_of(p).bytes)
         d->logits = (float *)(b->region + row);
     else
         memory_request(m, &d->logits, "logits (rows,Vp)", logits);
