@@ -388,7 +388,7 @@ SLOW_DISK = """
 #include <unistd.h>
 ssize_t pwrite(int fd, const void *from, size_t bytes, off_t offset) {
     const char *rank = getenv("OMPI_COMM_WORLD_RANK");
-    if (rank && atoi(rank) < 2) usleep(15000);
+    if (rank && atoi(rank) < 2) usleep(atoi(getenv("PWRITE_US")));
     return ((ssize_t (*)(int, const void *, size_t, off_t))dlsym(RTLD_NEXT, "pwrite"))(fd, from, bytes, offset);
 }"""
 
@@ -403,7 +403,7 @@ def slow_disk(tmp_path_factory):
         text=True,
         check=True,
     )
-    return {"LD_PRELOAD": str(library)}
+    return {"LD_PRELOAD": str(library), "PWRITE_US": "40000"}
 
 
 def events(folder, kind):
@@ -990,7 +990,7 @@ def test_a_checkpoint_gets_its_name_between_steps(train, tmp_path, endless, slow
     """Its disk is slow, and what follows takes long: a job that is killed then goes on from there."""
     options = ["-e", "llama3.2:1B,layers=3,channels=64,heads=4,kv_heads=2,vocab=256,seq=32", "-n", "2", "-x"]
     succeeds(train(3, "run", *options, "1"))
-    job = train(3, "run", *options, "100", "-y", "1", *endless[what], environment=slow_disk)
+    job = train(3, "run", *options, "100", "-y", "1", *endless[what], environment=slow_disk | {"PWRITE_US": "15000"})
     job.wait_for("step      3/").wait_for(f"checkpoint {tmp_path}/run/step_00000002 | written")
     assert "eval      3" not in job.text()
     job.hit(random.randrange(3), signal.SIGKILL)
