@@ -1559,6 +1559,7 @@ def test_two_runs_in_one_folder(trainer, tmp_path):
     log = tmp_path / "run/main.jsonl"
     first = trainer.start("-o", tmp_path / "run", *ENDLESS)
     wait_for_start(first, log)
+    first.send_signal(signal.SIGSTOP)  # it holds the folder without a core of its own
     before = log.read_bytes()
     for resume in "01":
         fails(trainer("-o", tmp_path / "run", "-n", "1", "-y", resume), "another run writes to")
