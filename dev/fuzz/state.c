@@ -168,6 +168,11 @@ void model_place(Model *m, int slot, int index, int page) {
     (void)index;
     (void)page;
 }
+void model_copy_page(Model *m, int from, int to) {
+    (void)m;
+    (void)from;
+    (void)to;
+}
 int model_length(const Model *m, int slot) {
     (void)m;
     return slot;

@@ -166,10 +166,15 @@ def skip(name, why, tests=1):
 
 def environment_of_tests(env=None):
     # OpenMP's threads wait for each other by spinning; where others use the cores too, short spins make tests many
-    # times faster.
+    # times faster. Without UCX's hooks, which nothing asks for, a program that is linked with MPI starts in a fifth of
+    # the time; and of the hundreds of times that tests start Python, one compiles a module.
     return (
-        {"GOMP_SPINCOUNT": "2000"}
-        | {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+        {"GOMP_SPINCOUNT": "2000", "UCX_MEM_MMAP_HOOK_MODE": "none"}
+        | {
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHONDONTWRITEBYTECODE")
+        }
         | (env or {})
     )
 

@@ -1258,7 +1258,7 @@ def test_c_tokenizer_equals_tiktoken(tmp_path, c_tokenizer, kind):
         # C leaves that to whoever makes the text
         text = unicodedata.normalize("NFC", text.decode()).encode() if kind == "qwen2" else text
         (tmp_path / "text").write_bytes(text)
-        run = subprocess.run([c_tokenizer, tmp_path / "tokenizer.bin", tmp_path / "text"], capture_output=True)
+        run = subprocess.run([c_tokenizer, tmp_path / "tokenizer.bin", "0", tmp_path / "text"], capture_output=True)
         assert run.returncode == 0, run.stderr
         assert np.array_equal(np.array(run.stdout.split(), dtype=np.int64), tokenizer.encode(text))
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import launcher
+import loaded
 import numpy as np
 import pytest
 
@@ -590,7 +591,7 @@ def test_tokenizer_files(program, tmp_path, monkeypatch, kind, model):  # noqa: 
 # What a version of transformers makes of folders: {folder: [length, bos, ids of each text]}, without a model.
 READ = """import json, sys, transformers
 transformers.utils.logging.set_verbosity_error()
-folders, texts = json.load(sys.stdin)
+folders, texts = json.load(open(sys.argv[1]))
 made = {}
 for folder in folders:
     t = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -621,9 +622,11 @@ def test_every_tokenizer_beside_every_model(program, tmp_path, monkeypatch, capf
             assert ("from the folder 'tokenizer' inside" in said) == apart == (folder / "tokenizer").exists()
             assert (folder / "tokenizer.json").exists() != apart and (folder / "tokenizer.bin").exists()
             folders[str(folder / "tokenizer" if apart else folder)] = kind
-    for python in [sys.executable, *os.environ.get("LLMC_TRANSFORMERS", "").split()]:
-        question = json.dumps([list(folders), texts])
-        run = subprocess.run([python, "-c", READ], input=question, capture_output=True, text=True)
+    read = [tmp_path / "read.py", tmp_path / "question.json"]
+    for file, text in zip(read, (READ, json.dumps([list(folders), texts]))):
+        file.write_text(text)
+    for python in [None, *os.environ.get("LLMC_TRANSFORMERS", "").split()]:
+        run = subprocess.run([python, *read], capture_output=True, text=True) if python else loaded.run(read, ROOT)
         assert run.returncode == 0, run.stderr
         version, made = json.loads(run.stdout)
         for folder, (length, bos, theirs) in made.items():

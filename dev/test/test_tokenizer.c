@@ -408,23 +408,33 @@ static char *read_all(FILE *f, int *bytes) {
     *bytes = (int)fread(text, 1, 1 << 26, f);
     return text;
 }
-static int encode_file(const char *tokenizer, const char *name, int special) {
-    Tokenizer t;
-    tokenizer_open(&t, tokenizer);
+static int encode_file(const Tokenizer *t, const char *name, int special) {
     int bytes, length;
     char *text = read_all(fopen_or_die(name, "rb", "name a text"), &bytes);
     int *ids = (int *)malloc_or_die((size_t)tokenizer_most(text, bytes) * sizeof(int) + 1);
-    const int n = tokenizer_encode_text(&t, text, bytes, special, ids);
-    unsigned char *normal = t.kind == TOKENIZER_QWEN2 ? nfc((unsigned char *)text, &bytes) : NULL;
+    const int n = tokenizer_encode_text(t, text, bytes, special, ids);
+    unsigned char *normal = t->kind == TOKENIZER_QWEN2 ? nfc((unsigned char *)text, &bytes) : NULL;
     const char *p = normal ? (char *)normal : text, *end = p + bytes;
     for (int i = 0; i < n; i++) {
-        printf("%d\n", ids[i]);
-        const unsigned char *token = tokenizer_token(&t, ids[i], &length);
+        printf("%d ", ids[i]);
+        const unsigned char *token = tokenizer_token(t, ids[i], &length);
         require(length <= end - p && memcmp(token, p, (size_t)length) == 0, "id %d of '%s' is not its text\n.", i,
                 name);
         p += length;
     }
-    return p == end ? EXIT_SUCCESS : EXIT_FAILURE;
+    printf("\n");
+    free(text);
+    free(ids);
+    free(normal);
+    return p == end;
+}
+// The ids of each text on a line of its own.
+static int encode_files(const char *tokenizer, int special, int count, char **names) {
+    Tokenizer t;
+    tokenizer_open(&t, tokenizer);
+    int good = 1;
+    for (int i = 0; i < count; i++) good &= encode_file(&t, names[i], special);
+    return good ? EXIT_SUCCESS : EXIT_FAILURE;
 }
 static int print_chunks(TokenizerKind kind) {
     unicode_open();
@@ -442,7 +452,7 @@ static int print_chunks(TokenizerKind kind) {
 
 int main(int argc, char **argv) {
     if (argc == 2) return print_chunks((TokenizerKind)atoi(argv[1]));
-    if (argc > 2) return encode_file(argv[1], argv[2], argc > 3);
+    if (argc > 2) return encode_files(argv[1], atoi(argv[2]), argc - 3, argv + 3);
     strcpy(path, "/tmp/test_tokenizer_XXXXXX");
     int fd = mkstemp(path);
     require(fd >= 0, "cannot make a file in /tmp\ntests need one");

@@ -79,36 +79,47 @@ def same_chunks(program, kind, texts):
     assert ours == theirs, place and [[ascii(c) for c in x[place - 1 : place + 3]] for x in (ours, theirs)]
 
 
+@pytest.fixture(scope="module")
 def characters():
-    """Every assigned character but NUL, and some that are not."""
+    """Every assigned character but NUL, and some that are not; marks of them, and what has parts."""
     every = (chr(c) for c in range(1, 0x110000) if not 0xD800 <= c < 0xE000)
-    return [c for c in every if unicodedata.category(c) not in ("Cn", "Co") or ord(c) % 61 == 0]
+    every = [c for c in every if unicodedata.category(c) not in ("Cn", "Co") or ord(c) % 61 == 0]
+    marks = [c for c in every if unicodedata.combining(c)]
+    composed = [c for c in every if unicodedata.decomposition(c) or "\uac00" <= c <= "\ud7a3" and ord(c) % 99 == 0]
+    return every, marks, composed
 
 
 def mixed(rng, size, every, marks, composed):
     """Neighbours of one block, marks, characters and their parts, Hangul in parts, what the patterns name."""
+    nfd = tokenizers.normalizers.NFD().normalize_str
+    jamo = [[chr(c) for c in range(*r)] for r in ((0x10FF, 0x1114), (0x1160, 0x1177), (0x11A6, 0x11C4))]
+    parts = ["\u1100\u1161", "\uac00\u11a8", "\uac01\u11a8", "a\u0301", "\u212b", "q\u0323\u0307"]
+    named = [" ", "\n", "\r\n", "\t", "'", "'s", "'LL", "'\u017f", "12", "a", "B", "."]
+
+    def block():
+        first = ord(rng.choice(every)) & ~0x7F
+        some = rng.choices(range(first, first + 128), k=4)
+        return "".join(chr(c) for c in some if c and not 0xD800 <= c < 0xE000)
+
+    kinds = [
+        block,
+        lambda: "".join(rng.choices(marks, k=rng.randrange(1, 6))),
+        lambda: rng.choice(composed),
+        lambda: nfd(rng.choice(composed)),
+        lambda: "".join(map(rng.choice, jamo)),
+        lambda: rng.choice(parts),
+        lambda: rng.choice(named),
+    ]
     while size > 0:
-        block = ord(rng.choice(every)) & ~0x7F
-        some = [
-            "".join(chr(c) for c in rng.choices(range(block, block + 128), k=4) if c and not 0xD800 <= c < 0xE000),
-            "".join(rng.choices(marks, k=rng.randrange(1, 6))),
-            rng.choice(composed),
-            tokenizers.normalizers.NFD().normalize_str(rng.choice(composed)),
-            "".join(chr(rng.randrange(*r)) for r in ((0x10FF, 0x1114), (0x1160, 0x1177), (0x11A6, 0x11C4))),
-            rng.choice(["\u1100\u1161", "\uac00\u11a8", "\uac01\u11a8", "a\u0301", "\u212b", "q\u0323\u0307"]),
-            rng.choice([" ", "\n", "\r\n", "\t", "'", "'s", "'LL", "'\u017f", "12", "a", "B", "."]),
-        ]
-        text = rng.choice(some)
+        text = rng.choice(kinds)()
         size -= len(text)
         yield text
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_chunks_of_every_character(program, kind):
+def test_chunks_of_every_character(program, characters, kind):
     """Alone, after a letter, after a space, before a mark; and long mixtures."""
-    every, rng = characters(), random.Random(kind)
-    marks = [c for c in every if unicodedata.combining(c)]
-    composed = [c for c in every if unicodedata.decomposition(c) or "\uac00" <= c <= "\ud7a3" and ord(c) % 99 == 0]
+    (every, marks, composed), rng = characters, random.Random(kind)
     parts = ["a" + "".join(f"{c}b{c} {c}\u0301{c}1.\n" for c in every[i : i + 100]) for i in range(0, len(every), 100)]
     same_chunks(program, kind, parts)
     same_chunks(program, kind, ["a" + "".join(mixed(rng, 400, every, marks, composed)) + "1.\n" for _ in range(500)])
@@ -119,14 +130,14 @@ def test_chunks_of_every_character(program, kind):
 # ---- ids
 
 
-def trained(kind, special, **how):
+def trained(kind, special, size=1200):
     """A tokenizer.json with tokens that lie across what a pattern parts, as published vocabularies have them."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(**how))
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     words = tokenizers.pre_tokenizers.WhitespaceSplit()
     made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, byte_level])
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=1200, special_tokens=special, show_progress=False, initial_alphabet=byte_level.alphabet()
+        vocab_size=size, special_tokens=special, show_progress=False, initial_alphabet=byte_level.alphabet()
     )
     texts = [unicodedata.normalize("NFC", text) for text in SAID.values()]
     made.train_from_iterator([*texts * 4, (ROOT / "README.md").read_text()], trainer)
@@ -208,16 +219,19 @@ def test_ids(program, tmp_path, change, kind):
     copied.save(str(tmp_path / "copy/tokenizer.json"))
     assert tokenizer_json.read_tokenizer_json(tmp_path / "copy/tokenizer.json").hash == ours.hash
     mixture = "".join(random.Random(3).choices(" ".join([*SAID.values(), OTHERS, NAMES]), k=3000))
-    for text in [*SAID.values(), OTHERS, NAMES, mixture, (ROOT / "doc/data.md").read_text()]:
-        for special in (), ("special",):
-            theirs.encode_special_tokens = copied.encode_special_tokens = not special
+    texts = [*SAID.values(), OTHERS, NAMES, mixture, (ROOT / "doc/data.md").read_text()]
+    files = [tmp_path / f"text {i}" for i in range(len(texts))]
+    for file, text in zip(files, texts):
+        file.write_text(text, newline="")
+    for special in range(2):
+        command = [program, tmp_path / "tokenizer.bin", str(special), *files]
+        run = subprocess.run(command, capture_output=True, text=True)
+        assert run.returncode == 0 and run.stdout.count("\n") == len(texts), run.stderr
+        theirs.encode_special_tokens = copied.encode_special_tokens = not special
+        for text, line in zip(texts, run.stdout.splitlines()):
             ids = theirs.encode(text, add_special_tokens=False).ids
             assert copied.encode(text, add_special_tokens=False).ids == ids
-            (tmp_path / "text").write_text(text, newline="")
-            run = subprocess.run(
-                [program, tmp_path / "tokenizer.bin", tmp_path / "text", *special], capture_output=True, text=True
-            )
-            assert list(map(int, run.stdout.split())) == ids and run.returncode == 0, (run.stderr, text)
+            assert list(map(int, line.split())) == ids, text
             if not special:
                 assert ours.encode(text.encode()).tolist() == again.encode(text.encode()).tolist() == ids
 
@@ -228,7 +242,7 @@ def test_bytes_that_are_no_text(program, tmp_path):
     theirs.save(str(tmp_path / "tokenizer.json"))
     tokenizer_json.read_tokenizer_json(tmp_path / "tokenizer.json").write(tmp_path)
     (tmp_path / "text").write_bytes(b"e\xcc\x81 \xff\xcc \xed\xa0\x80 caf\xc3\xa9\xe0\xb8")
-    run = subprocess.run([program, tmp_path / "tokenizer.bin", tmp_path / "text"], capture_output=True)
+    run = subprocess.run([program, tmp_path / "tokenizer.bin", "0", tmp_path / "text"], capture_output=True)
     assert run.returncode == 0, run.stderr  # the bytes of the ids are those of the text
 
 
@@ -249,7 +263,7 @@ def test_merges_that_make_no_difference_are_found():
 
 @pytest.fixture(scope="module")
 def good():
-    made = trained("qwen2", [])
+    made = trained("qwen2", [], 300)
     made.add_special_tokens(END)
     made.add_tokens(["Zorblax"])
     return json.loads(made.to_str())

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import launcher
+import loaded
 import numpy as np
 import pytest
 import safetensors.torch
@@ -1160,7 +1161,6 @@ def text_shards(tmp_path):
 def test_a_run_from_the_command_line(text_shards, tmp_path):
     out = tmp_path / "out"
     command = [
-        sys.executable,
         os.path.join(ROOT, "train_gpt2.py"),
         *text_shards,
         "--model",
@@ -1194,7 +1194,9 @@ def test_a_run_from_the_command_line(text_shards, tmp_path):
         "--threads",
         "1",
     ]
-    text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    run = loaded.run(command, ROOT)
+    assert run.returncode == 0, run.stderr
+    text = run.stdout
     log = [json.loads(line) for line in (out / "main.jsonl").read_text().splitlines()]
     start, steps = log[0], [r for r in log if r["event"] == "step"]
     assert (

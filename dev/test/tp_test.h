@@ -182,7 +182,7 @@ static inline TpRun train_steps(const Config *c, const Options *o, const Mesh *m
 }
 // Weights that ranks have copies of, and what they decided by; with states in bf16, whose rounding must be the same
 // too.
-static inline void check_copies(const Config *c, const Options *o, const Mesh *mesh, const char *name) {
+static inline void check_weights_of_ranks(const Config *c, const Options *o, const Mesh *mesh, const char *name) {
     Model m;
     Options bf16_states = *o;
     int tokens[64 * TP_T], targets[64 * TP_T], same = 1, copies = 0;
@@ -252,7 +252,7 @@ static inline void test_tp(const char *model, const Mesh *mesh, const TpBounds *
     model_decode_open(&one, 2, TP_ROWS, TP_T, c.vocab_size, 0);
     o.batch_size = TP_B;
     const TpRun first = train_steps(&c, &o, mesh, &one, bound, name);
-    check_copies(&c, &o, mesh, name);
+    check_weights_of_ranks(&c, &o, mesh, name);
     const struct {
         int zero, recompute, blocks, chunks;
     } ways[] = {{0, 0, 0, 1}, {1, 1, 0, 5}, {0, 2, 0, 1}, {1, 2, 1, 1},
