@@ -142,7 +142,7 @@ static int engine_prompt_tokens(const Sequence *s) {
 // Those in its first page that has no name; none: all pages have one.
 static PageTokens engine_part(const Engine *e, const Sequence *s) {
     const int before = s->shares * KV_PAGE, count = smaller(engine_prompt_tokens(s) - before, KV_PAGE);
-    return (PageTokens){engine_name(e, s, s->shares - 1), larger(count, 0), s->tokens + s->begin + before};
+    return (PageTokens){engine_name(e, s, s->shares - 1), count > 0 ? count : 0, s->tokens + s->begin + before};
 }
 // Names the pages of the prompt whose tokens are there or in steps that are queued.
 static void engine_share(Engine *e, Sequence *s) {
