@@ -631,6 +631,7 @@ SETS = {  # script, options of two sets of one name, the trainers' patterns
 }
 
 
+@launcher.thorough
 @pytest.mark.parametrize("kind", SETS)
 def test_a_kill_at_any_moment_leaves_a_whole_set_or_none(tmp_path, kind):
     """What the trainers would read is the old set, the new one, or refused; and the same command heals it."""
@@ -1126,6 +1127,7 @@ def test_a_second_demo_keeps_the_model_of_the_first(tmp_path, monkeypatch, capsy
     assert not (folder / "main.jsonl").exists() and (before / "loss.png").read_text() == "2"
 
 
+@launcher.thorough
 @needs_trainer
 def test_the_demo_keeps_to_its_time_where_the_machine_becomes_slower(tmp_path):
     """Measured a hundred times too fast: it ends when it said, with a curve, a text and a model."""
@@ -1150,6 +1152,7 @@ demo.main()"""
     assert data_common.read_shard(tmp_path / "mine/mine_train_000001.bin")[0]["vocab_size"] == 256  # as in README.md
 
 
+@launcher.thorough
 @needs_trainer
 def test_ctrl_c_in_the_demo_says_how_it_goes_on(tmp_path):
     command = [sys.executable, "-m", "llmc.demo", "./train_gpt2", "--seconds", "100", "--output", tmp_path]

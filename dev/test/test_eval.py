@@ -638,6 +638,7 @@ def test_evaluation_in_and_after_training(world, tmp_path):
     ) == ["mixed", "row_1_0", "row_1_1", "row_1_2"]
 
 
+@launcher.thorough
 @needs_trainer
 def test_refusals(world, tmp_path, capsys, monkeypatch):
     (world / "twice").mkdir()

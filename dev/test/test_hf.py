@@ -832,6 +832,7 @@ def test_an_edited_checkpoint(program, tmp_path, monkeypatch, capfd):  # noqa: F
     main(monkeypatch, "check", tmp_path / "new")  # as it said
 
 
+@launcher.thorough
 def test_a_run_is_imported_whole(program, tmp_path, monkeypatch):  # noqa: F811
     """A checkpoint names its data, whose tokenizer goes along; what training needs besides stays behind. generate()
     needs no script."""

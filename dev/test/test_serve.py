@@ -608,6 +608,7 @@ def test_chat_templates(tmp_path):
 NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{{ '' }}{% endfor %}{% endfor %}"
 
 
+@launcher.thorough
 @pytest.mark.parametrize("when", ["", "{% if messages[0].content == 'bomb' %}"])
 def test_a_template_that_never_ends(tmp_path, when):
     """Others are answered meanwhile, and the server ends when it is told to."""
@@ -728,6 +729,7 @@ def test_a_line_that_the_program_does_not_take(tmp_path):
         assert s.post("completions", {"prompt": "say hi"})[0] == 200
 
 
+@launcher.thorough
 @launcher.on_linux
 def test_a_program_that_says_nothing(tmp_path):
     """Its clients are told, later ones at once, and the memory of the server stays; then it goes on."""
@@ -844,6 +846,7 @@ def test_the_end(tmp_path, signum):
         assert "Traceback" not in s.text
 
 
+@launcher.thorough
 @launcher.on_linux
 def test_a_program_that_does_not_end(tmp_path):
     with Server(tmp_path, "--", "--stubborn") as s:
@@ -915,6 +918,7 @@ def test_a_page_of_another_site(server, tmp_path):
         assert s.post("completions", {"prompt": "say hi"}, Host="x.example", Authorization="Bearer secret")[0] == 200
 
 
+@launcher.thorough
 @launcher.on_linux
 def test_who_does_not_send_or_read(tmp_path):
     """600 half requests are hung up, and so is who does not read an answer; a slow body is refused."""

@@ -170,6 +170,7 @@ def test_a_training_run_is_saved_and_ends(tmp_path):
     assert (tmp_path / f"run/step_{end['step']:08}/model.safetensors").exists()
 
 
+@launcher.thorough
 def test_a_missing_package_is_named():
     """Without site-packages (-S) a tool works, or says what it lacks and what to do."""
     options = {"cwd": ROOT, "env": ENVIRONMENT, "capture_output": True, "text": True}

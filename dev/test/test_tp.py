@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 
+import launcher
 import pytest
 
 from test_ranks import (
@@ -60,12 +61,17 @@ def tp_ranks():
     [
         (2, 2, ("gpt2", "gpt2-untied", "llama3-2", "qwen2.5", "qwen3", "modern", "qwen3_moe")),
         (3, 3, ("gpt2", "llama3-3", "qwen2.5")),
-        (4, 4, ("gpt2-untied", "llama3-2", "llama3.2", "qwen2.5", "qwen3", "modern", "olmoe")),
-        (4, 2, ("gpt2", "llama3-2", "qwen2.5", "qwen3", "mixtral", "olmoe")),
-        (6, 3, ("llama3-3",)),
+        pytest.param(
+            4,
+            4,
+            ("gpt2-untied", "llama3-2", "llama3.2", "qwen2.5", "qwen3", "modern", "olmoe"),
+            marks=launcher.thorough,
+        ),
+        pytest.param(4, 2, ("gpt2", "llama3-2", "qwen2.5", "qwen3", "mixtral", "olmoe"), marks=launcher.thorough),
+        pytest.param(6, 3, ("llama3-3",), marks=launcher.thorough),
         (2, 2, ("muon-gpt2", "muon-llama3-2", "muon-mixtral", "muon-olmoe")),
-        (4, 4, ("muon-qwen2.5",)),
-        (4, 2, ("muon-gpt2", "muon-qwen2.5")),
+        pytest.param(4, 4, ("muon-qwen2.5",), marks=launcher.thorough),
+        pytest.param(4, 2, ("muon-gpt2", "muon-qwen2.5"), marks=launcher.thorough),
         (3, 1, ("muon-llama3-3",)),
     ],
     ids=["1x2", "1x3", "1x4", "2x2", "2x3", "muon-1x2", "muon-1x4", "muon-2x2", "muon-3x1"],

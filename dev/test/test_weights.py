@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import launcher
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
@@ -76,6 +77,7 @@ def rounded(weights, format):
     return (torch.round(w / scale) * scale).numpy()
 
 
+@launcher.thorough
 def test_the_loss_is_that_of_the_rounded_weights(trained, tmp_path):
     name, folder, loss = trained
     native = loss(folder)
