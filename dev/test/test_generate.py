@@ -182,7 +182,7 @@ def test_a_demo_leaves_a_model_to_generate_from(tmp_path):
     command = re.search(rf"^  {TRAINER} .*--generate .*(?= {{3}})", demo.stdout, re.M)[0]
     said = subprocess.run(shlex.split(command), cwd=ROOT, capture_output=True, text=True, timeout=300)
     last = demo.stdout.splitlines()[-1]
-    assert last == f"  {TRAINER} -e {left} --generate -g 200", last
+    assert re.fullmatch(rf"  \S*python\S* -m llmc chat {left} -g 200", last), last
     status, parts = talk(left, "import ", options=["-g", 40])
     assert status == 0 and parts[1].startswith("import \nimport "), parts
     step = int(re.search(r"^model: +.*/step_(\d+)$", demo.stdout, re.M)[1])
