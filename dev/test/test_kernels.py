@@ -427,8 +427,13 @@ def test_kernels_without_a_gpu(source, flags, passed, tmp_path):
         (tmp_path / f"{stem}.h").write_text(header)
     (tmp_path / "cuda_fp8.h").write_text("struct __nv_fp8_e4m3 {};\n")
     program = compiled_once([f"dev/test/{source}.cpp", *flags, "-I.", f"-I{tmp_path}"], tmp_path)
+    good = f"{passed} passed, 0 failed"
+    said = program.with_suffix(".said")  # the same program says the same: make test does not ask it again
+    if launcher.QUICK in os.environ and said.exists() and good in said.read_text():
+        return
     run = subprocess.run([program], capture_output=True, text=True)
-    assert run.returncode == 0 and f"{passed} passed, 0 failed" in run.stdout, run.stdout + run.stderr
+    assert run.returncode == 0 and good in run.stdout, run.stdout + run.stderr
+    said.write_text(run.stdout)
 
 
 def build_for_no_gpu(source, program, precision=()):
