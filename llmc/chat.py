@@ -63,7 +63,7 @@ class Program:
 
 
 class Conversation:
-    """What was said, and what the model is asked with. Without a template each question is a text of its own."""
+    """Keeps the messages and asks the model with them. Without a template each question is a text of its own."""
 
     def __init__(self, program, args):
         self.program, self.args, self.asked = program, args, 0
@@ -117,7 +117,7 @@ class Conversation:
         self.program.send(id=str(self.asked), cancel=True)
 
     def ask(self, question):
-        """Whether the model is at work on a question."""
+        """Sends a question with what was said before; returns whether the model is at work on it."""
         self.messages.append({"role": "user", "content": question})
         count = len(self.messages)
         try:

@@ -1,9 +1,7 @@
 // Tests of llmc/data/tokenizer.h. With arguments it is a tool for the Python tests, which compare with other packages:
-//   test_tokenizer TOKENIZER.BIN SPECIAL TEXT...
-//     the ids of each TEXT on a line; fails if they do not decode to it, or
-//                                                  to what NFC makes of it. SPECIAL: 1, names of tokens are tokens; or
-//                                                  0
-//   test_tokenizer KIND                            the chunks of standard input, a NUL behind each
+//   test_tokenizer TOKENIZER.BIN SPECIAL TEXT...   prints the ids of each TEXT on a line; fails if they do not decode
+//   test_tokenizer KIND                            prints the chunks of standard input, a NUL behind each
+// Ids must decode to TEXT, or to what NFC makes of it. With SPECIAL 1 names of special tokens in it are these tokens.
 #include "llmc/base/rand.h"
 #include "llmc/data/tokenizer.h"
 

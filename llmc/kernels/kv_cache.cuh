@@ -183,7 +183,7 @@ static void kv_prompt(const KvCache *k, const floatX *step, int layer, int n, in
     launchCheck();
 }
 static __global__ void kv_place_kernel(int *of_slot, int page) { *of_slot = page; }
-// Blocks: a layer, of which `vectors` make a page, and parts of it.
+// Copies a page in all layers: blockIdx.x is the layer, in which a page has so many vectors of 16 bytes.
 static __global__ void kv_copy_kernel(int4 *cache, size_t vectors, size_t pages, int from, int to) {
     int4 *layer = cache + blockIdx.x * pages * vectors;
     for (size_t i = blockIdx.y * blockDim.x + threadIdx.x; i < vectors; i += gridDim.y * blockDim.x)

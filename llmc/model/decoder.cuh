@@ -56,7 +56,7 @@ typedef struct {
 
 // ---- before the first step
 
-// Bytes of a page: of its keys in all layers, which are those of its values; of the scales of both.
+// A page takes `keys` bytes for its keys in all layers, as many for its values, and `scales` for the scales of both.
 typedef struct { size_t keys, scales; } PageBytes;
 static PageBytes decoder_page(const Plan *p) {
     const Config *c = &p->local;

@@ -275,7 +275,7 @@ static int calls_hear(void *most, Sequence *s, const Drawn *drawn, SequenceEnd e
     return 0;
 }
 
-// All groups: their own sequences. shared: of their prompts' tokens those that were there already.
+// Each group makes its own sequences. shared gets how many tokens of their prompts were there already.
 static int calls_generate(Calls *c, Sequence *sequences, int count, double *shared) {
     Engine e = engine_of(c->t);
     int most = (int)c->call.x[2];

@@ -139,7 +139,7 @@ static uint64_t engine_name(const Engine *e, const Sequence *s, int index) {
 static int engine_prompt_tokens(const Sequence *s) {
     return (s->prompted > 0 ? s->prompted : s->prompt - 1) - s->begin;
 }
-// Those in its first page that has no name; none: all pages have one.
+// Returns the prompt's tokens in the first page that has no name; their count is 0 where all pages have one.
 static PageTokens engine_part(const Engine *e, const Sequence *s) {
     const int before = s->shares * KV_PAGE, count = smaller(engine_prompt_tokens(s) - before, KV_PAGE);
     return (PageTokens){engine_name(e, s, s->shares - 1), count > 0 ? count : 0, s->tokens + s->begin + before};
@@ -260,7 +260,7 @@ static int engine_can_share_soon(const Engine *e, const Sequence *s) {
             return 1;
     return 0;
 }
-// The last page of its prompt, if another sequence has it.
+// Copies the last page of the sequence's prompt from another sequence that has it.
 static void engine_copy(Engine *e, Sequence *s) {
     const int page = pages_find(&e->pages, engine_part(e, s));
     if (page == NO_PAGE) return;
@@ -391,7 +391,7 @@ static void engine_queue_piece(Engine *e, DecodeRow *rows, int *n) {
         rows[(*n)++] = engine_row(s, tokens[i], 1);
     }
 }
-// Whether a sequence knows all tokens that it may have, or waits for keys and values of its prompt.
+// Returns 1 if a sequence knows all tokens that it may have, or waits for keys and values of its prompt.
 static int engine_rests(Engine *e, Sequence *s) {
     if (s->count + s->ahead >= s->most || engine_prompt_left(e, s) > 0) return 1;
     return !s->proposed && !engine_find_again(e, s);

@@ -9,7 +9,8 @@
 #include "../base/rand.h"
 
 enum { NO_PAGE = -1 };
-// Tokens of a page, behind those of the page named `before`, of the same sequence; 0: they are its first.
+// A page's tokens follow those of the page named `before` in their sequence; engine_name names what is before its
+// first.
 typedef struct {
     uint64_t before;
     int count;
